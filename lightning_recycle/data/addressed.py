@@ -6,12 +6,13 @@ prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 from typing_extensions import override
 
@@ -142,9 +143,7 @@ class MicrobatchLoader(SampleLoader):
     def _draws_from_seed(self) -> bool:
         """Whether the order is a permutation that is drawn here, as torch's sampler would."""
         sampler = self._user_sampler
-        return (
-            type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(self.dataset)
-        )
+        return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(self.dataset)
 
     def _count(self) -> int:
         """The length of the sampler's order."""
@@ -281,7 +280,9 @@ class MicrobatchLoader(SampleLoader):
         if self._draws is None or self._draws[0] != epoch:
             if self._restored is not None:
                 state, self._restored = self._restored, None
-                self._sampler_state.load(state["before" if state["epoch"] == epoch else "after"])
+                again, renewed = state["epoch"] == epoch, state.get("reload", 0) and epoch % state["reload"] == 0
+                if again or not renewed:
+                    self._sampler_state.load(state["before" if again else "after"])
             self._before = self._sampler_state.take()
         for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
             if drawn is not None and hasattr(drawn, "set_epoch"):
@@ -307,7 +308,10 @@ class MicrobatchLoader(SampleLoader):
         return {"epoch": self._draws[0], "before": self._before, "after": self._sampler_state.take()}
 
     def load_order_state(self, state: dict[str, Any] | None) -> None:
-        """The next order is drawn from this state, that of the same epoch from the one before it."""
+        """The next order is drawn from this state, that of the same epoch from the one before it.
+
+        Where the user gives another loader every ``state["reload"]`` epochs, its sampler begins as it was given.
+        """
         if state is not None:
             self._restored, self._draws = state, None
             self._orders.clear()
@@ -315,7 +319,7 @@ class MicrobatchLoader(SampleLoader):
     def order(self) -> dict[str, Any]:
         """The orders of the current epoch, and the sampler's state, for a worker that joins."""
         return {
-            "orders": self._orders,
+            "orders": {} if self._draws_again else self._orders,
             "draws": self._draws,
             "before": self._before,
             "restored": self._restored,
@@ -329,10 +333,16 @@ class MicrobatchLoader(SampleLoader):
         Raises:
             ConfigurationError: if the samples at the donor's places are others.
         """
-        self._orders, self._draws = dict(order["orders"]), order["draws"]
+        self._orders, self._draws = dict(order["orders"]), order["draws"] if order["orders"] else None
         self._before, self._restored = order["before"], order["restored"]
         self._sampler_state.load(order["sampler"])
-        if order["probed"] is not None and self._probe(order["probed"][0]) not in (None, order["probed"][1]):
+        context = self.dataloader.multiprocessing_context or multiprocessing
+        slow = self.dataloader.num_workers > 0 and context.get_start_method() != "fork"  # the others wait meanwhile
+        if (
+            order["probed"] is not None
+            and not slow
+            and self._probe(order["probed"][0]) not in (None, order["probed"][1])
+        ):
             raise ConfigurationError(different(type(self.dataset).__name__, "samples in a replacement"))
 
     @property

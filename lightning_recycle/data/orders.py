@@ -16,6 +16,8 @@ __all__ = ["as_index", "compact", "compare", "different", "digest_of"]
 
 def as_index(item: Any) -> Any:
     """An item of an order as the dataset's ``__getitem__`` gets it: an integer, or a list of integers."""
+    if type(item) in (int, np.int64):
+        return int(item)
     if isinstance(item, (list, tuple)) or (isinstance(item, (np.ndarray, Tensor)) and item.ndim):
         return [int(index) for index in item]
     return int(item)
@@ -35,8 +37,7 @@ def digest_of(order: Sequence[Any]) -> str:
         found.update(np.asarray(order, np.int64).data)
     else:
         for item in order:
-            index = as_index(item) if not isinstance(item, (list, tuple)) else list(map(int, item))
-            found.update(np.asarray(index, np.int64).tobytes() + b"|")
+            found.update(np.asarray(as_index(item), np.int64).tobytes() + b"|")
     return found.hexdigest()
 
 

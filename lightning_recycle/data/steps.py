@@ -23,7 +23,16 @@ from lightning_recycle.data.batching import batching_of, check_dataloader
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
-__all__ = ["Address", "AddressedSample", "Collate", "SampleLoader", "StepHandle", "StepLoader", "StepSource", "numbers_of"]
+__all__ = [
+    "Address",
+    "AddressedSample",
+    "Collate",
+    "SampleLoader",
+    "StepHandle",
+    "StepLoader",
+    "StepSource",
+    "numbers_of",
+]
 
 
 Address: TypeAlias = tuple[int, Any]
@@ -164,6 +173,11 @@ class StepSource(ABC):
 
     @property
     @abstractmethod
+    def loaders(self) -> list[StepLoader]:
+        """The loaders whose steps it has."""
+
+    @property
+    @abstractmethod
     def can_read_again(self) -> bool:
         """Whether :meth:`read_again` is possible."""
 
@@ -196,6 +210,11 @@ class StepLoader(StepSource):
         self.end_step: float = math.inf
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
         self._epoch = 0
+
+    @property
+    @override
+    def loaders(self) -> list[StepLoader]:
+        return [self]
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch

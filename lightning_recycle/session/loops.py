@@ -311,8 +311,10 @@ class PipelineFitLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Also the states of samplers, under a name that Lightning's own loop does not read."""
         state: dict[str, Any] = super().on_save_checkpoint()
-        if any(orders := [loader.order_state() for loader in addressed_loaders(self)]):
-            state["sampler_states"] = orders
+        orders = [loader.order_state() for loader in addressed_loaders(self)]
+        if any(orders):
+            reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
+            state["sampler_states"] = [order and {**order, **reload} for order in orders]
         return state
 
     @override

@@ -622,8 +622,8 @@ class Session:
             step: (batch, its index, and the DataLoader's index if there are several).
         """
         handle: StepHandle = step[0]
-        if handle.index == 0 and isinstance(handle.loader, StepLoader):
-            self.compare_data([handle.loader])
+        if handle.index == 0:
+            self.compare_data(handle.loader.loaders)
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])

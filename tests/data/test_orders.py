@@ -127,6 +127,22 @@ def test_a_replacement_has_the_order_of_its_donor_and_goes_on_from_it(name: str)
     assert [order(joiner, e) for e in (0, 1, 2)] == [order(donor, e) for e in (0, 1, 2)]
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_further_rounds_of_an_epoch_are_drawn_in_turn_when_it_resumes(name: str) -> None:
+    whole, resumed = loader(**SAMPLERS[name]()), loader(**SAMPLERS[name]())
+    wanted = [whole._addresses(0, step) for step in range(3 * STEPS)]
+    resumed.load_order_state(whole.order_state())
+    assert [resumed._addresses(0, step) for step in range(2 * STEPS, 3 * STEPS)] == wanted[2 * STEPS :]
+
+
+def test_a_loader_that_the_user_gives_anew_for_the_epoch_begins_as_given() -> None:
+    whole, resumed = loader(sampler=Counts()), loader(sampler=Counts())
+    first = order(whole, 0)
+    order(whole, 1)
+    resumed.load_order_state({**(whole.order_state() or {}), "reload": 2})
+    assert order(resumed, 2) == first
+
+
 def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_neither() -> None:
     sampler = Draws(Numbers())
     taker = SamplerState(sampler)
