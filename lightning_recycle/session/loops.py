@@ -243,7 +243,7 @@ class PipelineFitLoop(_FitLoop):
 
     runner: StepRunner
     _has_started = False
-    _sampler_states: Sequence[Any] = ()
+    _sampler_states: Sequence[Any]
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
@@ -334,9 +334,8 @@ class PipelineFitLoop(_FitLoop):
         Of data with addresses it is the state of the sampler; one that a single device's loader left in a checkpoint
         is left alone.
         """
-        for source, order in zip(addressed_loaders(self), self._sampler_states, strict=False):
+        for source, order in zip(addressed_loaders(self), vars(self).pop("_sampler_states", ()), strict=False):
             source.load_order_state(order)
-        self._sampler_states = []
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         assert self._combined_loader is not None
         for loader, state in zip(self._combined_loader.flattened, states, strict=False):
