@@ -6,22 +6,39 @@ prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
+from typing_extensions import override
 
 from lightning_recycle.data.batching import batching_of, drops_last
+from lightning_recycle.data.orders import as_index, compact, different, digest_of
+from lightning_recycle.data.sample_digests import add_sample
+from lightning_recycle.data.sampler_states import SamplerState
 from lightning_recycle.data.seeding import seeded_for
-from lightning_recycle.data.steps import AddressedSample, SampleLoader, StepHandle
+from lightning_recycle.data.steps import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.parent import die_with_parent, end_with
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
 __all__ = ["MicrobatchLoader", "WorkerInit"]
+
+_KEPT_ROUNDS = 2  # the current one, and the previous one, which others may have to redo
+
+
+def _number(epoch: int, rounds: int) -> int:
+    """The number of a round of ``epoch``: the epoch's own for the first."""
+    return derive_seed(epoch, rounds) if rounds else epoch
+
+
+def _as_read(samples: list[AddressedSample]) -> list[AddressedSample]:
+    return samples
 
 
 class _Addressed(Dataset[Any]):
@@ -30,21 +47,21 @@ class _Addressed(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
-    def read(self, addresses: Sequence[tuple[int, int]], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
+    def read(self, addresses: Sequence[Address], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
         """The samples at (epoch, index) ``addresses``, with these; ``reseed`` is None if they draw nothing."""
         samples = []
         for epoch, index in addresses:
             if reseed is not None:
-                reseed(derive_seed(self.seed, epoch, index))
+                reseed(derive_seed(self.seed, epoch, *numbers_of(index)))
             samples.append(((epoch, index), self.dataset[index]))
         return samples
 
-    def __getitems__(self, addresses: Sequence[tuple[int, int]]) -> list[AddressedSample]:
+    def __getitems__(self, addresses: Sequence[Address]) -> list[AddressedSample]:
         """Like :meth:`read`, in a DataLoader process."""
         with seeded_everything() as reseed:
             return self.read(addresses, reseed)
 
-    def __getitem__(self, address: tuple[int, int]) -> AddressedSample:
+    def __getitem__(self, address: Address) -> AddressedSample:
         return self.__getitems__([address])[0]
 
 
@@ -97,7 +114,13 @@ class MicrobatchLoader(SampleLoader):
         self._prefetch = prefetch
         self._addressed = _Addressed(self.dataset, seed)
         self._seeded = seeded_for(self.dataset, self._collate.collate)
-        self._orders: dict[int, Sequence[Any]] = {}
+        self._orders: dict[int, Sequence[Any]] = {}  # of the newest rounds
+        self._draws: tuple[int, int] | None = None  # the newest epoch of which an order was drawn, and its rounds
+        self._draws_again = type(self._user_sampler) is SequentialSampler or self._draws_from_seed
+        self._sampler_state = SamplerState(None if self._draws_again else self._user_sampler)
+        self._before: dict[str, Any] = {}  # the sampler's state before the first order of that epoch
+        self._restored: dict[str, Any] | None = None
+        self._probed: tuple[list[Any], int] | None = None  # addresses of some samples, and their digest
         self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
@@ -115,6 +138,12 @@ class MicrobatchLoader(SampleLoader):
 
     _unit = "samples"
     """What the sampler yields."""
+
+    @property
+    def _draws_from_seed(self) -> bool:
+        """Whether the order is a permutation that is drawn here, as torch's sampler would."""
+        sampler = self._user_sampler
+        return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(self.dataset)
 
     def _count(self) -> int:
         """The length of the sampler's order."""
@@ -189,16 +218,16 @@ class MicrobatchLoader(SampleLoader):
     def samples_in(self, handle: StepHandle) -> int:
         return self._size(handle.index)
 
-    def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
+    def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[Address]:
         """The samples of a micro-batch, as (number of the round, dataset index)."""
         number, order = self._round(epoch, step)
-        return [(number, int(order[position])) for position in self._positions(epoch, step, microbatch)]
+        return [(number, as_index(order[position])) for position in self._positions(epoch, step, microbatch)]
 
-    def _addresses(self, epoch: int, step: int) -> list[tuple[int, int]]:
+    def _addresses(self, epoch: int, step: int) -> list[Address]:
         """The samples of a global batch, as :meth:`addresses`."""
         number, order = self._round(epoch, step)
         first = step % self._num_steps * self.global_batch_size
-        return [(number, int(index)) for index in order[first : first + self._size(step)]]
+        return [(number, as_index(index)) for index in order[first : first + self._size(step)]]
 
     def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
         """The places of a micro-batch's samples in the sampler's order."""
@@ -237,30 +266,146 @@ class MicrobatchLoader(SampleLoader):
         in it, the same on every worker and for every grid. The first round of an epoch has the number of the epoch.
         """
         rounds = step // self._num_steps
-        number = derive_seed(epoch, rounds) if rounds else epoch
-        return number, self._order(epoch, number)
-
-    def _order(self, epoch: int, number: int) -> Sequence[Any]:
-        """What the sampler yields in the round ``number``, of ``epoch``."""
+        number = _number(epoch, rounds)
         if number not in self._orders:
-            sampler = self._user_sampler
-            for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
-                if drawn is not None and hasattr(drawn, "set_epoch"):
-                    drawn.set_epoch(epoch)
-            with seeded_everything() as reseed:
-                reseed(derive_seed(self._seed, number))
-                if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
-                    order: Sequence[Any] = range(len(sampler))
-                elif (
-                    type(sampler) is RandomSampler
-                    and not sampler.replacement
-                    and sampler.num_samples == len(self.dataset)
-                ):
-                    order = torch.randperm(len(self.dataset)).tolist()
-                else:
-                    order = list(sampler)
-            self._orders = {number: order}
-        return self._orders[number]
+            drawn = self._draws[1] if self._draws is not None and self._draws[0] == epoch else 0
+            for earlier in range(drawn, rounds):  # a sampler with a state must draw them in turn
+                self._draw(epoch, earlier)
+            self._draw(epoch, rounds)
+        return number, self._orders[number]
+
+    def _draw(self, epoch: int, rounds: int) -> None:
+        """Draws what the sampler yields in a round of ``epoch``."""
+        sampler, number = self._user_sampler, _number(epoch, rounds)
+        if self._draws is None or self._draws[0] != epoch:
+            if self._restored is not None:
+                state, self._restored = self._restored, None
+                again, renewed = state["epoch"] == epoch, state.get("reload", 0) and epoch % state["reload"] == 0
+                if again or not renewed:
+                    self._sampler_state.load(state["before" if again else "after"])
+            self._before = self._sampler_state.take()
+        for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
+            if drawn is not None and hasattr(drawn, "set_epoch"):
+                drawn.set_epoch(epoch)
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self._seed, number))
+            order: Sequence[Any]
+            if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
+                order = range(len(sampler))
+            elif self._draws_from_seed:
+                order = torch.randperm(len(self.dataset)).numpy()  # type: ignore[assignment]
+            else:
+                order = compact(list(sampler))
+        self._draws = epoch, rounds + 1
+        self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), number: order}
+
+    # ------------------------------------------------------------------ one order on all workers
+
+    def order_state(self) -> dict[str, Any] | None:
+        """The state of the sampler before and after the current epoch's order was drawn; None if it needs none."""
+        if self._draws is None or self._draws_again:
+            return self._restored
+        return {"epoch": self._draws[0], "before": self._before, "after": self._sampler_state.take()}
+
+    def load_order_state(self, state: dict[str, Any] | None) -> None:
+        """The next order is drawn from this state, that of the same epoch from the one before it.
+
+        Where the user gives another loader every ``state["reload"]`` epochs, its sampler begins as it was given.
+        """
+        if state is not None:
+            self._restored, self._draws = state, None
+            self._orders.clear()
+
+    def order(self) -> dict[str, Any]:
+        """The orders of the current epoch, and the sampler's state, for a worker that joins."""
+        return {
+            "orders": {} if self._draws_again else self._orders,
+            "draws": self._draws,
+            "before": self._before,
+            "restored": self._restored,
+            "sampler": self._sampler_state.take(),
+            "probed": self._probed,
+        }
+
+    def take_over(self, order: dict[str, Any]) -> None:
+        """Continues in the order of a donor.
+
+        Raises:
+            ConfigurationError: if the samples at the donor's places are others.
+        """
+        self._orders, self._draws = dict(order["orders"]), order["draws"] if order["orders"] else None
+        self._before, self._restored = order["before"], order["restored"]
+        self._sampler_state.load(order["sampler"])
+        context = self.dataloader.multiprocessing_context or multiprocessing
+        slow = self.dataloader.num_workers > 0 and context.get_start_method() != "fork"  # the others wait meanwhile
+        if (
+            order["probed"] is not None
+            and not slow
+            and self._probe(order["probed"][0]) not in (None, order["probed"][1])
+        ):
+            raise ConfigurationError(different(type(self.dataset).__name__, "samples in a replacement"))
+
+    @property
+    @override
+    def lost_state(self) -> list[str]:
+        return self._sampler_state.lost
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        number, order = self._round(self._epoch, 0)
+        facts: dict[str, Any] = {
+            f"lengths of {type(self.dataset).__name__}": len(self.dataset) if hasattr(self.dataset, "__len__") else 0,
+            f"orders of {type(self._user_sampler).__name__}": len(order) if self._draws_again else digest_of(order),
+        }
+        facts[f"samples of {type(self.dataset).__name__}"] = None  # unknown where nothing is read
+        if self._prefetch and len(order):
+            places = sorted({0, len(order) // 2, len(order) - 1})
+            found = self._probe([(number, index) for place in places for index in self._at(order[place])])
+            facts[f"samples of {type(self.dataset).__name__}"] = found
+        return facts
+
+    def _at(self, item: Any) -> list[Any]:
+        """The index, or the first ones, of an item of the sampler's order."""
+        return [as_index(item)]
+
+    def _probe(self, addresses: list[Any]) -> int | None:
+        """A digest of the samples at ``addresses``; None where it could tell nothing.
+
+        A dataset that is read in processes of its own is read in one, once: it may open files there that no process
+        may inherit. What a dataset draws from a generator of its own differs with each reading, and is not compared.
+        """
+        again = self._probed is None
+        if self.dataloader.num_workers == 0:
+            with self._seeded() as reseed:
+                found = [self._addressed.read(addresses, reseed) for _ in range(1 + again)]
+        elif again:
+            found = list(
+                DataLoader(
+                    self._addressed,
+                    batch_sampler=[addresses, addresses],
+                    num_workers=1,
+                    collate_fn=_as_read,
+                    worker_init_fn=WorkerInit(self.dataloader.worker_init_fn, self.dataset),
+                    multiprocessing_context=self.dataloader.multiprocessing_context,
+                    generator=torch.Generator().manual_seed(0),
+                )
+            )
+        else:
+            return None
+        digests = [add_sample(0, samples) for samples in found]
+        if len(set(digests)) > 1:
+            self._varies = True
+            rank_zero_warn(
+                f"{type(self.dataset).__name__} gives another sample when the same index is read again. A step that is"
+                " redone after a failure, or a replacement, then sees other samples. Let it draw from the global"
+                " generators of Python, NumPy or torch, which are seeded for each sample, and keep no generator of its"
+                " own."
+            )
+        self._probed = addresses, digests[0]
+        return None if self._varies else digests[0]
+
+    _varies = False
+    """Whether a sample differs when it is read again."""
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
         """Moves prefetched data up to ``key`` into the cache; False if ``key`` precedes it."""
@@ -309,5 +454,5 @@ class _Batches:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Address]]:
         return (self._loader.addresses(*key) for key in self._keys)

@@ -98,6 +98,11 @@ class CombinedStep(StepSource):
 
     @property
     @override
+    def loaders(self) -> list[StepLoader]:
+        return [loader for part in self._handles for loader in part.loader.loaders]
+
+    @property
+    @override
     def can_read_again(self) -> bool:
         return all(part.loader.can_read_again for part in self._handles)
 

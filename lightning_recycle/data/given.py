@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import samples_in
+from lightning_recycle.data.orders import as_index
 from lightning_recycle.data.slices import sliced
-from lightning_recycle.data.steps import Collate, StepHandle
+from lightning_recycle.data.steps import Address, Collate, StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import seeded_everything
@@ -57,7 +58,8 @@ class GivenBatchLoader(MicrobatchLoader):
         try:
             return len(self._user_sampler)
         except TypeError:  # a batch sampler need not know
-            return len(self._order(0, 0))
+            self._draw(0, 0)
+            return len(self._orders[0])
 
     @override
     def __iter__(self) -> Iterator[StepHandle]:
@@ -84,7 +86,7 @@ class GivenBatchLoader(MicrobatchLoader):
         return range(first, first + 1)
 
     @override
-    def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[tuple[int, int]]:
+    def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[Address]:
         if not self._composes:
             return super().addresses(epoch, step, microbatch)
         number, order = self._round(epoch, step)
@@ -98,12 +100,16 @@ class GivenBatchLoader(MicrobatchLoader):
         return [(number, int(index)) for index in samples[self._part(microbatch) :: self._parts]]
 
     @override
-    def _addresses(self, epoch: int, step: int) -> list[tuple[int, int]]:
+    def _addresses(self, epoch: int, step: int) -> list[Address]:
         if not self._composes:
             return super()._addresses(epoch, step)
         number, order = self._round(epoch, step)
         first = step % self._num_steps * self.global_batch_size
         return [(number, int(i)) for batch in order[first : first + self.global_batch_size] for i in batch]
+
+    @override
+    def _at(self, item: Any) -> list[Any]:
+        return [as_index(index) for index in list(item)[:1]] if self._composes else super()._at(item)
 
     def _part(self, microbatch: Microbatch) -> int:
         return global_index(self.grid, microbatch) // self.global_batch_size

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from typing_extensions import override
@@ -23,11 +23,28 @@ from lightning_recycle.data.batching import batching_of, check_dataloader
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
-__all__ = ["AddressedSample", "Collate", "SampleLoader", "StepHandle", "StepLoader", "StepSource"]
+__all__ = [
+    "Address",
+    "AddressedSample",
+    "Collate",
+    "SampleLoader",
+    "StepHandle",
+    "StepLoader",
+    "StepSource",
+    "numbers_of",
+]
 
 
-AddressedSample: TypeAlias = tuple[tuple[int, int], Any]
-"""((epoch, index), sample)."""
+Address: TypeAlias = tuple[int, Any]
+"""(epoch, index); the index is an integer, or a list of integers that the dataset reads at once."""
+
+AddressedSample: TypeAlias = tuple[Address, Any]
+"""(address, sample)."""
+
+
+def numbers_of(index: Any) -> Iterable[int]:
+    """The integers of an index."""
+    return map(int, index) if isinstance(index, list) else (index,)
 
 
 class StepHandle:
@@ -80,7 +97,7 @@ class Collate:
         """What the user's function makes of samples; ``reseed`` is None if it draws nothing."""
         epoch = addressed[0][0][0]
         if reseed is not None:
-            reseed(derive_seed(self.seed, epoch, *(index for (_, index), _ in addressed)))
+            reseed(derive_seed(self.seed, epoch, *(n for (_, index), _ in addressed for n in numbers_of(index))))
         return self.collate([sample for _, sample in addressed])
 
     def __call__(self, addressed: list[AddressedSample]) -> Any:
@@ -156,6 +173,11 @@ class StepSource(ABC):
 
     @property
     @abstractmethod
+    def loaders(self) -> list[StepLoader]:
+        """The loaders whose steps it has."""
+
+    @property
+    @abstractmethod
     def can_read_again(self) -> bool:
         """Whether :meth:`read_again` is possible."""
 
@@ -189,12 +211,26 @@ class StepLoader(StepSource):
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
         self._epoch = 0
 
+    @property
+    @override
+    def loaders(self) -> list[StepLoader]:
+        return [self]
+
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def enter_epoch(self, first_step: int, end_step: float) -> None:
         """The training loop is about to iterate over the steps from ``first_step`` to the one before ``end_step``."""
         self.first_step, self.end_step = first_step, end_step
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all workers before the first step of an epoch, by name; None: unknown to this one."""
+        return {}
+
+    @property
+    def lost_state(self) -> list[str]:
+        """The attributes of the sampler that neither a checkpoint nor a replacement can have, by name."""
+        return []
 
     @abstractmethod
     def __iter__(self) -> Iterator[StepHandle]:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.control.protocol.stopping import StopPlace
+from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.accumulation import Share
@@ -37,6 +38,7 @@ __all__ = [
     "PipelineEpochLoop",
     "PipelineFitLoop",
     "StepRunner",
+    "addressed_loaders",
     "call_before_epoch_end",
     "ends_step",
     "share_of_batch",
@@ -50,6 +52,8 @@ class StepRunner(Protocol):
     def enter_training(self) -> None: ...
 
     def training_loaders(self, loaders: Sequence[StepLoader]) -> None: ...
+
+    def compare_data(self, loaders: Sequence[StepLoader]) -> None: ...
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult: ...
 
@@ -194,6 +198,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         for loader in loaders:
             assert isinstance(loader, StepLoader)
             loader.enter_epoch(first if is_alone else 0, fit_loop.max_batches)
+        self._runner.compare_data(loaders)
         super().on_run_start(data_fetcher)
         self._has_advanced = False
         # Lightning asks data without a length for a batch before it knows where training begins.
@@ -239,6 +244,7 @@ class PipelineFitLoop(_FitLoop):
 
     runner: StepRunner
     _has_started = False
+    _sampler_states: Sequence[Any]
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
@@ -303,6 +309,21 @@ class PipelineFitLoop(_FitLoop):
         super().on_advance_end()
 
     @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Also the states of samplers, under a name that Lightning's own loop does not read."""
+        state: dict[str, Any] = super().on_save_checkpoint()
+        orders = [loader.order_state() for loader in addressed_loaders(self)]
+        if any(orders):
+            reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
+            state["sampler_states"] = [order and {**order, **reload} for order in orders]
+        return state
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._sampler_states = state_dict.get("sampler_states", [])
+
+    @override
     def _load_combined_loader_states(self) -> None:
         """Also rewinds a stream for a checkpoint from the end of an epoch, where its next pass may go on."""
         if self.is_resuming:
@@ -311,8 +332,11 @@ class PipelineFitLoop(_FitLoop):
     def find_places(self) -> None:
         """Moves a stream to where it was when the state that this loop has loaded was taken.
 
-        Data with addresses needs no state: one that a single device's loader left in a checkpoint is left alone.
+        Of data with addresses it is the state of the sampler; one that a single device's loader left in a checkpoint
+        is left alone.
         """
+        for source, order in zip(addressed_loaders(self), vars(self).pop("_sampler_states", ()), strict=False):
+            source.load_order_state(order)
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         assert self._combined_loader is not None
         for loader, state in zip(self._combined_loader.flattened, states, strict=False):
@@ -336,6 +360,12 @@ def call_before_epoch_end(trainer: pl.Trainer, hook: Callable[[], None]) -> None
         reached()
 
     connector.epoch_end_reached = epoch_end_reached  # type: ignore[method-assign]
+
+
+def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:
+    """The loaders of a fit loop or an evaluation loop whose samples have addresses."""
+    loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
+    return [loader for loader in loaders if isinstance(loader, MicrobatchLoader)]
 
 
 def tell_batch_sizes(trainer: pl.Trainer) -> None:

@@ -33,6 +33,7 @@ from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
 from lightning_recycle.data.given import GivenBatchLoader
 from lightning_recycle.data.iterables import BatchIterableLoader
+from lightning_recycle.data.orders import compare
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.engines.requeue import requeue
@@ -483,6 +484,12 @@ class Session:
                     f"Each epoch of the training leaves out {loader.left_out}. Give it drop_last=True if that is"
                     " what you want."
                 )
+        if lost := loader.lost_state:
+            rank_zero_warn(
+                f"{', '.join(lost)} of the sampler is an iterator, whose place cannot be copied: a replacement reads"
+                " this epoch in the order of the others, but later epochs in its own, and a resumed run draws another"
+                " order. Keep a number of the epoch, a generator or a list instead."
+            )
         loader.prepare = self._on_device
         self._loaders.append(loader)
         return loader
@@ -492,6 +499,15 @@ class Session:
         for old in [loader for loader in self._loaders if not loader.evaluation and loader not in loaders]:
             old.close()
             self._loaders.remove(old)
+
+    def compare_data(self, loaders: Sequence[StepLoader]) -> None:
+        """Before the first step of an epoch: all workers must be about to read the same.
+
+        Raises:
+            ConfigurationError: on all workers, if they are not.
+        """
+        if self.grid.num_workers > 1 and any(facts := [loader.facts() for loader in loaders]):
+            compare(self.collectives.gather("data", facts).values())
 
     def close_loaders(self) -> None:
         for loader in self._loaders:
@@ -654,6 +670,8 @@ class Session:
             step: (batch, its index, and the DataLoader's index if there are several).
         """
         handle: StepHandle = step[0]
+        if handle.index == 0:
+            self.compare_data(handle.loader.loaders)
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])

@@ -34,7 +34,7 @@ from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.hook_side_effects import SideEffectState
-from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, share_of_batch
+from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, addressed_loaders, share_of_batch
 from lightning_recycle.session.object_graph import LargeData, ObjectPack, is_bound_to_process, user_graph
 from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.weight_averages import WeightAverages
@@ -81,6 +81,7 @@ class WorkerSnapshot:
         schedulers: the state dicts of the schedulers.
         precision: the state dict of the precision plugin.
         loops: the state dict of the fit loop, with the place in a stream of data.
+        orders: of each loader of training and validation, the orders of its samples and the state of its sampler.
         results: what was logged in this epoch and in the newest validation.
         attributes: attributes of the Trainer's parts that are in no state dict, by path.
         callbacks: the state dicts of callbacks whose attributes belong to their process.
@@ -102,6 +103,7 @@ class WorkerSnapshot:
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
     loops: dict[str, Any]
+    orders: tuple[tuple[dict[str, Any], ...], ...]
     results: tuple[tuple[_Logged, ...], ...]
     attributes: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
@@ -135,6 +137,7 @@ def take_snapshot(
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
         loops=trainer.fit_loop.state_dict(),
+        orders=tuple(tuple(source.order() for source in addressed_loaders(loop)) for loop in _loops(trainer)),
         results=tuple(_logged(attrgetter(path)(trainer)._results) for path in _RESULTS),
         attributes={path: _attributes(_at(trainer, path), names) for path, names in _ATTRIBUTES.items()},
         callbacks={
@@ -169,6 +172,9 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
     restore_snapshot(trainer, averages, snapshot, large)
     loop.on_load_checkpoint(snapshot.loops["state_dict"])
     loop.find_places()
+    for own, orders in zip(_loops(trainer), snapshot.orders, strict=True):
+        for source, order in zip(addressed_loaders(own), orders, strict=False):
+            source.take_over(order)
     # The batch of this step is about to begin here; in the donor it has begun.
     epoch = loop.epoch_loop
     batches = epoch.batch_progress
@@ -239,6 +245,10 @@ def _read_loaders(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
         trainer.validating = True
         val.setup_data()
         trainer.training = True
+
+
+def _loops(trainer: pl.Trainer) -> tuple[Any, Any]:
+    return trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
 
 
 def _at(trainer: pl.Trainer, path: str) -> Any:

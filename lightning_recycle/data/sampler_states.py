@@ -1,0 +1,201 @@
+"""The state of a sampler: its generators, and the plain values among its attributes and those of what it holds.
+
+It is taken before an epoch's order is drawn, so that the order can be drawn again, and travels in checkpoints: it holds
+tensors, numbers, texts, lists and dicts only. Datasets and modules that a sampler refers to are not part of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from hashlib import blake2b
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["SamplerState"]
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_NOT_ITS_OWN: Any = (Dataset, DataLoader, nn.Module, type, ModuleType, FunctionType, MethodType)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_LARGE = 1 << 16  # bytes; a larger value that has not changed since the start is in no state
+
+
+class _Unknown(Exception):
+    """A value of a kind that a state cannot hold."""
+
+
+class SamplerState:
+    """Takes the state of a sampler, and restores it in place.
+
+    Args:
+        sampler: the sampler, as the user gave it: its large values are not taken again unless they change.
+
+    Attributes:
+        lost: attributes that hold an iterator, as "Class.attribute": such a place cannot be restored.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.lost: list[str] = []
+        self._at_start: dict[str, bytes] = {}
+        for path, (owner, name, value) in self._values():
+            if hasattr(type(value), "__next__"):
+                self.lost.append(f"{type(owner).__name__}.{name}")
+            elif (digest := _digest(value)) is not None:
+                self._at_start[path] = digest
+
+    def take(self) -> dict[str, Any]:
+        """The state, by the path of each attribute."""
+        state = {}
+        for path, (_, _, value) in self._values():
+            try:
+                if path not in self._at_start or _digest(value) != self._at_start[path]:
+                    state[path] = _encode(value)
+            except _Unknown:
+                continue  # what it refers to, such as a function, is the receiver's own
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restores a state that was taken of a sampler of the same construction."""
+        values = dict(self._values())
+        owners = {"": self._sampler, **{prefix: owner for prefix, owner in self._owners() if prefix}}
+        for path, encoded in state.items():
+            prefix, dot, name = path.rpartition(".")
+            owner = owners.get(prefix + dot)
+            current = values[path][2] if path in values else None  # it may have been made when an order was drawn
+            if isinstance(current, _GENERATORS):
+                _set_generator(current, encoded)  # in place: others may share it
+            elif owner is not None:
+                vars(owner)[name] = _decode(encoded, current)
+
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        """The sampler and the objects that it holds, with the prefix of the paths of their attributes."""
+        seen: set[int] = set()
+        waiting = [("", self._sampler)]
+        while waiting:
+            prefix, owner = waiting.pop()
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            yield prefix, owner
+            own = getattr(owner, "__dict__", {}).items()
+            waiting += [(f"{prefix}{name}.", value) for name, value in own if _is_object(value)]
+
+    def _values(self) -> Iterator[tuple[str, tuple[Any, str, Any]]]:
+        """The attributes of the sampler, and those of the objects that it holds, as (path, (owner, name, value))."""
+        for prefix, owner in self._owners():
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if not _is_object(value) and not _is_foreign(value):
+                    yield f"{prefix}{name}", (owner, name, value)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether ``value`` is not the sampler's own, but what it reads or is told."""
+    return isinstance(value, _NOT_ITS_OWN) or type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def _is_object(value: Any) -> bool:
+    """Whether ``value`` has attributes of its own, and is no value itself."""
+    known = (*_PLAIN, *_CONTAINERS.values(), dict, Tensor, np.ndarray, *_GENERATORS)
+    if isinstance(value, known) or hasattr(type(value), "__next__") or _is_foreign(value):
+        return False
+    return hasattr(value, "__dict__")
+
+
+def _digest(value: Any) -> bytes | None:
+    """A digest of a large tensor, array or list of numbers; None for any other value."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy() if value.dtype is not torch.bfloat16 else None
+    elif isinstance(value, list) and len(value) * 8 > _LARGE:
+        value = _as_array(value)
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.nbytes <= _LARGE:
+        return None
+    return blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
+
+
+def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:
+    kind = type(values[0])
+    if kind not in (int, float) or any(type(value) is not kind for value in values):
+        return None
+    try:
+        return np.array(values, np.int64 if kind is int else np.float64)
+    except OverflowError:
+        return None
+
+
+def _encode(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return {"tensor": value.detach().cpu().clone()}
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject and value.dtype.kind in "biuf":
+        kind = "number" if isinstance(value, np.generic) else "array"
+        words = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)[: value.nbytes]
+        return {kind: words, "dtype": value.dtype.str, "shape": list(value.shape)}
+    if isinstance(value, torch.Generator):
+        return {"torch.Generator": value.get_state(), "device": str(value.device)}
+    if isinstance(value, np.random.Generator):
+        return {"numpy.Generator": _encode(value.bit_generator.state), "kind": type(value.bit_generator).__name__}
+    if isinstance(value, np.random.RandomState):
+        return {"numpy.RandomState": _encode(value.get_state())}
+    if isinstance(value, random.Random):
+        return {"random.Random": _encode(value.getstate())}
+    if type(value) is list and len(value) * 8 > _LARGE and (array := _as_array(value)) is not None:
+        return {"long": torch.from_numpy(array)}
+    if type(value) is dict:
+        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    for name, container in _CONTAINERS.items():
+        if type(value) is container:
+            return {name: [_encode(item) for item in value]}
+    raise _Unknown
+
+
+def _decode(encoded: Any, current: Any = None) -> Any:
+    """What was encoded; ``current``: the value that it replaces."""
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, content), *rest) = encoded.items()
+    if kind == "tensor":
+        return content.to(current.device).clone() if isinstance(current, Tensor) else content.clone()
+    if kind in ("array", "number"):
+        options: dict[str, Any] = dict(rest)
+        array = np.frombuffer(content.numpy().tobytes(), options["dtype"]).reshape(options["shape"]).copy()
+        return array[()] if kind == "number" else array
+    if kind in _MAKE:
+        generator = _MAKE[kind](dict(rest))
+        _set_generator(generator, encoded)
+        return generator
+    if kind == "long":
+        return content.tolist()
+    if kind == "dict":
+        return {_decode(key): _decode(item) for key, item in content}
+    if kind == "deque":
+        return deque(map(_decode, content), maxlen=getattr(current, "maxlen", None))
+    return _CONTAINERS[kind](map(_decode, content))
+
+
+_MAKE: dict[str, Any] = {
+    "torch.Generator": lambda options: torch.Generator(options["device"]),
+    "numpy.Generator": lambda options: np.random.Generator(getattr(np.random, options["kind"])()),
+    "numpy.RandomState": lambda _: np.random.RandomState(),
+    "random.Random": lambda _: random.Random(),
+}
+
+
+def _set_generator(generator: Any, encoded: dict[str, Any]) -> None:
+    kind, content = next(iter(encoded.items()))
+    if kind == "torch.Generator":
+        generator.set_state(content)
+    elif kind == "numpy.Generator":
+        generator.bit_generator.state = _decode(content)
+    elif kind == "numpy.RandomState":
+        generator.set_state(_decode(content))
+    else:
+        generator.setstate(_decode(content))

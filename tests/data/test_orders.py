@@ -1,0 +1,201 @@
+"""One order of samples: the state of samplers, what a replacement takes over, and what workers compare."""
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.given import GivenBatchLoader
+from lightning_recycle.data.orders import compare
+from lightning_recycle.data.sampler_states import SamplerState
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid, Microbatch
+
+SIZE, STEPS = 24, 3
+
+
+class Numbers(Dataset[Tensor]):
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.as_tensor(index) + self.first
+
+
+class OwnGenerator(Numbers):
+    """Draws from a generator that nothing seeds by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = np.random.default_rng()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.tensor(self.draws.random())
+
+
+class Counts(Sampler[int]):
+    """Counts its epochs in an attribute that its class has."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Memory:
+    """What a sampler holds."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy, self.old = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)
+        self.seen: deque[int] = deque([0], maxlen=3)
+
+
+class Draws(Counts):
+    """Draws from generators of all kinds, and remembers."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.memory, self.torch = data, Memory(), torch.Generator().manual_seed(4)
+        self.weights = torch.rand(20_000)
+
+    def __iter__(self) -> Iterator[int]:
+        memory = self.memory
+        drawn = memory.python.randrange(100) + int(memory.numpy.integers(100)) + memory.old.randint(100)
+        drawn += int(torch.randint(100, (), generator=self.torch)) + memory.seen[0]
+        memory.seen.append(drawn)
+        self.newest = np.float64(drawn)
+        return iter(np.random.default_rng(drawn).permutation(SIZE).tolist())
+
+
+def loader(data: Any = None, pipeline: int = 0, batch: int = 4, **options: Any) -> MicrobatchLoader:
+    grid = Grid(pipelines=2, stages=1, microbatches=1)
+    return MicrobatchLoader(DataLoader(data or Numbers(), batch_size=batch, **options), grid, pipeline, 7)
+
+
+SAMPLERS: dict[str, Any] = {
+    "that counts": lambda: {"sampler": Counts()},
+    "with generators": lambda: {"sampler": Draws(Numbers())},
+    "weighted": lambda: {
+        "sampler": WeightedRandomSampler([1.0, 9.0] * 12, SIZE, generator=torch.Generator().manual_seed(1))
+    },
+    "with replacement": lambda: {
+        "sampler": RandomSampler(range(SIZE), replacement=True, generator=torch.Generator().manual_seed(2))
+    },
+    "from the global generators": lambda: {"sampler": WeightedRandomSampler([1.0, 9.0] * 12, SIZE)},
+    "shuffled": lambda: {"shuffle": True},
+}
+
+
+def order(source: MicrobatchLoader, epoch: int) -> list[int]:
+    return [int(i) for step in range(STEPS) for _, i in source._addresses(epoch, step)]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_order_is_drawn_again_from_a_checkpoint_in_its_epoch_and_after_it(name: str) -> None:
+    whole = loader(**SAMPLERS[name]())
+    wanted = [order(whole, epoch) for epoch in range(2)]
+    state = pickle.loads(pickle.dumps(whole.order_state()))
+    wanted.append(order(whole, 2))
+    for epoch in (1, 2):
+        resumed = loader(**SAMPLERS[name]())
+        resumed.load_order_state(state)
+        assert [order(resumed, e) for e in range(epoch, 3)] == wanted[epoch:]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_replacement_has_the_order_of_its_donor_and_goes_on_from_it(name: str) -> None:
+    donor, joiner = loader(**SAMPLERS[name]()), loader(pipeline=1, **SAMPLERS[name]())
+    for source in (donor, joiner):
+        source.set_epoch(0)
+    order(donor, 0)
+    order(donor, 1)
+    joiner.take_over(pickle.loads(pickle.dumps(donor.order())))
+    assert [order(joiner, e) for e in (0, 1, 2)] == [order(donor, e) for e in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_further_rounds_of_an_epoch_are_drawn_in_turn_when_it_resumes(name: str) -> None:
+    whole, resumed = loader(**SAMPLERS[name]()), loader(**SAMPLERS[name]())
+    wanted = [whole._addresses(0, step) for step in range(3 * STEPS)]
+    resumed.load_order_state(whole.order_state())
+    assert [resumed._addresses(0, step) for step in range(2 * STEPS, 3 * STEPS)] == wanted[2 * STEPS :]
+
+
+def test_a_loader_that_the_user_gives_anew_for_the_epoch_begins_as_given() -> None:
+    whole, resumed = loader(sampler=Counts()), loader(sampler=Counts())
+    first = order(whole, 0)
+    order(whole, 1)
+    resumed.load_order_state({**(whole.order_state() or {}), "reload": 2})
+    assert order(resumed, 2) == first
+
+
+def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_neither() -> None:
+    sampler = Draws(Numbers())
+    taker = SamplerState(sampler)
+    list(sampler)
+    assert len(pickle.dumps(taker.take())) < 20_000
+    sampler.weights += 1
+    assert set(taker.take()) >= {"weights", "torch", "newest", "memory.python", "memory.numpy", "memory.seen"}
+    assert not any(path.startswith("data") for path in taker.take())
+
+
+def test_a_state_can_be_loaded_without_trust(tmp_path: Any) -> None:
+    source = loader(sampler=Draws(Numbers()))
+    order(source, 0)
+    torch.save(source.order_state(), tmp_path / "state")
+    torch.load(tmp_path / "state", weights_only=True)
+
+
+def test_an_iterator_that_a_sampler_keeps_is_named() -> None:
+    sampler = Counts()
+    sampler.endless = iter([1, 2])  # type: ignore[attr-defined]
+    assert loader(sampler=sampler).lost_state == ["Counts.endless"]
+
+
+def test_workers_with_other_samples_lengths_or_orders_are_refused_by_name() -> None:
+    seeded = torch.Generator().manual_seed
+    same = [loader(pipeline=d, sampler=Counts()).facts() for d in (0, 1)]
+    compare([[facts] for facts in same])
+    with pytest.raises(ConfigurationError, match=r"samples of Numbers differ.*default_rng\(0\)"):
+        compare([[loader(Numbers(d)).facts()] for d in (0, 1)])
+    weights = [1.0] * SIZE
+    with pytest.raises(ConfigurationError, match="orders of WeightedRandomSampler differ"):
+        compare([[loader(sampler=WeightedRandomSampler(weights, SIZE, generator=seeded(d))).facts()] for d in (0, 1)])
+
+
+def test_a_replacement_whose_samples_are_others_is_refused() -> None:
+    donor, joiner = loader(Numbers()), loader(Numbers(1))
+    donor.facts()
+    with pytest.raises(ConfigurationError, match="Numbers must be the same in every process"):
+        joiner.take_over(donor.order())
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_samples_that_differ_with_each_reading_are_not_compared_but_named(processes: int) -> None:
+    with pytest.warns(UserWarning, match="OwnGenerator gives another sample"):
+        facts = [[loader(OwnGenerator(), num_workers=processes).facts()] for _ in range(2)]
+    compare(facts)
+
+
+def test_an_index_may_be_a_list_which_the_dataset_reads_at_once() -> None:
+    batches = BatchSampler(Counts(), batch_size=4, drop_last=True)
+    grid = Grid(pipelines=2, stages=1, microbatches=2)
+    given = DataLoader(Numbers(), batch_size=None, sampler=batches)
+    source = GivenBatchLoader(given, grid, 0, 7)
+    step = next(iter(source))
+    read = [source.fetch(step, Microbatch(d, m)) for d in (0, 1) for m in (0, 1)]
+    assert torch.cat(read).tolist() == list(Counts())[:8]

@@ -1,0 +1,133 @@
+"""Samplers with a state: the order of one device after a replacement and a resume; data that differ are found."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import same_script as same
+import torch
+from lightning.pytorch.callbacks import Callback
+from support.growth import AwaitReplacement, causes, rejoined
+from support.training import failures
+from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_recycle import ConfigurationError
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+STEPS = 5
+SIZE = STEPS * same.GLOBAL_BATCH
+
+
+class Counts(Sampler[int]):
+    """Counts its epochs."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def counting(session: same.Session) -> Any:
+    return DataLoader(same.samples(SIZE), batch_size=session.data.batch_size, sampler=Counts())
+
+
+def weighted(session: same.Session) -> Any:
+    sampler = WeightedRandomSampler([1.0, 9.0] * (SIZE // 2), SIZE, generator=torch.Generator().manual_seed(7))
+    return StatefulDataLoader(same.samples(SIZE), batch_size=session.data.batch_size, sampler=sampler)
+
+
+LOADERS = {"that counts": counting, "with a generator": weighted}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_replacement_reads_the_order_of_one_device(tmp_path: Path, name: str) -> None:
+    def fit(session: same.Session, *callbacks: Callback) -> None:
+        session.run.module = same.Classifier()
+        session.trainer(max_epochs=3, callbacks=list(callbacks)).fit(session.run.module, LOADERS[name](session))
+
+    (tmp_path / "one").mkdir()
+    one = same.on_one_device(fit, tmp_path / "one")
+    faults = FaultInjectionCallback([Fault("kill", 1, 1, step=6), Fault("kill", 0, 0, step=6)])
+    waits = AwaitReplacement([8])  # within the second epoch
+    grid = same.on_a_grid(lambda session: fit(session, faults, waits), tmp_path, restart_workers=True)
+    assert sorted(failures(grid.trainer)) == sorted(rejoined(grid.trainer)) == [(0, 0), (1, 1)]
+    same.assert_same(one.weights, grid.weights)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("that counts", 8), ("with a generator", 10)])
+def test_a_run_resumes_in_the_order_in_which_it_was(tmp_path: Path, name: str, batch: int) -> None:
+    def fit(session: same.Session, *callbacks: Callback, **options: Any) -> None:
+        session.run.module = same.Classifier()
+        trainer = session.trainer(max_epochs=3, callbacks=list(callbacks))
+        trainer.fit(session.run.module, LOADERS[name](session), **options)
+
+    path = tmp_path / "saved.ckpt"
+    whole = same.on_a_grid(lambda session: fit(session, same.SavesAt(batch, path)), tmp_path)
+    resumed = same.on_a_grid(lambda session: fit(session, ckpt_path=path), tmp_path)
+    same.assert_same(whole.weights, resumed.weights)
+    assert whole.progress == resumed.progress
+
+
+class Splits(L.LightningDataModule):
+    """Splits its data in setup(): by nothing that is seeded, or otherwise once ``marker`` exists."""
+
+    def __init__(self, size: int, marker: Path | None) -> None:
+        super().__init__()
+        self.size, self.marker = size, marker
+
+    def setup(self, stage: str) -> None:
+        seed = None if self.marker is None else int(self.marker.exists())
+        order = np.random.default_rng(seed).permutation(2 * SIZE).tolist()
+        self.training = Subset(same.samples(2 * SIZE), order[:SIZE])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.training, batch_size=self.size, shuffle=True)
+
+
+def test_a_split_that_differs_between_workers_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    def script(session: same.Session) -> None:
+        session.run.module = same.Classifier()
+        session.trainer(max_epochs=1).fit(session.run.module, datamodule=Splits(session.data.batch_size, None))
+
+    with pytest.raises(ConfigurationError, match=r"samples of Subset differ.*default_rng\(0\)"):
+        same.on_a_grid(script, tmp_path)
+
+
+class MarksAndWaits(Callback):
+    """Makes the marker before any worker is lost, and trains slowly."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.marker.touch()
+        time.sleep(0.4 if trainer.global_step > 2 else 0)  # the replacement shall come before the end
+
+
+def test_a_replacement_with_other_data_goes_and_the_run_goes_on(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    seen = []
+    for faults in ([], [Fault("kill", 1, 1, step=2)]):
+        marker.unlink(missing_ok=True)
+
+        def script(session: same.Session, faults: list[Fault] = faults) -> None:
+            session.run.module = same.Classifier()
+            callbacks: list[Callback] = [MarksAndWaits(marker)] if faults else []
+            callbacks.append(FaultInjectionCallback(faults))
+            trainer = session.trainer(max_epochs=3, callbacks=callbacks)
+            trainer.fit(session.run.module, datamodule=Splits(session.data.batch_size, marker))
+
+        seen.append(same.on_a_grid(script, tmp_path, restart_workers=bool(faults)))
+    calm, killed = seen
+    assert killed.progress == calm.progress
+    same.assert_same(calm.weights, killed.weights)
+    assert any("samples in a replacement differ" in cause for cause in causes(killed.trainer))
