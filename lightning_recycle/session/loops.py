@@ -46,6 +46,9 @@ __all__ = [
 ]
 
 
+_SAMPLER = "the state of a sampler"  # marks it among the states of loaders
+
+
 class StepRunner(Protocol):
     """What the loops need from the worker that they run in."""
 
@@ -244,7 +247,6 @@ class PipelineFitLoop(_FitLoop):
 
     runner: StepRunner
     _has_started = False
-    _sampler_states: Sequence[Any]
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
@@ -321,7 +323,8 @@ class PipelineFitLoop(_FitLoop):
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self._sampler_states = state_dict.get("sampler_states", [])
+        states = [{_SAMPLER: order} for order in state_dict.get("sampler_states", [])]
+        self._combined_loader_states_to_load = [*self._combined_loader_states_to_load, *states]
 
     @override
     def _load_combined_loader_states(self) -> None:
@@ -335,10 +338,12 @@ class PipelineFitLoop(_FitLoop):
         Of data with addresses it is the state of the sampler; one that a single device's loader left in a checkpoint
         is left alone.
         """
-        for source, order in zip(addressed_loaders(self), vars(self).pop("_sampler_states", ()), strict=False):
-            source.load_order_state(order)
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         assert self._combined_loader is not None
+        orders = [state[_SAMPLER] for state in states if _SAMPLER in state]
+        for source, order in zip(addressed_loaders(self), orders, strict=False):
+            source.load_order_state(order)
+        states = states[: len(states) - len(orders)]
         for loader, state in zip(self._combined_loader.flattened, states, strict=False):
             if isinstance(loader, StreamLoader):
                 loader.load_state_dict(state)
