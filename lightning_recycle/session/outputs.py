@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
-from torchmetrics.wrappers import MinMaxMetric, Running
+from torchmetrics.wrappers import Running
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
@@ -299,6 +299,15 @@ def set_metric_states(metric: Metric, states: _States) -> None:
         setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
+_INSEPARABLE = {
+    "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a hook such"
+    " as on_validation_epoch_end.",
+    "NormalizedRootMeanSquaredError": "torchmetrics does not put more than two parts together. Log"
+    " MeanSquaredError(squared=False), and divide it in a hook such as on_validation_epoch_end.",
+}
+"""Metrics of torchmetrics that work on whole batches alone, and the remedy."""
+
+
 def _more_names(metric: Metric) -> tuple[str, ...]:
     return ("_num_vals_seen",) if isinstance(metric, Running) else ()
 
@@ -309,10 +318,9 @@ def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: 
     if isinstance(metric, Running):
         set_metric_states(metric, _moved_on(metric, path, before, gained))
         return
-    if isinstance(metric, MinMaxMetric):
+    if reason := _INSEPARABLE.get(type(metric).__name__):
         raise UnsupportedFeatureError(
-            f"The metric {path} (MinMaxMetric) keeps extremes of what it computed, which cannot be put together from"
-            " micro-batches. Log the metric inside it, and take the extremes in a hook such as on_validation_epoch_end."
+            f"The metric {path} ({type(metric).__name__}) cannot be put together from parts of a batch: {reason}"
         )
     step = gained[0]
     for more in gained[1:]:

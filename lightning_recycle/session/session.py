@@ -58,7 +58,7 @@ from lightning_recycle.runtime.transport_choice import transport_for
 from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
-from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.collectives import Collectives, watch_process_group
 from lightning_recycle.session.commitment import needs_of
 from lightning_recycle.session.comparison import optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -213,6 +213,7 @@ class Session:
         slots = microbatches if self.parts.keeps_between_steps else None
         self._recorder = OutputRecorder(module, self._alone and self.grid.num_workers == 1, slots)
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
+        watch_process_group(self.collectives.is_in_step)
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
