@@ -32,7 +32,7 @@ from lightning_recycle.session.collected import Collected
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.packing import pack_tensors, unpack_tensors
 
-__all__ = ["OutputRecorder", "Recording", "Returned", "metric_states", "set_metric_states"]
+__all__ = ["LoggerCall", "OutputRecorder", "Recording", "Returned", "metric_states", "set_metric_states"]
 
 _States = dict[str, Any]
 
@@ -50,6 +50,23 @@ class _Number:
 
     value: float
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LoggerCall:
+    """A call of a logger's experiment, such as ``add_image``.
+
+    Args:
+        logger: index of the logger in the Trainer's list.
+        path: attributes and (keys,) that lead from the experiment to what is called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+
+    logger: int
+    path: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,11 +111,13 @@ class OutputRecorder:
 
     Attributes:
         collected: what the hooks collect in attributes of the module that are no metrics.
+        on_logger_call: receives, on every worker, the calls of the first micro-batch of a step that has any.
     """
 
     def __init__(self, module: RecordedModule, alone: bool = False, microbatches: int | None = None) -> None:
         self._module = module
         self.collected = Collected(module, alone, microbatches)
+        self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
         self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
         for collection in module.modules():
             if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own
@@ -159,6 +178,8 @@ class OutputRecorder:
             raise ConfigurationError(
                 f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log a single number."
             )
+        if isinstance(value, LoggerCall):
+            return name, value, kwargs
         number = torch.as_tensor(value)
         return name, _Number(number.item(), number.dtype), kwargs
 
@@ -189,8 +210,12 @@ class OutputRecorder:
         self.collected.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
+        calls: dict[int, list[LoggerCall]] = {}
         for record in ordered:
             for name, value, kwargs in record.logs:
+                if isinstance(value, LoggerCall):
+                    calls.setdefault(id(record), []).append(value)
+                    continue
                 weight = kwargs["batch_size"] if kwargs["batch_size"] is not None else record.samples
                 by_name.setdefault(name, []).append((value, float(weight)))
                 arguments.setdefault(name, kwargs)
@@ -202,6 +227,8 @@ class OutputRecorder:
                 self._module.log(name, self._metrics[first.path], **kwargs)
             else:
                 self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
+        for call in next(iter(calls.values()), []):
+            self.on_logger_call(call)
         return Returned([record.result for record in ordered], [record.samples for record in ordered])
 
 

@@ -239,7 +239,8 @@ class Session:
         self.finetuning.connect(self.collectives, ties.copies)
         self.pruning.connect(self._seed)
         undo_failed_saves(trainer, self.checkpoints)
-        self._relay = LogRelay(trainer, self.collectives, self.executor)
+        self._relay = LogRelay(trainer, self.collectives, self.executor, module)
+        self._recorder.on_logger_call = self._relay.on_call
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if self._fitting:
             PipelineFitLoop.install(trainer, self)

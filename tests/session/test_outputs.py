@@ -80,7 +80,7 @@ def in_parts(metric: Metric, seen: Any, steps: int, parts: int) -> Metric:
     """``metric`` after ``steps``, each put together from what ``parts`` micro-batches gained."""
     for step in range(steps):
         gained = []
-        for part in zip(*(tensor[step].chunk(parts) for tensor in seen), strict=True):
+        for part in zip(*(values[step].chunk(parts) for values in seen), strict=True):
             alone = metric.clone()
             alone.reset()
             alone.update(*part)
