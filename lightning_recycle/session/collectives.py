@@ -6,10 +6,13 @@ They are for control, not for data: flags, metrics, the parts of a checkpoint.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -19,7 +22,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.optimizer_states import to_cpu
 
-__all__ = ["ALONE", "Collectives"]
+__all__ = ["ALONE", "Collectives", "watch_process_group"]
 
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
@@ -27,6 +30,34 @@ ALONE = (
     " on_validation_epoch_end."
 )
 """What a worker that is about to join says when it is asked for ``what`` it cannot do without the others."""
+
+_LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", __name__.partition(".")[0]}
+"""Packages that ask for a process group where nothing depends on the answer."""
+
+
+def watch_process_group(is_in_step: Callable[[], bool]) -> None:
+    """Warns once if a step asks torch for a default process group: there is none, and it would go on as if alone."""
+    known = getattr(dist.is_initialized, "watched", dist.is_initialized)
+    warned = False
+
+    def is_initialized() -> bool:
+        nonlocal warned
+        if not warned and is_in_step():
+            caller = sys._getframe(1)
+            if caller.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+                warned = True
+                warnings.warn(
+                    f"{caller.f_code.co_name} ({caller.f_code.co_filename}, line {caller.f_lineno}) asks"
+                    " torch.distributed.is_initialized() in a step. It is False: with this strategy there is no process"
+                    " group that steps could use, so what they would gather from other workers, such as negatives, is"
+                    " that of this worker's micro-batch alone. Use a larger batch_size, or gather in a hook with"
+                    " self.all_gather.",
+                    stacklevel=2,
+                )
+        return known()
+
+    is_initialized.watched = known  # type: ignore[attr-defined]
+    dist.is_initialized = is_initialized
 
 
 class Collectives:
@@ -85,7 +116,8 @@ class Collectives:
             raise UnsupportedFeatureError(
                 "A step, or a hook that sees outputs, waits for all workers (all_gather, reduce, broadcast or barrier);"
                 " after a failure they run different numbers of steps. Do that in a hook such as on_train_batch_end, or"
-                " log the value: what is logged is gathered from all workers."
+                " log the value: what is logged is gathered from all workers. A loss that compares the samples of a batch"
+                " with each other (negatives) has those of its micro-batch: use a larger batch_size, or num_microbatches=1."
             )
         self.settle()
         return self.client.arrive(name, value)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers import Running
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
@@ -30,7 +31,7 @@ from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.packing import pack_tensors, unpack_tensors
 
-__all__ = ["OutputRecorder", "Recording", "Returned", "metric_states", "set_metric_states"]
+__all__ = ["LoggerCall", "OutputRecorder", "Recording", "Returned", "metric_states", "set_metric_states"]
 
 _States = dict[str, Any]
 
@@ -48,6 +49,23 @@ class _Number:
 
     value: float
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LoggerCall:
+    """A call of a logger's experiment, such as ``add_image``.
+
+    Args:
+        logger: index of the logger in the Trainer's list.
+        path: attributes and (keys,) that lead from the experiment to what is called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+
+    logger: int
+    path: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,7 @@ class OutputRecorder:
 
     Attributes:
         collected: side effects on attributes of the module that are no metrics.
+        on_logger_call: receives, on every worker, the calls of the first micro-batch of a step that has any.
     """
 
     def __init__(
@@ -100,6 +119,7 @@ class OutputRecorder:
     ) -> None:
         self._module = module
         self.collected = HookSideEffects(module, alone, microbatches, whole)
+        self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
         self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
         for collection in module.modules():
             if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own
@@ -160,6 +180,8 @@ class OutputRecorder:
             raise ConfigurationError(
                 f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log a single number."
             )
+        if isinstance(value, LoggerCall):
+            return name, value, kwargs
         number = torch.as_tensor(value)
         return name, _Number(number.item(), number.dtype), kwargs
 
@@ -190,8 +212,12 @@ class OutputRecorder:
         self.collected.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
+        calls: dict[int, list[LoggerCall]] = {}
         for record in ordered:
             for name, value, kwargs in record.logs:
+                if isinstance(value, LoggerCall):
+                    calls.setdefault(id(record), []).append(value)
+                    continue
                 weight = kwargs["batch_size"] if kwargs["batch_size"] is not None else record.samples
                 by_name.setdefault(name, []).append((value, float(weight)))
                 arguments.setdefault(name, kwargs)
@@ -203,6 +229,8 @@ class OutputRecorder:
                 self._module.log(name, self._metrics[first.path], **kwargs)
             else:
                 self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
+        for call in next(iter(calls.values()), []):
+            self.on_logger_call(call)
         return Returned([record.result for record in ordered], [record.samples for record in ordered])
 
 
@@ -289,7 +317,7 @@ def _in_a_row(parts: Sequence[Any]) -> Any:
 
 def metric_states(metric: Metric) -> _States:
     """What ``metric`` has accumulated, with its caches."""
-    names = (*metric._defaults, "_update_count", "_forward_cache", "_computed")
+    names = (*metric._defaults, "_update_count", "_forward_cache", "_computed", *_more_names(metric))
     # Some metrics extend lists in place.
     return {n: list(v) if isinstance(v := getattr(metric, n), list) else v for n in names}
 
@@ -300,9 +328,29 @@ def set_metric_states(metric: Metric, states: _States) -> None:
         setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
+_INSEPARABLE = {
+    "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a hook such"
+    " as on_validation_epoch_end.",
+    "NormalizedRootMeanSquaredError": "torchmetrics does not put more than two parts together. Log"
+    " MeanSquaredError(squared=False), and divide it in a hook such as on_validation_epoch_end.",
+}
+"""Metrics of torchmetrics that work on whole batches alone, and the remedy."""
+
+
+def _more_names(metric: Metric) -> tuple[str, ...]:
+    return ("_num_vals_seen",) if isinstance(metric, Running) else ()
+
+
 def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: bool) -> None:
     """Adds what ``metric`` gained in a step; with ``keep_step_value`` its step value becomes that of the step alone."""
     before = metric_states(metric)
+    if isinstance(metric, Running):
+        set_metric_states(metric, _moved_on(metric, path, before, gained))
+        return
+    if reason := _INSEPARABLE.get(type(metric).__name__):
+        raise UnsupportedFeatureError(
+            f"The metric {path} ({type(metric).__name__}) cannot be put together from parts of a batch: {reason}"
+        )
     step = gained[0]
     for more in gained[1:]:
         step = _merged(metric, path, step, more)
@@ -313,6 +361,26 @@ def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: 
     set_metric_states(metric, _merged(metric, path, before, step) if before["_update_count"] else step)
     metric._forward_cache = value
     metric._computed = None
+
+
+def _moved_on(metric: Running, path: str, before: _States, gained: Sequence[_States]) -> _States:
+    """States of a window that moves on once for each update of a step, not of a micro-batch."""
+    states, window, base = dict(before), metric.window, metric.base_metric
+    updates = max(states["_num_vals_seen"] for states in gained)
+    for update in range(max(0, updates - window), updates):
+        parts = [
+            {**{key: part[f"{key}_{update % window}"] for key in base._defaults}, "_update_count": 1}
+            for part in gained
+            if update < part["_num_vals_seen"]
+        ]
+        step = parts[0]
+        for more in parts[1:]:
+            step = _merged(base, path, step, more)
+        place = (before["_num_vals_seen"] + update) % window
+        states.update({f"{key}_{place}": step[key] for key in base._defaults})
+    states["_num_vals_seen"] += updates
+    states["_update_count"] += max(states["_update_count"] for states in gained)
+    return {**states, "_forward_cache": None, "_computed": None}
 
 
 def _merged(metric: Metric, path: str, a: _States, b: _States) -> _States:
@@ -330,13 +398,29 @@ def _merged(metric: Metric, path: str, a: _States, b: _States) -> _States:
             merged[name] = torch.minimum(x, y)
         elif reduction is dim_zero_cat:
             merged[name] = torch.cat([torch.atleast_1d(x), torch.atleast_1d(y)])
+        elif reduction is None and type(metric).compute.__module__.startswith("torchmetrics."):
+            single = metric._defaults[name].ndim
+            merged[name] = torch.cat([part if part.ndim > single else part[None] for part in (x, y)])
+        elif reduction is not None and _is_associative(reduction, x, y):
+            merged[name] = reduction(torch.stack([x, y]))
         else:
             raise UnsupportedFeatureError(
-                f"The metric {path} ({type(metric).__name__}) has the state {name!r} whose reduction over micro-batches"
-                " is not known (dist_reduce_fx is None or a function of its own). Use a metric whose states are summed,"
-                " averaged, concatenated, or reduced to an extreme."
+                f"The metric {path} ({type(metric).__name__}) has the state {name!r}, whose dist_reduce_fx is"
+                f" {reduction!r}: how to put together what it gains from parts of a batch is not known. Give add_state"
+                " dist_reduce_fx='sum', 'mean', 'max', 'min' or 'cat', or a function for which the order does not"
+                " matter in which parts are put together."
             )
     return merged
+
+
+def _is_associative(reduction: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> bool:
+    """Whether parts can be put together one after another (a mean of means is not the mean)."""
+
+    def of(a: Tensor, b: Tensor) -> Tensor:
+        return reduction(torch.stack([a, b]))
+
+    left, right = of(of(x, y), y), of(x, of(y, y))
+    return left.shape == right.shape == x.shape and torch.allclose(left, right, rtol=1e-4, equal_nan=True)
 
 
 def _to(states: _States, device: torch.device) -> _States:

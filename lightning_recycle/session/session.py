@@ -59,7 +59,7 @@ from lightning_recycle.runtime.transport_choice import transport_for
 from lightning_recycle.runtime.whole_steps import WholeStepExecutor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
-from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.collectives import Collectives, watch_process_group
 from lightning_recycle.session.commitment import needs_of
 from lightning_recycle.session.comparison import optimizer_options
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -222,6 +222,7 @@ class Session:
         side_effects = self._recorder.collected
         self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
+        watch_process_group(self.collectives.is_in_step)
         self.records_outputs = self.parts.records_training
         double = any(p.dtype is torch.float64 for p in module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -247,7 +248,8 @@ class Session:
         self.finetuning.connect(self.collectives, ties.copies)
         self.pruning.connect(self._seed)
         undo_failed_saves(trainer, self.checkpoints)
-        self._relay = LogRelay(trainer, self.collectives, self.executor)
+        self._relay = LogRelay(trainer, self.collectives, self.executor, module)
+        self._recorder.on_logger_call = self._relay.on_call
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if self._fitting:
             PipelineFitLoop.install(trainer, self)

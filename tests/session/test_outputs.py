@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import tensor
+from torchmetrics import Metric, aggregation, regression
+from torchmetrics.wrappers import MinMaxMetric
 
-from lightning_recycle.session.outputs import Returned
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.session.outputs import Returned, _add, metric_states
 
 
 class Pair(NamedTuple):
@@ -51,3 +55,73 @@ def test_tensors_that_do_not_fit_are_listed() -> None:
     parts = [torch.zeros(2, 3), torch.zeros(2, 4)]
     for one in (Returned(parts, [2, 2]).joined(), Returned(parts, [2, 2]).predicted(alone=False)):
         assert [part.shape for part in one] == [(2, 3), (2, 4)]
+
+
+class OwnReduction(Metric):
+    """A product, or whatever ``reduction`` makes of parts."""
+
+    def __init__(self, reduction: Any) -> None:
+        super().__init__()
+        self.add_state("value", torch.ones(()), dist_reduce_fx=reduction)
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.value = self.value * (preds + target).abs().clamp(0.5, 2).prod()
+
+    def compute(self) -> torch.Tensor:
+        return self.value
+
+
+class OneValue(aggregation.RunningMean):
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(preds)
+
+
+def in_parts(metric: Metric, seen: Any, steps: int, parts: int) -> Metric:
+    """``metric`` after ``steps``, each put together from what ``parts`` micro-batches gained."""
+    for step in range(steps):
+        gained = []
+        for part in zip(*(values[step].chunk(parts) for values in seen), strict=True):
+            alone = metric.clone()
+            alone.reset()
+            alone.update(*part)
+            gained.append(metric_states(alone))
+        _add(metric, "metric", gained, keep_step_value=True)
+    return metric
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        regression.PearsonCorrCoef,
+        regression.ConcordanceCorrCoef,
+        partial(OwnReduction, partial(torch.prod, dim=0)),
+        partial(OneValue, window=3),
+        partial(OneValue, window=9),
+    ],
+)
+def test_a_metric_put_together_from_micro_batches_is_that_of_whole_batches(make: Any) -> None:
+    seen = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    seen[1] += seen[0]
+    whole = make().set_dtype(torch.float64)
+    for preds, target in zip(*seen, strict=True):
+        whole.update(preds, target)
+    parts = in_parts(make().set_dtype(torch.float64), seen, steps=5, parts=3)
+    torch.testing.assert_close(parts.compute(), whole.compute())
+
+
+@pytest.mark.parametrize("reduction", [None, partial(torch.mean, dim=0)])
+def test_a_reduction_that_depends_on_the_parts_is_refused(reduction: Any) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"metric \(OwnReduction\) has the state 'value'.*Give add_state"):
+        in_parts(OwnReduction(reduction), torch.randn(2, 2, 4), steps=2, parts=2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "remedy"),
+    [
+        (MinMaxMetric(regression.MeanSquaredError()), "Log the metric inside it"),
+        (regression.NormalizedRootMeanSquaredError(), r"Log MeanSquaredError\(squared=False\)"),
+    ],
+)
+def test_a_metric_that_has_no_parts_is_refused_with_a_remedy(metric: Metric, remedy: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=rf"metric \({type(metric).__name__}\).*{remedy}"):
+        in_parts(metric, torch.randn(2, 2, 4), steps=1, parts=2)
