@@ -70,7 +70,7 @@ def _new(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     error: BaseException = builtin.__new__(kind, *args)
     with contextlib.suppress(TypeError):  # of other arguments than the built-in class takes
-        builtin.__init__(error, *args)  # fills what it keeps besides args
+        builtin.__init__(error, *args)  # type: ignore[misc]  # fills what it keeps besides args
     object.__setattr__(error, "args", args)  # a frozen dataclass refuses its own
     return error
 
