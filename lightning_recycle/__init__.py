@@ -11,10 +11,17 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_recycle import _moved
-from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, UnsupportedFeatureError
+from lightning_recycle.errors import (
+    OTHER_LIGHTNING,
+    ConfigurationError,
+    ReCycleError,
+    StageLostError,
+    UnsupportedFeatureError,
+)
 
 if TYPE_CHECKING:
     from lightning_recycle.launch.ray_recycle import RayReCycle, ray_worker
@@ -64,10 +71,23 @@ def _create_strategy(**kwargs: Any) -> ReCycleStrategy:
     return ReCycleStrategy(**kwargs)
 
 
+def _refuse_strategy(**kwargs: Any) -> ReCycleStrategy:
+    raise ConfigurationError(OTHER_LIGHTNING)
+
+
 def _register_strategy(strategies: Any) -> None:
     strategies.StrategyRegistry.register(
         "recycle", _create_strategy, description="Pipeline and data parallelism that survives failures", override=True
     )
+
+
+def _register_refusal(strategies: Any) -> None:
+    """In ``pytorch_lightning``, the other package of the same sources: its Trainer learns what to import instead."""
+    strategies.StrategyRegistry.register(
+        "recycle", _refuse_strategy, description="Only for lightning.pytorch", override=True
+    )
+    if (own := sys.modules.get(_LAZY["ReCycleStrategy"])) is not None:
+        strategies.Strategy.register(own.ReCycleStrategy)  # so it is asked, and refuses with the remedy
 
 
 class _RegisterOnImport(importlib.abc.MetaPathFinder):
@@ -77,7 +97,8 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
     leave ``"recycle"`` unknown to a user who imports Lightning second.
     """
 
-    module_name = "lightning.pytorch.strategies"
+    def __init__(self, module_name: str, register: Callable[[Any], None]) -> None:
+        self.module_name, self.register = module_name, register
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.module_name:
@@ -90,15 +111,19 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            _register_strategy(module)
+            self.register(module)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
-if _RegisterOnImport.module_name in sys.modules:
-    _register_strategy(sys.modules[_RegisterOnImport.module_name])
-else:
-    sys.meta_path.insert(0, _RegisterOnImport())
+for _name, _register in {
+    "lightning.pytorch.strategies": _register_strategy,
+    "pytorch_lightning.strategies": _register_refusal,
+}.items():
+    if _name in sys.modules:
+        _register(sys.modules[_name])
+    else:
+        sys.meta_path.insert(0, _RegisterOnImport(_name, _register))
 
 _moved.install()

@@ -5,6 +5,7 @@ Standard library only: ``lightning_recycle.planning`` imports this module and mu
 """
 
 __all__ = [
+    "OTHER_LIGHTNING",
     "CheckpointError",
     "ConfigurationError",
     "ControlPlaneError",
@@ -15,6 +16,12 @@ __all__ = [
     "UnsupportedFeatureError",
     "WorkerStartError",
 ]
+
+OTHER_LIGHTNING = (
+    "This Trainer is of the package pytorch_lightning; the strategy is for lightning.pytorch, the same code under"
+    " another name. Write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`, in all modules"
+    " of the script."
+)
 
 
 class ReCycleError(Exception):

@@ -159,10 +159,10 @@ class _Namespace(dict[str, Any]):
         return _namespace, ()
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, pickler: type[MainPickler] = MainPickler) -> bytes:
     """Pickles ``value`` in a worker for the launching process, which has all that this ``__main__`` has."""
     file = io.BytesIO()
-    MainPickler(file, MainModule(imported=True)).dump(value)
+    pickler(file, MainModule(imported=True)).dump(value)
     return file.getvalue()
 
 

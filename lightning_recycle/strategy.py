@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
@@ -28,7 +29,7 @@ from typing_extensions import override
 from lightning_recycle.control.history import Event
 from lightning_recycle.control.json_logs import install_if_wanted
 from lightning_recycle.data.steps import StepHandle, StepLoader
-from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.cutting import is_meant_to_be_cut
@@ -264,6 +265,18 @@ class ReCycleStrategy(ParallelStrategy):
         # Workers make optimizers of their own, as each fit does on one device too.
         optimizers: dict[str, Any] = {"_optimizers": [], "_lightning_optimizers": [], "lr_scheduler_configs": []}
         return {**super().__getstate__(), **optimizers, "_session": None, "_launcher": None}
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        if any(base.__module__.startswith("pytorch_lightning.") for base in type(accelerator).__mro__):
+            raise ConfigurationError(OTHER_LIGHTNING)
+        self._accelerator = accelerator
 
     @property
     def history(self) -> list[Event]:
@@ -595,3 +608,6 @@ def _option(name: str) -> property:
 
 for _field in fields(Options):
     setattr(ReCycleStrategy, _field.name, _option(_field.name))
+
+if (_other := sys.modules.get("pytorch_lightning.strategies")) is not None:
+    _other.Strategy.register(ReCycleStrategy)  # its Trainer hands it an accelerator, and is told what to import

@@ -73,6 +73,19 @@ def test_trainer_accepts_the_name() -> None:
     assert trainer.world_size == 2
 
 
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_a_trainer_of_pytorch_lightning_is_told_what_to_import(ours_first: bool) -> None:
+    imports = ["import pytorch_lightning as pl", "from lightning_recycle import ReCycleStrategy"]
+    code = """
+for strategy in ("recycle", ReCycleStrategy()):
+    try:
+        pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    except ValueError as error:
+        print("import lightning.pytorch as pl" in str(error))
+"""
+    assert run("\n".join([*sorted(imports, reverse=not ours_first), code])).splitlines() == ["True", "True"]
+
+
 def test_public_names_are_found_and_unknown_ones_are_not() -> None:
     package = importlib.import_module("lightning_recycle")
     for name in package.__all__:

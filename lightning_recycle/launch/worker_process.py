@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import multiprocessing
-import pickle
 import signal
 import sys
 import time
@@ -38,11 +37,11 @@ from lightning_recycle.errors import ConfigurationError, ControlPlaneError, Inje
 from lightning_recycle.launch import rejoin
 from lightning_recycle.launch.delivery import extras_of, part_of, way_home
 from lightning_recycle.launch.environment import set_num_threads
+from lightning_recycle.launch.exceptions import dump_exception
 from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS
 from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
 from lightning_recycle.launch.tracebacks import from_users_code
-from lightning_recycle.main_module import dumps
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.attributes import AttributeCarrier
@@ -269,12 +268,7 @@ def _crashes_reported(client: ControlClient, shows: bool = False) -> Any:
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
             summary, text = in_words(error, from_users_code(error))
-            try:
-                dumped = dumps(error)
-                pickle.loads(dumped)
-                data: bytes | None = dumped
-            except Exception:  # its class cannot be pickled or loaded: the summary and the traceback must do
-                data = None
+            data = dump_exception(error)  # without one, the summary and the traceback must do
             status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RAISED
             if shows:  # first, as the end of the run may end this process at any moment from now on
                 print(text, file=sys.stderr, end="", flush=True)
