@@ -75,9 +75,8 @@ def default_path(address: tuple[str, int]) -> Path:
     Raises:
         ConfigurationError: if that folder is not the user's own, or cannot be made.
     """
-    folder = Path(tempfile.gettempdir()) / f"lightning-recycle-{os.getuid()}"
+    folder = _state_folder()
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
         raise ConfigurationError(f"{folder}: {error.strerror}. Give --state another file, or --state none.") from error
@@ -85,6 +84,20 @@ def default_path(address: tuple[str, int]) -> Path:
         raise ConfigurationError(f"{folder} belongs to somebody else: give --state another file, or --state none.")
     name = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in address[0])
     return folder / f"coordinator-{name}-{address[1]}.log"
+
+
+def _state_folder() -> Path:
+    """The user's folder for state, which is not cleaned; one of temporary files where it cannot be written."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    folder = Path(home) / "lightning_recycle"
+    with contextlib.suppress(OSError):  # a read-only home, or none
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir()) / f"lightning-recycle-{os.getuid()}"
+    with contextlib.suppress(OSError):  # the caller looks at it and says why
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 class Journal:
@@ -193,8 +206,34 @@ class Journal:
     def _check(self) -> None:
         if self._is_broken:
             return
-        if os.fstat(self._fd).st_size != self._size or not _is_at(self._fd, self.path):
-            raise SupersededError(f"another coordinator of this run was started meanwhile; it writes to {self.path}")
+        if os.fstat(self._fd).st_size == self._size:
+            try:
+                if os.path.samestat(os.fstat(self._fd), self.path.stat()):
+                    return
+            except FileNotFoundError:  # removed, as cleaners of temporary files do: nobody has taken over
+                return self._write_anew()
+        raise SupersededError(f"another coordinator of this run was started meanwhile; it writes to {self.path}")
+
+    def _write_anew(self) -> None:
+        """Puts a whole file at the path, unless another coordinator has made its own there meanwhile."""
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.close(self._fd)
+            self._fd, self._size = fd, 0
+            self._append()
+            os.link(draft, self.path)
+        except FileExistsError:
+            raise SupersededError(f"another coordinator of this run was started; it writes to {self.path}") from None
+        except OSError as error:
+            self._is_broken = True
+            log.warning("%s is gone and cannot be written anew (%s).", self.path, error)
+            return
+        finally:
+            with contextlib.suppress(OSError):  # not made, then
+                draft.unlink()
+        log.warning("%s was removed while the run goes on: it is written anew.", self.path)
 
     def _append(self) -> None:
         if self._is_broken:
@@ -223,13 +262,6 @@ class Journal:
         finally:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _read_all(fd: int) -> bytes:

@@ -89,9 +89,40 @@ def test_the_older_of_two_coordinators_can_write_nothing(tmp_path: Path) -> None
         with pytest.raises(SupersededError, match="another coordinator of this run"):
             attempt()
     new.write(replace(KEPT, generation=4), HOLDERS)
+
+
+def test_a_file_that_a_cleaner_removed_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "state"
+    path.parent.mkdir()
+    journal = Journal(path, KEY)
+    journal.write(KEPT, HOLDERS)
     path.unlink()
+    path.parent.rmdir()
+    journal.check()
+    assert [found.name for found in path.parent.iterdir()] == ["state"]
+    path.unlink()
+    journal.write(replace(KEPT, generation=4), HOLDERS)
+    path.unlink()
+    journal.check()
+    newer = Journal(path, KEY)
+    assert (newer.kept, newer.epoch, newer.run) == (replace(KEPT, generation=4), 1, journal.run)
     with pytest.raises(SupersededError):
-        new.check()
+        journal.check()
+
+
+def test_of_two_coordinators_the_one_whose_file_was_removed_gives_way(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    old = Journal(path, KEY)
+    path.unlink()
+    new = Journal(path, KEY)
+    with pytest.raises(SupersededError):
+        old.check()
+    new.check()
+
+
+def test_the_default_place_is_not_one_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert default_path(("host", 1)).parent == tmp_path / "state" / "lightning_recycle"
 
 
 def test_neither_the_key_nor_anybody_elses_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +130,8 @@ def test_neither_the_key_nor_anybody_elses_folder(tmp_path: Path, monkeypatch: p
     Journal(path, KEY).write(KEPT, HOLDERS)
     assert KEY not in path.read_bytes()
     assert path.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # no folder can be made there
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert default_path(("::1", 29400)).name == "coordinator-__1-29400.log"
     monkeypatch.setattr("os.getuid", lambda: 12345)

@@ -92,7 +92,7 @@ class _NoGauges:
 def started_again(monkeypatch: pytest.MonkeyPatch, folder: Path, kept: Kept) -> CoordinatorActor:
     """An actor where another one has written down ``kept``, whose workers are all gone."""
     monkeypatch.setattr(ray_actors, "RunGauges", _NoGauges)
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     address = ("127.0.0.1", free_port("127.0.0.1"))
     before = Journal(default_path(address), KEY)
     before.write(kept, {rank: Process(f"token {rank}", 100 + rank, "node") for rank in kept.live})
