@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
 
 # Before torch is loaded: by default an idle thread of OpenMP spins, on cores that other tests and their workers need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What coordinators keep of runs; not in the home of who runs the tests.
+os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"lightning_recycle_tests_{os.getuid()}")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 

@@ -21,6 +21,7 @@ import fcntl
 import hmac
 import logging
 import os
+import socket
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -72,6 +73,8 @@ class _Line:
 def default_path(address: tuple[str, int]) -> Path:
     """Where the coordinator that listens at ``address`` writes by default: in a folder of this user's own.
 
+    The name has this machine's in it, as machines may share the user's home.
+
     Raises:
         ConfigurationError: if that folder is not the user's own, or cannot be made.
     """
@@ -82,7 +85,8 @@ def default_path(address: tuple[str, int]) -> Path:
         raise ConfigurationError(f"{folder}: {error.strerror}. Give --state another file, or --state none.") from error
     if found.st_uid != os.getuid() or folder.is_symlink():
         raise ConfigurationError(f"{folder} belongs to somebody else: give --state another file, or --state none.")
-    name = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in address[0])
+    machine = f"{socket.gethostname()}-{address[0]}"
+    name = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in machine)
     return folder / f"coordinator-{name}-{address[1]}.log"
 
 

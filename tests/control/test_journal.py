@@ -1,6 +1,7 @@
 """What a coordinator writes down: the last whole line counts, and of two coordinators only the newer one can write."""
 
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_neither_the_key_nor_anybody_elses_folder(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # no folder can be made there
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert default_path(("::1", 29400)).name == "coordinator-__1-29400.log"
+    assert default_path(("::1", 29400)).name == f"coordinator-{socket.gethostname()}-__1-29400.log"
     monkeypatch.setattr("os.getuid", lambda: 12345)
     (tmp_path / "lightning-recycle-12345").mkdir()
     with pytest.raises(ConfigurationError, match="belongs to somebody else"):
