@@ -154,7 +154,7 @@ class ReCycleStrategy(ParallelStrategy):
             PipelineModule whose layers are deterministic.
 
     Attributes:
-        history: after ``fit``, what happened: a list of :class:`~lightning_recycle.control.history.Event`.
+        history: what happened in the newest ``fit``: a list of :class:`~lightning_recycle.control.history.Event`.
         schedules: after ``fit``, the schedule of each generation.
         missing_optimizers: after ``fit``, why the launching process has no optimizers, if it has none.
         missing_weights: after ``fit``, why the model in this process is not the trained one, if it is not.

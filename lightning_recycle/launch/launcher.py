@@ -119,8 +119,8 @@ class SupervisorLauncher(_Launcher):
         strategy: the Trainer's strategy.
 
     Attributes:
-        history: what happened in the newest run.
-        schedules: the schedules of the newest run, one per generation.
+        history: what happened in the newest ``fit``; before the first, in the newest run.
+        schedules: the schedules of the same run, one per generation.
     """
 
     def __init__(self, strategy: Configured) -> None:
@@ -130,6 +130,7 @@ class SupervisorLauncher(_Launcher):
         self._interrupted = False
         self._said_how_it_ended = False
         self._has_run = False
+        self._has_fitted = False
         self._outside: Discovered | None = None  # what this process is in the run of another one
         self._untrained: Untrained | None = None
 
@@ -194,8 +195,10 @@ class SupervisorLauncher(_Launcher):
             self._note_missing_weights(trainer, one_stage=True)
             return returned
         args, kwargs = settle_checkpoint(trainer, function, (args, kwargs))
-        self.history, self.schedules = [], []
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._has_fitted |= fitting
+        of_fit = self.history, self.schedules
+        self.history, self.schedules = [], []
         savers = fitting and any(map(saves_on_exception, trainer.checkpoint_callbacks))
         if fitting:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [], []  # of an earlier fit
@@ -213,6 +216,9 @@ class SupervisorLauncher(_Launcher):
                 )
             saved_already(trainer)
             raise
+        finally:
+            if self._has_fitted and not fitting:
+                self.history, self.schedules = of_fit
 
     def _launch(self, call: Call, setup: RunSetup, heartbeat: HeartbeatCallback, signals: EndSignals) -> Any:
         """Runs the workers, again after the loss of a stage if that is wanted; brings home what they leave."""

@@ -162,3 +162,16 @@ def test_a_second_run_does_not_threaten_to_delete_the_log(tmp_path: Path, capfd:
     trainer.validate(Regression().double(), loader)
     assert "will be deleted" not in capfd.readouterr().err
     assert "train_loss" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+def test_history_and_schedules_of_fit_stay_after_a_validation() -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy="recycle", max_steps=1, logger=False, enable_checkpointing=False
+    )
+    model, data = Regression().double(), DataLoader(dataset(), batch_size=24)
+    trainer.fit(model, data)
+    history, schedules = trainer.strategy.history, trainer.strategy.schedules
+    assert any(event.kind == "step" for event in history)
+    trainer.validate(model, data)
+    assert trainer.strategy.history == history
+    assert trainer.strategy.schedules == schedules
