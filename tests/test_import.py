@@ -180,6 +180,7 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
+        "omegaconf.basecontainer:BaseContainer._resolvers",
     ],
     "lightning_recycle.launch.worker_process": [
         "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",

@@ -2,8 +2,8 @@
 
 Concept: a script that workers import makes its settings there too, but what is set under its main guard, or in a
 notebook, reaches this process alone. So the settings that decide what is computed (dtype, precision, determinism, the
-state of generators) and what is shown (filters of warnings, levels of loggers) travel with every worker, whenever it
-starts. Environment variables are the subject of another module.
+state of generators, resolvers of OmegaConf) and what is shown (filters of warnings, levels of loggers) travel with
+every worker, whenever it starts. Environment variables are the subject of another module.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from omegaconf.basecontainer import BaseContainer
 
 __all__ = ["Settings", "ignore_untrue_warnings"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Settings:
     filters: tuple[Any, ...]
     levels: dict[str, int]
     disabled: int
+    resolvers: dict[str, Any]
 
     @classmethod
     def capture(cls) -> Settings:
@@ -40,6 +45,9 @@ class Settings:
             filters=tuple(warnings.filters),
             levels={name: logger.level for name, logger in known.items() if logger.level != logging.NOTSET},
             disabled=logging.root.manager.disable,
+            resolvers={
+                name: resolver for name, resolver in BaseContainer._resolvers.items() if _is_own(name, resolver)
+            },
         )
 
     def restore(self) -> None:
@@ -49,9 +57,22 @@ class Settings:
         for name, level in self.levels.items():
             logging.getLogger(name).setLevel(level)
         logging.disable(self.disabled)
+        BaseContainer._resolvers.update(self.resolvers)
         warnings.filters[:] = self.filters  # type: ignore[index]
         with warnings.catch_warnings():
             pass  # lets Python know that the filters have changed: it remembers what it has shown
+
+
+def _is_own(name: str, resolver: Any) -> bool:
+    """Whether a resolver is not one of OmegaConf's, and can be sent; workers may not need one that cannot."""
+    if name.startswith("oc."):
+        return False
+    try:
+        cloudpickle.dumps(resolver)
+    except Exception as error:
+        log.debug("The resolver %r stays in this process: %s", name, error)
+        return False
+    return True
 
 
 def ignore_untrue_warnings() -> None:
