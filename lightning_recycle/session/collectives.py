@@ -113,8 +113,9 @@ class Collectives:
             raise UnsupportedFeatureError(
                 "A step, or a hook that sees outputs, waits for all workers (all_gather, reduce, broadcast or barrier);"
                 " after a failure they run different numbers of steps. Do that in a hook such as on_train_batch_end, or"
-                " log the value: what is logged is gathered from all workers. A loss that compares the samples of a batch"
-                " with each other (negatives) has those of its micro-batch: use a larger batch_size, or num_microbatches=1."
+                " log the value: what is logged is gathered from all workers. A loss that compares samples"
+                " with each other (negatives) has those of its micro-batch: use a larger batch_size, or"
+                " num_microbatches=1."
             )
         self.settle()
         return self.client.arrive(name, value)

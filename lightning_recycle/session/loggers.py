@@ -145,11 +145,11 @@ def _record_calls(cls: type[Logger], loggers: list[Logger], module: RecordedModu
         return _RecordedExperiment(record)
 
     experiment.real = real  # type: ignore[attr-defined]
-    cls.experiment = property(experiment)  # type: ignore[assignment,method-assign]
+    cls.experiment = property(experiment)  # type: ignore[attr-defined]
 
 
 def _call(logger: Logger, call: LoggerCall) -> None:
-    called: Any = logger.experiment
+    called: Any = logger.experiment  # type: ignore[attr-defined]
     for step in call.path:
         called = called[step[0]] if isinstance(step, tuple) else getattr(called, step)
     called(*call.args, **call.kwargs)
@@ -189,7 +189,9 @@ def _was_called(known: _Cells, call: LoggerCall) -> bool:
 def _cells_on_board(logger: TensorBoardLogger) -> _Cells:
     """The values that the previous leader has written for TensorBoard."""
     try:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+            EventFileLoader,
+        )
     except ImportError:  # tensorboardX writes, and nothing here can read
         return set()
     return {

@@ -327,8 +327,8 @@ def set_metric_states(metric: Metric, states: _States) -> None:
 
 
 _INSEPARABLE = {
-    "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a hook such"
-    " as on_validation_epoch_end.",
+    "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a"
+    " hook such as on_validation_epoch_end.",
     "NormalizedRootMeanSquaredError": "torchmetrics does not put more than two parts together. Log"
     " MeanSquaredError(squared=False), and divide it in a hook such as on_validation_epoch_end.",
 }
@@ -397,9 +397,9 @@ def _merged(metric: Metric, path: str, a: _States, b: _States) -> _States:
         elif reduction is dim_zero_cat:
             merged[name] = torch.cat([torch.atleast_1d(x), torch.atleast_1d(y)])
         elif reduction is None and type(metric).compute.__module__.startswith("torchmetrics."):
-            single = metric._defaults[name].ndim
+            single = torch.as_tensor(metric._defaults[name]).ndim
             merged[name] = torch.cat([part if part.ndim > single else part[None] for part in (x, y)])
-        elif reduction is not None and _is_associative(reduction, x, y):
+        elif callable(reduction) and _is_associative(reduction, x, y):
             merged[name] = reduction(torch.stack([x, y]))
         else:
             raise UnsupportedFeatureError(
