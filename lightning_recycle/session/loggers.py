@@ -189,7 +189,7 @@ def _was_called(known: _Cells, call: LoggerCall) -> bool:
 def _cells_on_board(logger: TensorBoardLogger) -> _Cells:
     """The values that the previous leader has written for TensorBoard."""
     try:
-        from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+        from tensorboard.backend.event_processing.event_file_loader import (
             EventFileLoader,
         )
     except ImportError:  # tensorboardX writes, and nothing here can read

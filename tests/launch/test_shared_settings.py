@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_recycle.main_module import dumps
 from lightning_recycle.launch.shared_settings import Settings
+from lightning_recycle.main_module import dumps
 
 
 @pytest.fixture(autouse=True)
