@@ -258,8 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--state",
         metavar="FILE",
-        help="what another coordinator needs to go on if this one is killed; by default in the folder for temporary"
-        " files, named by the address; none for nothing",
+        help="what another coordinator needs to go on if this one is killed; by default in"
+        " ~/.local/state/lightning_recycle, named by machine and address; none for nothing",
     )
     parser.add_argument(
         "--obey",
