@@ -97,7 +97,7 @@ class ObjectGraph:
         anchors: objects that are not carried, by name.
 
     Attributes:
-        large: tensors and arrays of over a megabyte, by path.
+        large: tensors and arrays of over a megabyte, by path, other than parameters and buffers of modules.
     """
 
     def __init__(self, roots: Mapping[str, Any], anchors: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ class ObjectGraph:
             if id(value) in self._names or id(value) in self._paths:
                 continue
             if isinstance(value, (Tensor, np.ndarray)):
-                if value.nbytes >= _LARGE:
+                if _is_large_data(value) and not _is_in_module(path):
                     self.large.setdefault(path, value)
             elif _is_node(value):
                 self._nodes[path], self._paths[id(value)] = value, path
@@ -137,13 +137,12 @@ class ObjectGraph:
             same: the names of tensors and arrays that the receiver has, by id; they are not sent.
         """
         states = {path: _attributes(node) for path, node in self._nodes.items()}
-        kinds = {path: type(node) for path, node in self._nodes.items() if path not in self._roots}
-        packed = self._dump((kinds, states, {}), same)
+        packed = self._dump((states, {}), same)
         if packed is None:
             stays = self._unpicklable(states, same)
             for path, names in stays.items():
                 states[path] = {name: value for name, value in states[path].items() if name not in names}
-            packed = self._dump((kinds, states, stays), same)
+            packed = self._dump((states, stays), same)
             assert packed is not None, "each attribute could be pickled by itself"
         return packed
 
@@ -151,7 +150,7 @@ class ObjectGraph:
         """The attributes that cannot be carried, by path, and the type of each."""
         states = {path: _attributes(node) for path, node in self._nodes.items()}
         same = {id(value): path for path, value in self.large.items()}
-        if self._dump(({}, states, {}), same) is not None:
+        if self._dump(states, same) is not None:
             return {}
         found = self._unpicklable(states, same)
         return {f"{path}.{name}": type(states[path][name]) for path, names in found.items() for name in names}
@@ -186,8 +185,8 @@ class ObjectGraph:
             ReCycleError: if this process lacks data that was not sent.
         """
         loader = _Unpickler(io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device)
-        kinds, states, stays = loader.load()
-        _Update(self._nodes, loader.made).write(kinds, states, stays)
+        states, stays = loader.load()
+        _Update(self._nodes, loader.made).write(states, stays)
 
 
 class _Pickler(MainPickler):
@@ -273,9 +272,7 @@ class _Update:
         self._claimed: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
 
-    def write(
-        self, kinds: Mapping[Path, Any], states: Mapping[Path, dict[str, Any]], stays: Mapping[Path, set[str]]
-    ) -> None:
+    def write(self, states: Mapping[Path, dict[str, Any]], stays: Mapping[Path, set[str]]) -> None:
         for path, state in states.items():
             node = self._made.get(path, self._nodes.get(path))
             if node is not None:
@@ -313,10 +310,11 @@ class _Update:
     def tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout
         if not fits or old is None:
+            self.claim(new, new)  # at every place where the sender has this one
             return new
         self.claim(old, new)
         with torch.no_grad():
-            old.data.copy_(new)
+            old.copy_(new)  # its version says that it is not what it was when the run began
         if old.requires_grad != new.requires_grad and old.is_leaf:
             old.requires_grad = new.requires_grad
         return old
@@ -342,6 +340,7 @@ class _Update:
 
     def generator(self, old: Any, new: Any) -> Any:
         if old is None:
+            self.claim(new, new)
             return new
         self.claim(old, new)
         if isinstance(new, torch.Generator):
@@ -429,10 +428,22 @@ _OF_LIGHTNING_MODULES = frozenset(
 )
 
 
+def _is_large_data(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        plain = type(value) is Tensor and value.layout is torch.strided and not value.is_inference()
+        return plain and value.nbytes >= _LARGE
+    return not value.dtype.hasobject and value.nbytes >= _LARGE
+
+
+def _is_in_module(path: Path) -> bool:
+    """Whether it is a parameter or buffer: these change by ``.data``, too, which no version shows."""
+    return "._parameters[" in path or "._buffers[" in path
+
+
 def _sign(value: Any) -> Any:
     """Differs once the contents of a large tensor or array have changed."""
     if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape, 0 if value.is_inference() else value._version
+        return value.data_ptr(), value.shape, value._version
     return value.shape, zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 

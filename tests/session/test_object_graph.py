@@ -201,3 +201,44 @@ def test_large_data_is_sent_only_if_it_has_changed(kind: str) -> None:
     )
     assert receiver.data[5] == 3
     assert float(receiver.data.sum()) == 3
+
+
+def test_weights_that_data_has_changed_are_sent() -> None:
+    sender, receiver = nn.Linear(600, 600), nn.Linear(600, 600)
+    marks = LargeData(ObjectGraph({"module": sender}, {}).large)
+    sender.weight.data.mul_(2)  # no version shows it
+    ObjectGraph({"module": receiver}, {}).update(ObjectGraph({"module": sender}, {}).pack(marks.unchanged()), _CPU)
+    assert torch.equal(receiver.weight, sender.weight)
+
+
+def test_who_has_received_large_data_sends_it_on() -> None:
+    first, second, third = (Helper(None) for _ in range(3))
+    for helper in (first, second, third):
+        helper.data = torch.zeros(300_000)
+    marks = LargeData(ObjectGraph({"helper": second}, {}).large)
+    first.data += 1
+    _carried(first, second, "helper")
+    own = ObjectGraph({"helper": third}, {}).large
+    ObjectGraph({"helper": third}, {}).update(ObjectGraph({"helper": second}, {}).pack(marks.unchanged()), _CPU, own)
+    assert third.data.eq(1).all()
+
+
+def test_arrays_of_objects_and_sparse_tensors_are_carried_whatever_their_size() -> None:
+    sender, receiver = Helper(None), Helper(None)
+    for helper in (sender, receiver):
+        helper.words = np.array(["word"] * 200_000, dtype=object)
+        helper.edges = torch.eye(600).to_sparse()
+        helper.many = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1), (10**6,))
+    sender.words[3] = "other"
+    marks = LargeData(ObjectGraph({"helper": sender}, {}).large)
+    ObjectGraph({"helper": receiver}, {}).update(ObjectGraph({"helper": sender}, {}).pack(marks.unchanged()), _CPU)
+    assert receiver.words[3] == "other"
+
+
+def test_what_is_one_object_in_the_sender_is_one_in_the_receiver() -> None:
+    sender, receiver = Net(), Net()
+    sender.queue = torch.ones(7)
+    sender.shown = sender.queue
+    receiver.shown = torch.zeros(7)
+    _carried(sender, receiver)
+    assert receiver.shown is receiver.queue
