@@ -57,8 +57,14 @@ def compare(facts: Iterable[Sequence[Mapping[str, Any]]]) -> None:
     Raises:
         ConfigurationError: if they differ.
     """
-    for said in zip(*facts, strict=True):
-        for name in said[0]:
-            known = {own[name] for own in said if own.get(name) is not None}
+    every = list(facts)
+    if len({len(loaders) for loaders in every}) > 1:
+        raise ConfigurationError(different("What returns the DataLoaders", "numbers of DataLoaders"))
+    for said in zip(*every, strict=True):
+        for name in dict.fromkeys(name for own in said for name in own):
+            kind, owner = name.split(" of ")
+            if any(name not in own for own in said):
+                raise ConfigurationError(different(owner, f"classes of what gives the {kind}"))
+            known = {own[name] for own in said if own[name] is not None}
             if len(known) > 1:
-                raise ConfigurationError(different(name.split(" of ")[-1], name))
+                raise ConfigurationError(different(owner, name))

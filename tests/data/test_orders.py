@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.samplers import Counts
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.given import GivenBatchLoader
@@ -44,19 +45,6 @@ class OwnGenerator(Numbers):
         return torch.tensor(self.draws.random())
 
 
-class Counts(Sampler[int]):
-    """Counts its epochs in an attribute that its class has."""
-
-    epoch = 0
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-
 class Memory:
     """What a sampler holds."""
 
@@ -69,6 +57,7 @@ class Draws(Counts):
     """Draws from generators of all kinds, and remembers."""
 
     def __init__(self, data: Any) -> None:
+        super().__init__(SIZE)
         self.data, self.memory, self.torch = data, Memory(), torch.Generator().manual_seed(4)
         self.weights = torch.rand(20_000)
 
@@ -87,7 +76,7 @@ def loader(data: Any = None, pipeline: int = 0, batch: int = 4, **options: Any) 
 
 
 SAMPLERS: dict[str, Any] = {
-    "that counts": lambda: {"sampler": Counts()},
+    "that counts": lambda: {"sampler": Counts(SIZE)},
     "with generators": lambda: {"sampler": Draws(Numbers())},
     "weighted": lambda: {
         "sampler": WeightedRandomSampler([1.0, 9.0] * 12, SIZE, generator=torch.Generator().manual_seed(1))
@@ -136,7 +125,7 @@ def test_further_rounds_of_an_epoch_are_drawn_in_turn_when_it_resumes(name: str)
 
 
 def test_a_loader_that_the_user_gives_anew_for_the_epoch_begins_as_given() -> None:
-    whole, resumed = loader(sampler=Counts()), loader(sampler=Counts())
+    whole, resumed = loader(sampler=Counts(SIZE)), loader(sampler=Counts(SIZE))
     first = order(whole, 0)
     order(whole, 1)
     resumed.load_order_state({**(whole.order_state() or {}), "reload": 2})
@@ -161,20 +150,30 @@ def test_a_state_can_be_loaded_without_trust(tmp_path: Any) -> None:
 
 
 def test_an_iterator_that_a_sampler_keeps_is_named() -> None:
-    sampler = Counts()
+    sampler = Counts(SIZE)
     sampler.endless = iter([1, 2])  # type: ignore[attr-defined]
     assert loader(sampler=sampler).lost_state == ["Counts.endless"]
 
 
 def test_workers_with_other_samples_lengths_or_orders_are_refused_by_name() -> None:
     seeded = torch.Generator().manual_seed
-    same = [loader(pipeline=d, sampler=Counts()).facts() for d in (0, 1)]
+    same = [loader(pipeline=d, sampler=Counts(SIZE)).facts() for d in (0, 1)]
     compare([[facts] for facts in same])
     with pytest.raises(ConfigurationError, match=r"samples of Numbers differ.*default_rng\(0\)"):
         compare([[loader(Numbers(d)).facts()] for d in (0, 1)])
     weights = [1.0] * SIZE
     with pytest.raises(ConfigurationError, match="orders of WeightedRandomSampler differ"):
         compare([[loader(sampler=WeightedRandomSampler(weights, SIZE, generator=seeded(d))).facts()] for d in (0, 1)])
+
+
+def test_other_classes_and_numbers_of_loaders_are_named() -> None:
+    class Words(Numbers):
+        pass
+
+    with pytest.raises(ConfigurationError, match="classes of what gives the lengths differ"):
+        compare([[loader(data()).facts()] for data in (Numbers, Words)])
+    with pytest.raises(ConfigurationError, match="numbers of DataLoaders differ"):
+        compare([[loader(Numbers()).facts()] * count for count in (1, 2)])
 
 
 def test_a_replacement_whose_samples_are_others_is_refused() -> None:
@@ -192,10 +191,10 @@ def test_samples_that_differ_with_each_reading_are_not_compared_but_named(proces
 
 
 def test_an_index_may_be_a_list_which_the_dataset_reads_at_once() -> None:
-    batches = BatchSampler(Counts(), batch_size=4, drop_last=True)
+    batches = BatchSampler(Counts(SIZE), batch_size=4, drop_last=True)
     grid = Grid(pipelines=2, stages=1, microbatches=2)
     given = DataLoader(Numbers(), batch_size=None, sampler=batches)
     source = GivenBatchLoader(given, grid, 0, 7)
     step = next(iter(source))
     read = [source.fetch(step, Microbatch(d, m)) for d in (0, 1) for m in (0, 1)]
-    assert torch.cat(read).tolist() == list(Counts())[:8]
+    assert torch.cat(read).tolist() == list(Counts(SIZE))[:8]

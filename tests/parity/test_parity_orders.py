@@ -1,7 +1,6 @@
 """Samplers with a state: the order of one device after a replacement and a resume; data that differ are found."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import same_script as same
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement, causes, rejoined
+from support.samplers import Counts
 from support.training import failures
-from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_recycle import ConfigurationError
@@ -23,21 +23,8 @@ STEPS = 5
 SIZE = STEPS * same.GLOBAL_BATCH
 
 
-class Counts(Sampler[int]):
-    """Counts its epochs."""
-
-    epoch = 0
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-
 def counting(session: same.Session) -> Any:
-    return DataLoader(same.samples(SIZE), batch_size=session.data.batch_size, sampler=Counts())
+    return DataLoader(same.samples(SIZE), batch_size=session.data.batch_size, sampler=Counts(SIZE))
 
 
 def weighted(session: same.Session) -> Any:
