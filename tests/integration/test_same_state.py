@@ -232,12 +232,12 @@ def test_who_joins_holds_the_averages_of_its_peers(averaging: L.Callback, tmp_pa
         Plateau().double(),
         2,
         2,
-        [Fault("kill", 1, 0, step=2)],
+        [Fault("kill", 1, 0, step=6)],  # peers have measured their layers, which who joins does not
         data=DATA,
         max_epochs=4,
         max_steps=-1,
         strategy={"restart_workers": True},
-        callbacks=[averaging, AwaitReplacement([7]), GraphDiary(tmp_path / "states")],
+        callbacks=[averaging, AwaitReplacement([9]), GraphDiary(tmp_path / "states")],
     )
     assert rejoined(run) == [(1, 0)]
     joined = sorted((tmp_path / "states").glob("2-1-*"))
