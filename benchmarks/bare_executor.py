@@ -117,6 +117,9 @@ class _Host:
 
     def begin_microbatch(self, index: int) -> None: ...
 
+    def computing_again(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def is_suspect(self, error: Exception) -> bool:
         return False
 

@@ -103,6 +103,7 @@ class HookSideEffects:
         self.keeps_shares = False
         self._internal = {*vars(pl.LightningModule()), *dir(RecordedModule), "_param_requires_grad_state"}
         self._told: set[str] = set()
+        self._is_common = False
         self._plain: dict[str, Any] | None = None  # numbers and texts when the step began
         self._runs_again = False
 
@@ -125,12 +126,16 @@ class HookSideEffects:
         if self._runs_again or self._plain is None:
             self._plain = self._numbers()
         self._runs_again = False
+        if self._is_common:
+            with self._assigning(effects, True), self._appending(effects, False):
+                yield effects
+            return
         before = None if self.keeps_shares else self._marks()
         if slot is None or self.slots is None:
             with self._appending(effects, False):
                 yield effects
         else:
-            with self.slots.in_place(slot), self._assigning(effects), self._appending(effects, True):
+            with self.slots.in_place(slot), self._assigning(effects, False), self._appending(effects, True):
                 if self.written is None:
                     yield effects
                 else:
@@ -193,22 +198,35 @@ class HookSideEffects:
                 self._put(path, old)
 
     @contextmanager
-    def _assigning(self, effects: list[Effect]) -> Iterator[None]:
-        """Finds what a training step assigns for the next one; lists that grew are taken back before."""
-        assert self.slots is not None
+    def _assigning(self, effects: list[Effect], common: bool) -> Iterator[None]:
+        """What a training step assigns for the next one; all that code assigns, if it is ``common`` to all workers.
+
+        Lists that grew are taken back before.
+        """
         before = self._attributes()
-        marks = {name: _mark(before.get(name, _MISSING)) for name in self.slots.names}
+        marks = {name: _mark(value) for name, value in before.items() if common or self._has_slots(name)}
         yield
         after = self._attributes()
         for name in {**before, **after}:
             value, old = after.get(name, _MISSING), before.get(name, _MISSING)
-            if self._has_slots(name):
-                changed = _mark(value) != marks[name]
+            if common:
+                changed = _mark(value) != marks.get(name) and _is_data(value)
+            elif self._has_slots(name):
+                changed = _mark(value) != marks.get(name, _mark(_MISSING))
             else:
                 changed = value is not old and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
             if changed and (packed := self._packed((name,), value)) is not None:
                 effects.append(Assignment(name, packed))
-                self.slots.put(name, old)
+                _assign(self._module, name, old)
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """Within the block what runs on one worker counts on all: whatever it assigns reaches them."""
+        self._is_common = True
+        try:
+            yield
+        finally:
+            self._is_common = False
 
     def _has_slots(self, name: str) -> bool:
         return self.slots is not None and name in self.slots.names
@@ -272,6 +290,8 @@ class HookSideEffects:
                 target = owner[effect.path[-1]] = effect.kind()
             target.extend(moved(unpack_tensors(effect.items), device))
         if slots is None or self._alone:
+            for new in (effect for effects in records for effect in effects if isinstance(effect, Assignment)):
+                _assign(self._module, new.name, moved(unpack_tensors(new.value), device))
             return
         by_slot = dict(zip(slots, records, strict=True))
         if self.slots is not None:
@@ -295,7 +315,7 @@ class HookSideEffects:
         for name, packed in shares.items():
             if mine.get(name) != packed:
                 value = moved(unpack_tensors(packed), self._module.device)
-                (self._module._buffers if name in self._module._buffers else vars(self._module))[name] = value
+                _assign(self._module, name, value)
 
     # ------------------------------------------------------------------ a worker that joins
 
@@ -341,12 +361,12 @@ class Slots:
         """Within the block, attributes have copies of the values of ``slot``."""
         before = {name: self._get(name) for name in self._values}
         for name, values in self._values.items():
-            self.put(name, _copied(values[slot]))
+            _assign(self._module, name, _copied(values[slot]))
         try:
             yield
         finally:
             for name, value in before.items():
-                self.put(name, value)
+                _assign(self._module, name, value)
 
     def take(self, records: Mapping[int, Sequence[Assignment]]) -> None:
         """Takes what the steps of all slots assigned; other code sees the value of the last."""
@@ -356,22 +376,11 @@ class Slots:
                 if new.name not in self._values:
                     self._values[new.name] = dict.fromkeys(records, self._get(new.name))
                 value = self._values[new.name][slot] = moved(unpack_tensors(new.value), device)
-                self.put(new.name, _copied(value))
+                _assign(self._module, new.name, _copied(value))
         self._common = {name: _mark(self._get(name)) for name in self._values}
 
-    def _space(self, name: str) -> dict[str, Any]:
-        buffers: dict[str, Any] = self._module._buffers
-        return buffers if name in buffers else vars(self._module)
-
     def _get(self, name: str) -> Any:
-        return self._space(name).get(name, _MISSING)
-
-    def put(self, name: str, value: Any) -> None:
-        """Sets an attribute past the module's own ``__setattr__``."""
-        if value is _MISSING:
-            self._space(name).pop(name, None)
-        else:
-            self._space(name)[name] = value
+        return _space(self._module, name).get(name, _MISSING)
 
     def state(self) -> dict[str, dict[int, Any]]:
         """The values, and under -1 what other code sees, for a worker that joins."""
@@ -387,8 +396,21 @@ class Slots:
             for name, values in state.items()
         }
         for name, values in state.items():
-            self.put(name, moved(_copied(values.get(-1, _MISSING)), device))
+            _assign(self._module, name, moved(_copied(values.get(-1, _MISSING)), device))
         self._common = {name: _mark(self._get(name)) for name in self._values}
+
+
+def _space(module: pl.LightningModule, name: str) -> dict[str, Any]:
+    buffers: dict[str, Any] = module._buffers
+    return buffers if name in buffers else vars(module)
+
+
+def _assign(module: pl.LightningModule, name: str, value: Any) -> None:
+    """Sets an attribute past the module's own ``__setattr__``."""
+    if value is _MISSING:
+        _space(module, name).pop(name, None)
+    else:
+        _space(module, name)[name] = value
 
 
 def _lists(attributes: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -356,9 +357,12 @@ class PipelineFitLoop(_FitLoop):
 
 
 def call_before_epoch_end(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
-    """Calls ``hook`` on all workers before hooks such as ``on_train_epoch_end`` and ``on_validation_epoch_end``."""
+    """Calls ``hook`` on all workers before hooks such as ``on_train_epoch_end`` and ``on_validation_epoch_end``.
+
+    It takes the place of that of an earlier run of the Trainer, as :func:`tell_batch_sizes` does.
+    """
     connector = trainer._logger_connector
-    reached = connector.epoch_end_reached
+    reached = partial(type(connector).epoch_end_reached, connector)
 
     def epoch_end_reached() -> None:
         hook()
@@ -378,7 +382,7 @@ def tell_batch_sizes(trainer: pl.Trainer) -> None:
     an address.
     """
     connector = trainer._logger_connector
-    start = connector.on_batch_start
+    start = partial(type(connector).on_batch_start, connector)
 
     def on_batch_start(batch: Any, dataloader_idx: int | None = None) -> None:
         start(batch, dataloader_idx)

@@ -42,10 +42,12 @@ class Census(L.Callback):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._counts: dict[int, list[dict[str, int]]] = {}
-        self._seen = -1
+        self._seen, self._process = -1, 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
+        if self._process != os.getpid():  # a replacement has what its peer counted of itself
+            self._process, self._counts = os.getpid(), {}
         if len(strategy.live_workers) < strategy.grid.num_workers:
             return
         if strategy.generation == self._seen:  # connecting is over in all threads, and nothing is on its way

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,21 @@ class Marks(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy
-        self._name = f"{trainer.strategy.grid_rank}-{strategy.incarnation}-{os.getpid()}"
         if self._at is not None and strategy.incarnation == 1:
-            strategy.at_point.append(self._reach)
+            strategy.at_point.append(partial(self._reach, trainer))
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if self._at is None:
-            (self._directory / self._name).touch()
+            self._mark(trainer)
 
-    def _reach(self, point: str, step: int) -> None:
+    def _reach(self, trainer: L.Trainer, point: str, step: int) -> None:
         if point == self._at:
-            (self._directory / self._name).touch()
+            self._mark(trainer)
             time.sleep(self._seconds)
+
+    def _mark(self, trainer: L.Trainer) -> None:
+        strategy: Any = trainer.strategy
+        (self._directory / f"{strategy.grid_rank}-{strategy.incarnation}-{os.getpid()}").touch()
 
 
 class Meanwhile(threading.Thread):
