@@ -55,7 +55,7 @@ from lightning_recycle.engines.discovery import Discovered, discover
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.crews import crew_of
-from lightning_recycle.launch.delivery import Extras
+from lightning_recycle.launch.delivery import Call, Extras
 from lightning_recycle.launch.describing import describe
 from lightning_recycle.launch.missing_weights import Untrained
 from lightning_recycle.launch.results import error_of, take_results, told_by_leader
@@ -65,7 +65,7 @@ from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
 from lightning_recycle.launch.tuning import finders_of, set_aside, tune
 from lightning_recycle.launch.wanted import wants_of
-from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outside, worker_main
+from lightning_recycle.launch.worker_process import WorkerStart, run_outside, worker_main
 from lightning_recycle.main_module import end_import
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
 from lightning_recycle.planning.grid import Grid
