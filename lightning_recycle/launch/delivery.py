@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.gathering import Gathering, Way, bytes_of
-from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack, home_graph
+from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack, home_graph, weights_by_name
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
 
@@ -138,10 +138,7 @@ class UserObjects:
             most_bytes: of large data that the data module did not have at the beginning.
         """
         module, unchanged = self._trainer.lightning_module, self._large.unchanged()
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        weights = weights_of(module)
-        tensors = [*parameters.items(), *module.named_buffers(remove_duplicate=False)]
-        names = {id(tensor): f"weight {name}" for name, tensor in tensors if name in weights}
+        names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
         modules = {"": module} if wanted is None else {n: m for n, m in module.named_modules() if wanted(n)}
         graph, skipped = self._graph(modules, wanted is None, shared), set[str]()
         while new := {p: v for p, v in graph.large.items() if p.startswith("datamodule.") and id(v) not in unchanged}:
@@ -151,10 +148,8 @@ class UserObjects:
             graph = self._graph(modules, wanted is None, shared, skipped)
         for path in sorted(skipped):
             log.info("%s stays in the workers, as it is large.", path)
-        packed = graph.pack({**unchanged, **names})
-        objects = ObjectPack(packed.data, [to_cpu(tensor) for tensor in packed.tensors])
-        trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
-        return Brought(objects, wanted is None, trained, shared)
+        trained = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
+        return Brought(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
 
     def take(self, brought: Brought, weights: Mapping[str, Tensor]) -> None:
         """Makes the objects of this process those; ``weights`` are for what this module does not have yet."""
@@ -262,9 +257,7 @@ def extras_of(session: Session, user: UserObjects, way: Way, most_bytes: float, 
     """What this worker, the leader, adds; ``most_bytes``: as in :meth:`UserObjects.pack`."""
     trainer, is_of_layer = session.trainer, session.parts.is_of_layer
     whole = session.grid.stages == 1 and way is not Way.STAYS
-    objects = user.pack(
-        None if whole else lambda name: not is_of_layer(name), True, most_bytes
-    )
+    objects = user.pack(None if whole else lambda name: not is_of_layer(name), True, most_bytes)
     loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
     return Extras(
         returned=to_cpu(returned),

@@ -253,7 +253,7 @@ class SupervisorLauncher(_Launcher):
                 raise error
             log.warning("%s Going on from %s with %d pipelines.", error, checkpoint, smaller.pipelines)
             args, kwargs = start_from(function, (args, kwargs), checkpoint)
-            setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # this run wrote the file itself
+            setup = replace(setup, grid=smaller, weights_only=False, has_run=True, restarts=True)
 
     def _note_missing_weights(self, trainer: pl.Trainer, one_stage: bool) -> None:
         """Remembers, and says, whether the trained weights have stayed in the workers."""

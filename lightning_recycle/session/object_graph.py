@@ -44,6 +44,8 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.main_module import MainModule, MainPickler
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.weights import weights_of
+from lightning_recycle.session.optimizer_states import to_cpu
 
 __all__ = [
     "LargeData",
@@ -53,6 +55,7 @@ __all__ = [
     "home_graph",
     "is_bound_to_process",
     "user_graph",
+    "weights_by_name",
 ]
 
 Path: TypeAlias = str
@@ -76,6 +79,9 @@ class ObjectPack:
     data: bytes
     tensors: list[Tensor]
 
+    def on_cpu(self) -> ObjectPack:
+        return ObjectPack(self.data, [to_cpu(tensor) for tensor in self.tensors])
+
 
 class LargeData:
     """The large tensors and arrays of a graph when the run begins, to find out later which are as they were.
@@ -88,7 +94,8 @@ class LargeData:
         self._values = dict(values)
         self._signs: dict[Path, Any] = {}
         self._reader = threading.Thread(target=self._read, name="recycle-large-data", daemon=True)
-        self._reader.start()  # an array is read as a whole
+        if self._values:
+            self._reader.start()  # an array is read as a whole
 
     def _read(self) -> None:
         for path, value in self._values.items():
@@ -96,7 +103,8 @@ class LargeData:
 
     def unchanged(self) -> dict[int, Path]:
         """The paths that the data had, by the id of what has not changed since."""
-        self._reader.join()
+        if self._values:
+            self._reader.join()
         return {id(value): path for path, value in self._values.items() if _sign(value) == self._signs[path]}
 
 
@@ -506,6 +514,13 @@ def is_bound_to_process(callback: Any) -> bool:
     """
     kinds = (ProgressBar, Timer, StochasticWeightAveraging)
     return isinstance(callback, kinds) or type(callback).__module__.startswith("lightning_recycle.")
+
+
+def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
+    """What the state dict of ``module`` holds, to be left out of a pack: it goes by itself."""
+    weights = weights_of(module)
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
 
 
 def user_graph(trainer: pl.Trainer) -> ObjectGraph:
