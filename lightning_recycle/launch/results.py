@@ -193,8 +193,10 @@ def _restore_states(trainer: pl.Trainer, extras: Extras) -> None:
         trainer.datamodule.load_state_dict(extras.data)  # type: ignore[attr-defined]
 
 
-def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseException:
-    """The exception that reports ``outcome``."""
+def error_of(outcome: Any, grid: Grid, history: Sequence[Event], then: str | None = None) -> BaseException:
+    """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
+    the user can do.
+    """
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
@@ -203,11 +205,14 @@ def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseExceptio
                 " a script that comes to trainer.fit() outside of its `if __name__ == '__main__':` when workers"
                 " import it is a common reason."
             )
+        if then is None:
+            then = (
+                "Start again from the newest checkpoint, or let ReCycleStrategy(on_stage_lost='restart') do so, and use"
+                " more pipelines (more devices, or a smaller pipeline_parallel_size) to survive more failures"
+            )
         return StageLostError(
             f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"
-            " nowhere else. Start again from the newest checkpoint, or let"
-            " ReCycleStrategy(on_stage_lost='restart') do so, and use more pipelines (more devices, or a smaller"
-            " pipeline_parallel_size) to survive more failures."
+            f" nowhere else. {then[0].upper()}{then[1:]}."
         )
     if isinstance(outcome, outcomes.Crashed):
         return _exception_from(outcome.crash, grid)
