@@ -19,6 +19,7 @@ from typing import IO, Any
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
 from lightning_recycle.main_module import MainModule, MainPickler, enter_main
 
 __all__ = ["Inherited", "Payload", "dump", "load", "not_sent"]
@@ -34,12 +35,16 @@ class Payload:
         value: what they are given.
         main: what they find in the user's script.
 
+    Attributes:
+        logs: receives the log records of the workers.
+
     Raises:
         ConfigurationError: if it cannot be pickled, or there is no room for it.
     """
 
     def __init__(self, value: Any, main: MainModule) -> None:
         self._file = _nameless_file()
+        self.logs: LogForwarding | None = None
         try:
             dump(value, main, self._file)
             self._file.flush()
@@ -53,20 +58,24 @@ class Payload:
                     " instead of holding the data."
                 ) from error
             raise not_sent(error) from error
+        self.logs = LogForwarding()
 
     def close(self) -> None:
+        """To be called when all workers have ended."""
         self._file.close()
+        if self.logs is not None:
+            self.logs.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only as an argument of a new process: what travels is the descriptor."""
-        return Inherited, (reduction.DupFd(self._file.fileno()),)
+        return Inherited, (reduction.DupFd(self._file.fileno()), self.logs)
 
 
 class Inherited:
     """A :class:`Payload` in a worker."""
 
-    def __init__(self, descriptor: Any) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: Any, logs: LogSender) -> None:
+        self._descriptor, self.logs = descriptor, logs
 
     def load(self) -> Any:
         """The value; may be called once. The position in the file is common to all processes, so it is mapped."""

@@ -49,6 +49,8 @@ class RayPayload:
         ConfigurationError: if it cannot be pickled.
     """
 
+    logs = None  # Ray passes on what workers print
+
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
         try:

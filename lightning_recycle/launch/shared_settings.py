@@ -37,7 +37,7 @@ class Settings:
 
     @classmethod
     def capture(cls) -> Settings:
-        known = {name: logging.getLogger(name) for name in list(logging.root.manager.loggerDict)}
+        known = {name: logging.getLogger(name) for name in ["", *logging.root.manager.loggerDict]}
         return cls(
             lightning=_GlobalStateSnapshot.capture(),
             dtype=torch.get_default_dtype(),
@@ -54,6 +54,9 @@ class Settings:
         self.lightning.restore()
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
+        # The script's own logger, where multiprocessing has imported the script under another name.
+        logger = logging.root.manager.loggerDict["__main__"] = logging.getLogger("__mp_main__")
+        logger.name = "__main__"
         for name, level in self.levels.items():
             logging.getLogger(name).setLevel(level)
         logging.disable(self.disabled)

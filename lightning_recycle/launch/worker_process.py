@@ -109,6 +109,8 @@ def worker_main(start: WorkerStart) -> None:
         settings.restore()
         describe_process(partial(_described, client))
         install_if_wanted()
+        if start.payload.logs is not None:
+            start.payload.logs.install(partial(_described, client))
         _run(client, start.setup, start.place, function_call)
 
 

@@ -42,3 +42,21 @@ def test_a_process_that_just_ends_is_a_failure_whatever_its_status() -> None:
     assert failures(exact_fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0)])) == [(0, 1)]
     with pytest.raises(StageLostError, match="it exited with code 0"):
         fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0, everywhere=True)])
+
+
+class Retries(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.strategy.grid_rank == 1:
+            try:
+                {}["missing"]
+            except KeyError as error:
+                raise RuntimeError("the row cannot be read") from error
+
+
+def test_an_exception_keeps_its_cause_and_shows_where_both_were_raised() -> None:
+    with pytest.raises(RuntimeError, match="the row cannot be read") as raised:
+        fit(Regression().double(), 2, 2, callbacks=[Retries()])
+    cause = raised.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert str(cause.__cause__).startswith("In worker (0, 1):")
+    assert str(cause.__cause__).count("in on_train_batch_start") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_recycle.launch.rejoin import patiently
 from lightning_recycle.launch.tracebacks import from_users_code
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
@@ -53,3 +55,31 @@ def test_the_cause_of_an_exception_is_shown_likewise() -> None:
     assert "in chained" in first
     assert "in forward" in first
     assert "from a type error" in second
+
+
+def users_inner() -> Any:
+    raise ValueError("why")
+
+
+def users_outer() -> Any:
+    return patiently(users_inner, (OSError,), 0.0, "")
+
+
+def test_frames_of_the_package_between_those_of_the_user_are_left_out() -> None:
+    text = from_users_code(raised(lambda: users_outer()))
+    assert "in users_outer" in text
+    assert "in users_inner" in text
+    assert "rejoin.py" not in text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no exception groups")
+def test_members_of_a_group_are_shown_likewise() -> None:
+    def grouped() -> None:
+        raise ExceptionGroup(  # noqa: F821 - of Python 3.11
+            "both", [raised(lambda: users_outer()), raised(lambda: nn.Sequential(Bug())(torch.ones(1)))]
+        )
+
+    text = from_users_code(raised(lambda: grouped()))
+    assert "in users_inner" in text
+    assert "rejoin.py" not in text
+    assert "container.py" not in text

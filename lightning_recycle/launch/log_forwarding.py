@@ -1,0 +1,193 @@
+"""Log records of workers on this machine, written by the handlers of the launching process.
+
+Handlers that a script configures under its main guard (``logging.basicConfig``, Hydra's job log) exist in the launching
+process alone. So wherever a logger has handlers there, the same logger of a worker has one that sends the records, and
+the launching process handles each of them once, as if its own code had logged it.
+
+A record is one message of a socket that all workers share: it arrives whole or not at all, whenever its sender is
+killed, and what a worker has sent outlives it. Training does not wait for slow handlers: while the socket is full,
+records are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import select
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import reduction
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
+from typing import Any
+
+from lightning_recycle.control.json_logs import describe_process
+from lightning_recycle.control.plain_values import plain
+
+__all__ = ["LogForwarding", "LogSender"]
+
+log = logging.getLogger(__name__)
+
+_KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+_BUFFER_BYTES = 1 << 20  # wanted; Linux's default limit is 208 KiB
+_RECORD_BYTES = 100_000  # fit into any buffer; longer texts are cut
+_PATIENCE_MILLISECONDS = 100  # for room in a full socket, once until there is some
+_CLOSE_SECONDS = 5.0  # for handlers to write what has arrived
+
+
+class LogForwarding:
+    """The launching process's side. Pickled as an argument of a new process, it arrives as :class:`LogSender`."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, _KIND)
+        self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._handled = threading.local()
+        describe_process(lambda: getattr(self._handled, "origin", {}))
+        self._thread = threading.Thread(target=self._receive, name="recycle-log-records", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits until the records of workers, which have ended, are written."""
+        with contextlib.suppress(OSError):
+            self._sender.shutdown(socket.SHUT_WR)
+        self._thread.join(_CLOSE_SECONDS)
+        self._sender.close()
+        self._receiver.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        loggers = _loggers()
+        levels = {name: level for name, logger in loggers.items() if (level := _lowest_level(logger)) is not None}
+        isolated = frozenset(name for name, logger in loggers.items() if not logger.propagate)
+        return LogSender, (reduction.DupFd(self._sender.fileno()), levels, isolated)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data = self._receiver.recv(1 << 20)
+            except OSError:
+                return  # closed while a handler took too long
+            if not data:
+                return
+            try:
+                self._handle(**json.loads(data))
+            except Exception:  # of a user's filter, for example; as `logging` treats errors of handlers
+                traceback.print_exc()
+
+    def _handle(self, fields: dict[str, Any], origin: Mapping[str, int], dropped: int) -> None:
+        self._handled.origin = origin
+        if dropped:
+            log.warning(
+                "%d log records of process %s are missing: the handlers of this process took too long.",
+                dropped,
+                fields["process"],
+            )
+        if fields["exc_text"] is not None:  # some formatters and handlers look at `exc_info` only
+            error = RemoteTraceback(fields["exc_text"])
+            fields["exc_info"] = (RemoteTraceback, error, None)
+        logging.getLogger(fields["name"]).handle(logging.makeLogRecord(fields))
+
+
+class LogSender:
+    """A worker's side.
+
+    Args:
+        descriptor: the socket.
+        levels: the lowest level of the launching process's handlers, by logger.
+        isolated: the loggers whose records do not reach the handlers of their parents there.
+    """
+
+    def __init__(self, descriptor: Any, levels: Mapping[str, int], isolated: frozenset[str]) -> None:
+        self._descriptor, self._levels, self._isolated = descriptor, levels, isolated
+
+    def install(self, origin: Callable[[], Mapping[str, int]]) -> None:
+        """Replaces the handlers of this process; may be called once.
+
+        Args:
+            origin: returns the worker's rank and generation, for lines of JSON.
+        """
+        handler = _Sender(socket.socket(fileno=self._descriptor.detach()), origin)
+        for name in self._levels:
+            logging.getLogger(name)
+        for name, logger in _loggers().items():
+            logger.handlers[:] = [kept for kept in logger.handlers if isinstance(kept, logging.NullHandler)]
+            logger.propagate = name not in self._isolated
+            if name in self._levels:
+                logger.addHandler(_Route(handler, self._levels[name]))
+
+
+class _Route(logging.Handler):
+    """The handler of one logger; of the routes that a record takes, only the first sends it."""
+
+    def __init__(self, sender: _Sender, level: int) -> None:
+        super().__init__(level)
+        self._sender = sender
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not hasattr(record, "_recycle_sent"):
+            record._recycle_sent = True
+            self._sender.handle(record)
+
+
+class _Sender(logging.Handler):
+    def __init__(self, connection: socket.socket, origin: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__()
+        self._connection, self._origin = connection, origin
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = {"fields": _plain_fields(record), "origin": dict(self._origin()), "dropped": self._dropped}
+            data = json.dumps(message, ensure_ascii=False).encode(errors="backslashreplace")
+        except Exception:
+            self.handleError(record)
+            return
+        self._dropped = 0 if self._send(data) else self._dropped + 1
+
+    def _send(self, data: bytes) -> bool:
+        while True:
+            try:
+                self._connection.send(data, socket.MSG_DONTWAIT)
+                return True
+            except BlockingIOError:
+                if self._dropped or not self._room.poll(_PATIENCE_MILLISECONDS):
+                    return False
+            except OSError:  # the run is over, or what came with the record as `extra` is too large
+                return False
+
+
+def _plain_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The attributes of ``record`` as JSON has them, with the arguments merged into the message."""
+    text = record.exc_text
+    if record.exc_info and not text:
+        text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+    texts = {"msg": record.getMessage(), "exc_text": text, "stack_info": record.stack_info}
+    most = _RECORD_BYTES // 4 // len(texts)  # characters; in UTF-8 each has up to 4 bytes
+    if any(value is not None and len(value) > most for value in texts.values()):
+        texts = {name: _cut(value, most) for name, value in texts.items()}
+    return {
+        **{name: plain(value) for name, value in vars(record).items() if name != "_recycle_sent"},
+        **texts,
+        "args": None,
+        "exc_info": None,
+    }
+
+
+def _cut(text: str | None, most: int) -> str | None:
+    if text is None or len(text) <= most:
+        return text
+    return f"{text[:most]} [... {len(text) - most:,} more characters]"
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    """All loggers of this process by name; that of the root is empty."""
+    names = [name for name, known in list(logging.root.manager.loggerDict.items()) if isinstance(known, logging.Logger)]
+    return {"": logging.root, **{name: logging.getLogger(name) for name in names}}
+
+
+def _lowest_level(logger: logging.Logger) -> int | None:
+    return min((h.level for h in logger.handlers if not isinstance(h, logging.NullHandler)), default=None)

@@ -1,0 +1,141 @@
+"""Log records on their way from workers to the handlers of the launching process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_recycle.control.json_logs import JsonFormatter
+from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+class Kept(logging.Handler):
+    """Keeps what it writes; waits for ``may_write`` before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.lines: list[dict[str, Any]] = []
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.may_write.wait(60)
+        self.records.append(record)
+        self.lines.append(json.loads(JsonFormatter().format(record)))
+
+    @property
+    def texts(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    logger, handler = logging.getLogger("worked"), Kept()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+def run(target: Any, *arguments: Any) -> None:
+    """Runs ``target`` in a worker process, and waits for the end of both."""
+    logs = LogForwarding()
+    process = CONTEXT.Process(target=target, args=(logs, *arguments))
+    process.start()
+    process.join(100)
+    logs.close()
+
+
+def logger_of_worker(logs: Any) -> logging.Logger:
+    assert isinstance(logs, LogSender)
+    logs.install(lambda: {"rank": 3, "generation": 5})
+    logger = logging.getLogger("worked")
+    logger.setLevel(logging.INFO)
+    return logger
+
+
+def log_one_of_each(logs: Any) -> None:
+    logger = logger_of_worker(logs)
+    logger.debug("below the level")
+    logger.info("with %s", "arguments", extra={"sizes": (1, 2), "what": object})
+    logger.getChild("child").warning("x" * 1_000_000)
+    logger.info("lone \ud800 surrogate")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logger.exception("raised")
+
+
+def test_a_record_keeps_its_text_level_origin_and_traceback(kept: Kept) -> None:
+    run(log_one_of_each)
+    first, long, lone, raised = kept.records
+    assert (first.getMessage(), first.levelname, first.sizes) == ("with arguments", "INFO", [1, 2])  # type: ignore[attr-defined]
+    assert first.process != os.getpid()
+    assert (long.name, long.levelname) == ("worked.child", "WARNING")
+    assert long.getMessage().endswith(" more characters]")
+    assert lone.getMessage().startswith("lone ")
+    assert "ValueError: why" in str(raised.exc_text)
+    assert "log_one_of_each" in kept.lines[-1]["exception"]
+    assert all((line["rank"], line["generation"]) == (3, 5) for line in kept.lines)
+
+
+def log_many(logs: Any, count: int, is_through: Any) -> None:
+    logger = logger_of_worker(logs)
+    for number in range(count):
+        logger.info("%d %s", number, "x" * 1000)
+    is_through.set()
+    time.sleep(2)  # the handler goes on
+    logger.info("last")
+
+
+def test_a_handler_that_hangs_holds_up_no_worker_and_lost_records_are_counted(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.may_write.clear()
+    is_through, count = CONTEXT.Event(), 20_000
+    goes_on = threading.Thread(target=lambda: is_through.wait(100) and kept.may_write.set())
+    goes_on.start()
+    run(log_many, count, is_through)
+    goes_on.join()
+    texts = kept.texts
+    numbers = [int(text.split()[0]) for text in texts if text.endswith("x")]
+    assert texts[-1] == "last"
+    assert numbers == sorted(set(numbers))
+    assert 0 < len(numbers) < count
+    (line,) = [record.getMessage() for record in caplog.records if "are missing" in record.getMessage()]
+    assert line.startswith(f"{count - len(numbers)} log records of process ")
+
+
+def log_until_killed(logs: Any) -> None:
+    logger = logger_of_worker(logs)
+    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    for number in range(10**9):
+        logger.info("%d %s", number, "x" * 5000)
+
+
+def test_a_worker_that_is_killed_leaves_whole_records_and_others_go_on(kept: Kept) -> None:
+    logs = LogForwarding()
+    workers = [CONTEXT.Process(target=log_until_killed, args=(logs,)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(100)
+    after = CONTEXT.Process(target=log_one_of_each, args=(logs,))
+    after.start()
+    after.join(100)
+    logs.close()
+    assert {len(text.split()[1]) for text in kept.texts if text.endswith("xx")} == {5000}
+    assert kept.texts.count("raised") == 1
