@@ -68,6 +68,7 @@ class Checkpoints:
         reach: called with "checkpoint" and the step right before one is written.
         objects: if a checkpoint is to hold what users keep in their objects, so that the run can begin again from it:
             returns what this stage has.
+        take_objects: called with what ``objects`` returned, and the state dict, before that is loaded.
 
     Attributes:
         restored_objects: what ``objects`` returned, from the checkpoint that was loaded; None if it holds none.
@@ -82,7 +83,8 @@ class Checkpoints:
     raises: bool
     weights_only: bool | None
     reach: Callable[[str, int], None]
-    objects: Callable[[], ObjectPack] | None = None
+    objects: Callable[[], ObjectPack] | None
+    take_objects: Callable[[ObjectPack, Mapping[str, Any]], None]
     restored_objects: ObjectPack | None = None
     restored_steps: int = 0
     _unwinding: bool = False
@@ -165,7 +167,10 @@ class Checkpoints:
 
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
-        self.module.load_state_dict(self.own_part(checkpoint["state_dict"]), strict=strict)
+        own = self.own_part(checkpoint["state_dict"])
+        if self.restored_objects is not None:
+            self.take_objects(self.restored_objects, own)
+        self.module.load_state_dict(own, strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the optimizer state of a checkpoint of the whole model.

@@ -245,6 +245,7 @@ class Session:
             weights_only=self.run.weights_only,
             reach=self.reach,
             objects=self._pack_objects if self.options.on_stage_lost == "restart" else None,
+            take_objects=self._take_objects,
         )
         self.averages.connect(self.checkpoints)
         self.finetuning.connect(self.collectives, ties.copies)
@@ -545,10 +546,8 @@ class Session:
         self._first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
-        if self.run.restarts and self.checkpoints.restored_objects is not None:
-            graph = user_graph(self.trainer)
-            own = {**graph.large, **weights_by_name(self.module)}
-            graph.update(self.checkpoints.restored_objects, self.trainer.strategy.root_device, own)
+        if self.checkpoints.restored_objects is not None:
+            self._take_objects(self.checkpoints.restored_objects, {})
         if self.grid.pipelines > 1 or self.checkpoints.objects is not None:
             self._look_at_objects()
         if client.joining:
@@ -566,6 +565,16 @@ class Session:
                 "A worker that replaces a lost one makes these attributes itself, as they cannot be pickled: %s.",
                 ", ".join(f"{path} ({kind.__name__})" for path, kind in stays.items()),
             )
+
+    def _take_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
+        """If the run begins again: the user's objects are what they were; ``state``: has buffers that hooks made."""
+        if not self.run.restarts:
+            return
+        graph, device = user_graph(self.trainer), self.trainer.strategy.root_device
+        own = weights_by_name(self.module)
+        made = {f"weight {name}": tensor for name, tensor in state.items()}
+        fitting = {name: t for name, t in own.items() if name not in made or made[name].shape == t.shape}
+        graph.update(objects, device, {**graph.large, **{n: t.to(device) for n, t in made.items()}, **fitting})
 
     def _pack_objects(self) -> ObjectPack:
         weights = {id(tensor): name for name, tensor in weights_by_name(self.module).items()}
