@@ -15,12 +15,14 @@ beginning, at the same path.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
 import threading
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -62,6 +64,7 @@ Path: TypeAlias = str
 """A root and the attributes, keys and indices that lead from it to an object, such as ``module.net[0].p``."""
 
 _LARGE = 1_000_000  # bytes
+_PIECE = 16 * 1024 * 1024  # bytes that one thread reads
 _LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
 _OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter)
 _MODULE_CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
@@ -501,7 +504,10 @@ def _sign(value: Any) -> Any:
     """Differs once the contents of a large tensor or array have changed."""
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, value._version
-    return value.shape, zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    pieces = [data[begin : begin + _PIECE].data for begin in range(0, len(data), _PIECE)]
+    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:  # it runs without the GIL
+        return value.shape, tuple(pool.map(zlib.crc32, pieces))
 
 
 # ---------------------------------------------------------------------- the user's objects
