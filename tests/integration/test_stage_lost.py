@@ -104,7 +104,8 @@ def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelin
     (lost,) = happened(run, "stage_lost")
     after = run.strategy.history[run.strategy.history.index(lost) + 1 :]
     first, *_, last = [event.step for event in after if event.kind == "step"]
-    assert (first, last) in {(8, LENGTH - 1), (12, LENGTH - 1)}
+    assert first in (4, 8, 12)  # that of step 8 may not have been reported as complete yet
+    assert last == LENGTH - 1
     assert [schedule.grid.pipelines for schedule in run.strategy.schedules] == [pipelines] * len(run.strategy.schedules)
 
 
