@@ -68,8 +68,8 @@ class Assignment:
 
 Effect: TypeAlias = Append | Assignment | Write
 
-SideEffectState: TypeAlias = tuple[dict[str, Any], dict[str, dict[int, Any]], dict[str, dict[int, Any]]]
-"""Attributes with lists that steps extended; values by slot: of attributes, of written tensors."""
+SideEffectState: TypeAlias = tuple[list[str], dict[str, dict[int, Any]], dict[str, dict[int, Any]]]
+"""Names of attributes with lists that steps extended; values by slot: of attributes, of written tensors."""
 
 
 class HookSideEffects:
@@ -320,17 +320,13 @@ class HookSideEffects:
     # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> SideEffectState:
-        """For a worker that joins."""
-        lists = {name: vars(self._module)[name] for name in sorted(self.names) if name in vars(self._module)}
+        """For a worker that joins, which has the module's attributes from elsewhere."""
         slots = {} if self.slots is None else self.slots.state()
-        return lists, slots, {} if self.written is None else self.written.state()
+        return sorted(self.names), slots, {} if self.written is None else self.written.state()
 
     def load_state(self, state: SideEffectState) -> None:
-        lists, slots, written = state
-        device = self._module.device
-        for name, value in lists.items():
-            vars(self._module)[name] = moved(value, device)
-        self.names.update(lists)
+        names, slots, written = state
+        self.names.update(names)
         if self.slots is not None:
             self.slots.load_state(slots, self._microbatches)
         if self.written is not None:

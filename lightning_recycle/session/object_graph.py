@@ -38,6 +38,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.data.batching import is_stream, yields_batches
@@ -309,6 +310,8 @@ class _Unpickler(pickle.Unpickler):
             self.made[path] = made = object.__new__(kind)
             if isinstance(made, nn.Module):  # the attributes that are not carried
                 (pl.LightningModule if isinstance(made, pl.LightningModule) else nn.Module).__init__(made)
+            if isinstance(made, Metric):  # which wraps its methods
+                made.__setstate__({})
         return self.made[path]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_recycle import PipelineModule
 from lightning_recycle.session.hook_side_effects import HookSideEffects
+from lightning_recycle.session.object_graph import ObjectGraph
 
 
 class Guarded:
@@ -96,6 +97,7 @@ def test_appended_items_reach_all_workers_in_order(hook: Callable[[Any, int], No
                 worker.repeat(records)
     assert attributes(first) == attributes(second) == attributes(third) == attributes(one)
     joined = Collecting()
+    ObjectGraph({"module": joined}, {}).update(ObjectGraph({"module": first}, {}).pack(), torch.device("cpu"))
     HookSideEffects(joined).load_state(pickle.loads(pickle.dumps(workers[0].state())))
     assert attributes(joined) == attributes(one)
 

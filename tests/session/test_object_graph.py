@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torchmetrics import MeanSquaredError
 
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph
 
@@ -242,3 +243,14 @@ def test_what_is_one_object_in_the_sender_is_one_in_the_receiver() -> None:
     receiver.shown = torch.zeros(7)
     _carried(sender, receiver)
     assert receiver.shown is receiver.queue
+
+
+def test_a_metric_that_a_hook_has_added_counts_in_the_receiver() -> None:
+    sender, receiver = nn.Linear(2, 2), nn.Linear(2, 2)
+    sender.error = MeanSquaredError()
+    sender.error.update(torch.ones(2), torch.zeros(2))
+    _carried(sender, receiver)
+    received: Any = receiver.error
+    received.update(torch.zeros(2), torch.zeros(2))
+    assert received._update_count == 2
+    assert float(received.compute()) == 0.5
