@@ -34,12 +34,22 @@ class HeartbeatCallback(pl.Callback):
             operation may take before its worker counts as stuck (ten times the operation's usual time if that is more).
         last_holder_timeout: seconds of silence after which it is declared dead whoever else there is. The loss of the
             last one that holds a stage ends the run, or restarts it from a checkpoint.
+        coordinator_timeout: seconds of silence after which workers give the coordinator up: it hangs or is stopped,
+            although its machine keeps the connections open. They end and free their devices, or first look for
+            another ``recycle-coordinator``. One that speaks again earlier goes on with the run.
 
     Raises:
-        ConfigurationError: unless ``0 < 2 * interval <= timeout <= last_holder_timeout``.
+        ConfigurationError: unless ``0 < 2 * interval <= timeout <= last_holder_timeout`` and
+            ``coordinator_timeout >= 1``.
     """
 
-    def __init__(self, interval: float = 0.5, timeout: float = 5.0, last_holder_timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        interval: float = 0.5,
+        timeout: float = 5.0,
+        last_holder_timeout: float = 300.0,
+        coordinator_timeout: float = 60.0,
+    ) -> None:
         if interval <= 0 or timeout < 2 * interval:
             raise ConfigurationError(
                 f"HeartbeatCallback(interval={interval!r}, timeout={timeout!r}): interval must be positive and timeout"
@@ -50,9 +60,15 @@ class HeartbeatCallback(pl.Callback):
                 f"HeartbeatCallback(timeout={timeout!r}, last_holder_timeout={last_holder_timeout!r}):"
                 " last_holder_timeout must be at least the timeout, since it is for workers that nobody can replace."
             )
+        if coordinator_timeout < 1:
+            raise ConfigurationError(
+                f"HeartbeatCallback(coordinator_timeout={coordinator_timeout!r}): coordinator_timeout must be at least"
+                " 1 second, or a busy coordinator loses all workers."
+            )
         self.interval = interval
         self.timeout = timeout
         self.last_holder_timeout = last_holder_timeout
+        self.coordinator_timeout = coordinator_timeout
         self._logged: Mapping[str, float] = {}
 
     @override

@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.addresses import shown
-from lightning_recycle.control.connection import connect
+from lightning_recycle.control.connection import SIGN_SECONDS, connect
 from lightning_recycle.control.payload import pack, unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
@@ -62,6 +62,7 @@ EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells count: 128 + its number
 EXIT_LEFT = 143  # left at a step boundary because SIGTERM asked for it: 128 + its number
 
 _LOOKUP_SECONDS = 0.1  # between two checks whether connecting was cancelled
+_QUIET_SECONDS = 2 * SIGN_SECONDS  # of a silent coordinator; longer silence does not count as waiting for its answers
 _LOSS_TIMEOUT = 300.0  # seconds; it is sent before the gradients that lead to a step
 
 _T = TypeVar("_T")
@@ -511,9 +512,14 @@ class ControlClient:
                     raise Interrupted
                 # The time without a coordinator does not count.
                 deadline = None if timeout is None else max(began, self._came_back) + timeout
-                if deadline is not None and time.monotonic() > deadline and not self._is_away:
+                if deadline is not None and time.monotonic() > deadline and not self._lacks_coordinator:
                     raise ControlPlaneError(f"Worker {self.rank} waited {timeout:g} s for {what} without success.")
                 self._changed.wait(None if deadline is None else max(_LOOKUP_SECONDS, deadline - time.monotonic()))
+
+    @property
+    def _lacks_coordinator(self) -> bool:
+        """Whether it is looked for, or silent."""
+        return self._is_away or time.monotonic() - self._connection.heard > _QUIET_SECONDS
 
     # ------------------------------------------------------------------ threads
 
@@ -533,13 +539,17 @@ class ControlClient:
 
     def _receive(self) -> None:
         while True:
+            heard = self._connection.heard
             try:
                 message = self._connection.receive()
-            except (EOFError, OSError):
+                if self._connection.heard - heard > _QUIET_SECONDS:
+                    self._came_back = self._connection.heard
+            except (EOFError, OSError) as error:
                 if self._leaving and self._survives:
                     return  # it has all that it needs, and its process has more to do
                 if not self._come_back():
-                    self._exit("lost its connection to the coordinator", EXIT_LOST_COORDINATOR)
+                    why = f" ({error})" if str(error) else ""
+                    self._exit(f"lost its connection to the coordinator{why}", EXIT_LOST_COORDINATOR)
                 continue
             except BadMessageError as error:
                 self._exit(f"got a message that is none from the coordinator ({error})", EXIT_LOST_COORDINATOR)
@@ -565,6 +575,9 @@ class ControlClient:
                 self.leave(EXIT_STOPPED if message.late else EXIT_RAISED)
             if isinstance(message, messages.Enrolled):
                 self._enroll(message)
+                continue
+            if isinstance(message, messages.Alive):
+                self._connection.limit_quiet(message.timeout)
                 continue
             with self._changed:
                 replies = self.member.receive(message)

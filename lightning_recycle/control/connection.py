@@ -8,8 +8,9 @@ message, or takes none, must not hold it up: :class:`NonBlockingConnection` keep
 Contract: what breaks a connection is an OSError or EOFError, what is no message a
 :class:`~lightning_recycle.control.protocol.encoding.BadMessageError`; after either it is to be closed. A peer whose
 machine does not answer breaks it too, in the time of :meth:`MessageConnection.set_answer_timeout`: the kernel of a
-process that is merely stopped still answers. So a worker also counts how long the coordinator, which speaks to
-everybody every :data:`SIGN_SECONDS`, has said nothing.
+process that is merely stopped still answers. So a worker also counts how long the coordinator has been silent: it
+sends everybody a sign of life at least every :data:`SIGN_SECONDS`, and with it for how long it may be silent
+(:meth:`MessageConnection.limit_quiet`).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _READ = 64 << 10  # bytes
 _LONG_READ = 1 << 20  # bytes, of a message that is known to have as many
 
 SIGN_SECONDS = 10.0
-"""Between two signs of life of the coordinator."""
+"""Between two signs of life of the coordinator, at most."""
 
-_SILENCE_SECONDS = 300.0  # of the coordinator, until a worker gives it up
+_QUIET_SECONDS = 60.0  # of silence until a worker gives the coordinator up, if that has not said another limit yet
 _LOOKS = 10  # in that time; if this process was stopped itself, that counts as one of them
 
 HANDSHAKE_SECONDS = 20.0
@@ -94,7 +95,10 @@ class MessageConnection(_Socket):
         sock: a connected socket, which blocks.
         inbox: what may arrive.
         answer_timeout: seconds, see :meth:`set_answer_timeout`.
-        silence: seconds after which :meth:`receive` gives the other side up.
+        quiet: seconds, see :meth:`limit_quiet`.
+
+    Attributes:
+        heard: when something last arrived, in seconds of the monotonic clock.
     """
 
     def __init__(
@@ -102,16 +106,24 @@ class MessageConnection(_Socket):
         sock: socket.socket,
         inbox: Inbox,
         answer_timeout: float = _ANSWER_SECONDS,
-        silence: float = _SILENCE_SECONDS,
+        quiet: float = _QUIET_SECONDS,
     ) -> None:
         super().__init__(sock, inbox)
-        self._silence = silence
-        look = silence / _LOOKS
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(look), int(look % 1 * 1e6)))
+        self.heard = time.monotonic()
+        self._quiet = 0.0
+        self.limit_quiet(quiet)
         self._send_lock = threading.Lock()
         self._answer_timeout = answer_timeout
         self._is_patient = False
         self.set_answer_timeout(answer_timeout)
+
+    def limit_quiet(self, seconds: float) -> None:
+        """From now on :meth:`receive` gives the other side up when nothing has arrived for ``seconds``."""
+        if seconds == self._quiet:
+            return
+        self._quiet, look = seconds, max(1e-3, seconds / _LOOKS)
+        option = struct.pack("ll", int(look), int(look % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, option)
 
     def limit_silence(self, seconds: float) -> None:
         """Sets the answer timeout of this end. It does not count while a large message is under way: a stopped process
@@ -158,11 +170,12 @@ class MessageConnection(_Socket):
             except BlockingIOError:
                 looks += 1
                 if looks >= _LOOKS:
-                    raise TimeoutError(f"the other side said nothing for {self._silence:g} s") from None
+                    raise TimeoutError(f"the other side said nothing for {self._quiet:g} s") from None
                 continue
             looks = 0
             if not data:
                 raise EOFError
+            self.heard = time.monotonic()
             self.inbox.feed(data)
         return message
 

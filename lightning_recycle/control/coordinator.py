@@ -67,6 +67,7 @@ _FROM_OTHER_THREADS = (
 )
 _PUBLISHED_BYTES = 4 << 20  # that a worker may publish in a generation
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
+_SIGNS = 4  # of life, in the time after which workers give this coordinator up
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
@@ -160,7 +161,8 @@ class Coordinator:
         self._fills = False  # whether a vacancy may be filled, or a spare be placed
         self._filled = self._state.live  # the workers when that was last tried
         self._order = sorted(range(grid.num_workers), key=lambda rank: (grid.worker(rank).stage, rank))
-        self._next_sign = time.monotonic() + SIGN_SECONDS
+        self._sign_seconds = min(SIGN_SECONDS, self.options.coordinator_timeout / _SIGNS)
+        self._next_sign = 0.0
         self._views = Views(self._view, self._loop.wake)
         self._done = threading.Event()
         self._closing = False
@@ -333,6 +335,9 @@ class Coordinator:
     def _on_tick(self, now: float) -> None:
         if self._state.outcome is not None:
             return
+        if now >= self._next_sign:
+            self._next_sign = now + self._sign_seconds
+            self._tell_everybody(messages.Alive(self.options.coordinator_timeout))
         if self._state.returned is not None:
             self._await_return(now)
             return
@@ -341,9 +346,6 @@ class Coordinator:
             self._give_up_late(now)
             self._review(now)
             self._fills = True
-        if now >= self._next_sign:
-            self._next_sign = now + SIGN_SECONDS
-            self._tell_everybody(messages.Alive())
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]

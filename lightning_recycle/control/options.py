@@ -38,6 +38,7 @@ class CoordinatorOptions:
         heartbeat_timeout: silence after which a worker is declared dead if a peer is well; no operation counts as
             stuck before it, either.
         last_holder_timeout: silence after which a worker is declared dead whoever else there is.
+        coordinator_timeout: silence of the coordinator after which its workers give it up.
         start_timeout: time for all workers to join, and for a replacement to be ready; who takes much longer to
             connect than the others is given up before.
         report_timeout: time for all survivors to stop and report; longer than any single operation.
@@ -59,6 +60,7 @@ class CoordinatorOptions:
 
     heartbeat_timeout: float = 5.0
     last_holder_timeout: float = 300.0
+    coordinator_timeout: float = 60.0
     start_timeout: float = 300.0
     report_timeout: float = PATIENCE
     grace: float = 0.5

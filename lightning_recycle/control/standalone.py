@@ -209,6 +209,7 @@ def _given(options: argparse.Namespace) -> Given:
         adapt=options.adapt,
         timeout=options.timeout,
         last_holder_timeout=options.last_holder_timeout,
+        coordinator_timeout=options.coordinator_timeout,
         start_timeout=options.start_timeout,
         machine_error_retries=options.machine_error_retries,
         on_corruption=options.on_corruption,
@@ -237,6 +238,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         help="silence until a worker is lost that no peer can stand in for",
+    )
+    parser.add_argument(
+        "--coordinator-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="silence of this coordinator until its workers give it up",
     )
     parser.add_argument(
         "--start-timeout",

@@ -39,6 +39,7 @@ _WORDS = {
     "adapt": "ReCycleStrategy(adapt=...)",
     "timeout": "HeartbeatCallback(timeout=...)",
     "last_holder_timeout": "HeartbeatCallback(last_holder_timeout=...)",
+    "coordinator_timeout": "HeartbeatCallback(coordinator_timeout=...)",
     "start_timeout": "ReCycleStrategy(start_timeout=...)",
     "machine_error_retries": "ReCycleStrategy(machine_error_retries=...)",
     "monitor": "PlanMonitor(threshold, window, horizon_steps)",
@@ -65,6 +66,7 @@ class Given:
     adapt: str | None = None
     timeout: float | None = None
     last_holder_timeout: float | None = None
+    coordinator_timeout: float | None = None
     start_timeout: float | None = None
     machine_error_retries: int | None = None
     monitor: tuple[float, int, int] | None = None
@@ -121,6 +123,7 @@ class Terms:
         return CoordinatorOptions(
             heartbeat_timeout=wants.timeout,
             last_holder_timeout=max(wants.timeout, wants.last_holder_timeout),
+            coordinator_timeout=wants.coordinator_timeout,
             start_timeout=wants.start_timeout,
             adapt=cast(Adapt, wants.adapt) if wants.entry == "fit" else "reroute",
             machine_error_retries=wants.machine_error_retries,
@@ -228,6 +231,7 @@ def _check(wants: Wants) -> None:
     amounts: dict[str, tuple[Any, bool]] = {
         "--timeout": (wants.timeout, 0 < wants.timeout < math.inf),
         "--last-holder-timeout": (wants.last_holder_timeout, 0 < wants.last_holder_timeout < math.inf),
+        "--coordinator-timeout": (wants.coordinator_timeout, 0 < wants.coordinator_timeout < math.inf),
         "--start-timeout": (wants.start_timeout, 0 < wants.start_timeout < math.inf),
         "--machine-error-retries": (wants.machine_error_retries, wants.machine_error_retries >= 0),
         "--verify": (wants.verify, 0 <= wants.verify <= 1),

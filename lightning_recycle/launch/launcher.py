@@ -320,6 +320,7 @@ class SupervisorLauncher(_Launcher):
         coordinator_options = CoordinatorOptions(
             heartbeat_timeout=heartbeat.timeout,
             last_holder_timeout=heartbeat.last_holder_timeout,
+            coordinator_timeout=heartbeat.coordinator_timeout,
             start_timeout=options.start_timeout,
             restart_workers=options.restart_workers and fitting,
             max_restarts=options.max_restarts,

@@ -29,6 +29,7 @@ def wants_of(trainer: pl.Trainer, options: Options, setup: RunSetup, heartbeat: 
         adapt=options.adapt,
         timeout=float(heartbeat.timeout),
         last_holder_timeout=float(heartbeat.last_holder_timeout),
+        coordinator_timeout=float(heartbeat.coordinator_timeout),
         start_timeout=float(options.start_timeout),
         machine_error_retries=options.machine_error_retries,
         monitor=None if drift is None else (float(drift.threshold), drift.window, drift.horizon_steps),

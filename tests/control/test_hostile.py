@@ -202,7 +202,7 @@ def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
 def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_not() -> None:
     ours, theirs = socket.socketpair()
     coordinator = NonBlockingConnection(ours, Inbox(()))
-    worker = MessageConnection(theirs, Inbox(m.TO_WORKERS), silence=1.0)
+    worker = MessageConnection(theirs, Inbox(m.TO_WORKERS), quiet=1.0)
     for _ in range(6):
         time.sleep(0.25)
         coordinator.send(m.Alive())

@@ -34,6 +34,7 @@ OTHERS: dict[str, Any] = {
     "recompute": False,
     "timeout": 2.0,
     "last_holder_timeout": 60.0,
+    "coordinator_timeout": 20.0,
     "start_timeout": 30.0,
     "machine_error_retries": 0,
     "monitor": (0.1, 10, 100),
@@ -51,6 +52,7 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
     assert terms.overruled == ()
     options = terms.options()
     assert (options.heartbeat_timeout, options.last_holder_timeout, options.start_timeout) == (2.0, 60.0, 30.0)
+    assert options.coordinator_timeout == 20.0
     assert (options.machine_error_retries, options.drift) == (0, DriftOptions(0.1, 10, 100))
     assert (options.on_corruption, options.check_every, options.verify) == ("heal", 7, 0.01)
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_for
 from surviving import KEY, cluster
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
@@ -72,6 +73,39 @@ def test_workers_whose_coordinator_does_not_come_back_end(tmp_path: Path) -> Non
         run.kill_coordinator()
         assert [worker.wait(60) for worker in run.workers] == [EXIT_LOST_COORDINATOR] * 4, run.words()
         assert "looks for another one" in run.words()
+
+
+def test_a_coordinator_that_is_stopped_for_a_while_goes_on(tmp_path: Path) -> None:
+    """For longer than any heartbeat may be late, and shorter than the workers wait for it."""
+    with cluster(tmp_path, 16, 0.1) as run:
+        run.start_coordinator("--timeout", "2", "--coordinator-timeout", "20")
+        for _ in range(4):
+            run.start_worker()
+        run.await_step(4)
+        assert run.coordinator is not None
+        run.coordinator.send_signal(signal.SIGSTOP)
+        time.sleep(8.0)
+        run.coordinator.send_signal(signal.SIGCONT)
+        run.end()
+        assert run.difference() < 1e-10
+        assert '"kind": "failure"' not in run.records[-1].read_text()
+        assert "looks for another one" not in run.words()
+
+
+def test_workers_that_have_given_up_a_stopped_coordinator_go_on_with_another_one(tmp_path: Path) -> None:
+    with cluster(tmp_path, 16, 0.1) as run:
+        run.start_coordinator("--coordinator-timeout", "2")
+        for _ in range(4):
+            run.start_worker()
+        run.await_step(4)
+        assert run.coordinator is not None
+        run.coordinator.send_signal(signal.SIGSTOP)
+        assert wait_for(lambda: run.words().count("looks for another one") == 4, 30), run.words()
+        run.kill_coordinator()
+        run.start_coordinator()
+        run.end()
+        assert run.difference() < 1e-10
+        assert '"kind": "failure"' not in run.records[-1].read_text()
 
 
 def test_a_coordinator_that_was_stopped_and_has_been_replaced_does_not_win(tmp_path: Path) -> None:

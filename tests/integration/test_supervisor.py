@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from supervised import BALLAST
+from supervised import BALLAST, IMPATIENCE
 from support.growth import Marks, Meanwhile, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import descendants, is_alive, worker_processes
@@ -31,10 +31,10 @@ HERE = Path(__file__).parent
 
 
 @contextlib.contextmanager
-def supervised(directory: Path) -> Iterator[subprocess.Popen[str]]:
+def supervised(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """The script of ``supervised``, once it has written a few checkpoints."""
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "supervised.py"), str(directory)],
+        [sys.executable, str(HERE / "supervised.py"), str(directory), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -69,6 +69,20 @@ def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) ->
         workers = worker_processes(process.pid)
         process.kill()
         check_end(workers, directory)
+
+
+def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    with supervised(directory, "impatient") as process:
+        workers = worker_processes(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert wait_for(lambda: all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in workers), 30)
+        assert IMPATIENCE / 2 < time.monotonic() - began < 4 * IMPATIENCE
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+    assert "StageLostError" in errors
 
 
 @pytest.mark.long

@@ -49,7 +49,7 @@ class Wants:
         in_flight_limit, memory: as in :class:`~lightning_recycle.ReCycleStrategy`.
         recompute: whether forwards may be computed again.
         adapt: when layers move.
-        timeout, last_holder_timeout, start_timeout: seconds, as in
+        timeout, last_holder_timeout, coordinator_timeout, start_timeout: seconds, as in
             :class:`~lightning_recycle.control.options.CoordinatorOptions`.
         machine_error_retries: likewise.
         monitor: threshold, window and horizon of a monitored plan, as in
@@ -70,6 +70,7 @@ class Wants:
     adapt: str = "auto"
     timeout: float = 5.0
     last_holder_timeout: float = 300.0
+    coordinator_timeout: float = 60.0
     start_timeout: float = 300.0
     machine_error_retries: int = 1
     monitor: tuple[float, int, int] | None = None
@@ -948,7 +949,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The coordinator lives, and has nothing else to say."""
+    """A sign of life of the coordinator; a worker gives it up after ``timeout`` seconds without a message."""
+
+    timeout: float = 60.0
 
 
 class StopReason(Enum):
