@@ -12,6 +12,10 @@ Watched are buffers and parameters that are not trained, except statistics of to
 every worker keeps for itself. Steps write them in place, assign them, or use ``.data``, which autograd does not count:
 so in the first steps each step gets copies, which are compared afterwards. Later only the tensors that were written
 are copied; a first write to another one is seen by its version and address, and refused by name.
+
+An average of a weight that has not moved yet has the bits that it had: a bias before a normalization, a learning rate
+that begins at zero. So in the first steps a new version or address counts as a write, too, and later the parameters of
+a part of the module are copied together if most of them are written.
 """
 
 from __future__ import annotations
@@ -116,13 +120,15 @@ class WrittenTensors:
         before = {name: self._value(name, slot) if name in self._slots else value for name, value in common.items()}
         for name, place in watched.items():
             place.put(_clone(before[name]))
+        begun = {name: place.mark() for name, place in watched.items()} if self._learns(places) else {}
         marks = {name: place.mark() for name, place in places.items() if name not in watched}
         wrote: dict[str, _Value] = {}
         try:
             yield
             for name, place in watched.items():
                 value = place.get()
-                if name in self._slots or not _equal(value, before[name]):
+                is_touched = name in begun and place.mark() != begun[name]
+                if name in self._slots or is_touched or not _equal(value, before[name]):
                     wrote[name] = value
             for name, mark in marks.items():
                 if places[name].mark() != mark:
@@ -221,12 +227,31 @@ class WrittenTensors:
         return self._found
 
     def _watched(self, places: Mapping[str, _Place]) -> Mapping[str, _Place]:
-        size = sum(_bytes(place.get()) for place in places.values())
-        trained = sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
-        is_cheap = size <= _WATCHED_BYTES and self._module.device.type == "cpu"  # a GPU would be waited for
-        if is_cheap or (self._steps < _FIRST_STEPS and size <= 2 * trained + _COPIED_BYTES):
+        if self._is_cheap(places) or self._learns(places):
             return places
-        return {name: place for name, place in places.items() if name in self._written}
+        sizes: dict[str, list[int]] = {}  # of parameters, and of those that are written, by part of the module
+        for name, place in places.items():
+            if place.is_parameter:
+                part = sizes.setdefault(_part(name), [0, 0])
+                part[0] += _bytes(place.get())
+                part[1] += _bytes(place.get()) if name in self._written else 0
+        whole = {name for name, (size, written) in sizes.items() if 2 * written > size}
+        return {
+            name: place
+            for name, place in places.items()
+            if name in self._written or (place.is_parameter and _part(name) in whole)
+        }
+
+    def _is_cheap(self, places: Mapping[str, _Place]) -> bool:
+        """Whether all are compared in every step; a GPU would be waited for."""
+        return self._module.device.type == "cpu" and _size(places) <= _WATCHED_BYTES
+
+    def _learns(self, places: Mapping[str, _Place]) -> bool:
+        """Whether all are compared in this step, to learn which ones to compare later."""
+        if self._steps >= _FIRST_STEPS or self._is_cheap(places):
+            return False
+        trained = sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
+        return _size(places) <= 2 * trained + _COPIED_BYTES
 
     def _check(self, places: Mapping[str, _Place]) -> None:
         """Forgets the slots of tensors that other code has written since the last step."""
@@ -277,6 +302,15 @@ def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
             if tensor is not None:
                 seen.add(id(tensor))
             yield f"{prefix}.{name}" if prefix else name, _Place(part, name)
+
+
+def _part(name: str) -> str:
+    """The child of the LightningModule that the tensor ``name`` belongs to."""
+    return name.partition(".")[0]
+
+
+def _size(places: Mapping[str, _Place]) -> int:
+    return sum(_bytes(place.get()) for place in places.values())
 
 
 def _bytes(value: _Value) -> int:
