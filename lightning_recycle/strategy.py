@@ -83,11 +83,12 @@ class ReCycleStrategy(ParallelStrategy):
         shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
             none are kept.
         restart_workers: whether a lost worker is replaced by a new process, which gets its state from a peer.
-        max_restarts: the maximum number of replacements in the whole run.
+        max_restarts: the maximum number of replacements in the whole run; also that of restarts (``on_stage_lost``)
+            from one checkpoint.
         normalize: whether a healthy worker moves to another stage if failures are distributed badly and there is no
             replacement.
         on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
-            checkpoint with as many pipelines as the surviving devices allow.
+            checkpoint on all devices that are left, whichever processes were alive.
         in_flight_limit: how many micro-batches a worker may hold between F and W; by default ``memory`` decides.
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
             one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.

@@ -25,7 +25,8 @@ class HeartbeatCallback(pl.Callback):
     ``recycle/rejoined_workers``.
 
     Silence is no proof of death. A silent or stuck worker is evicted only while a peer that holds the same stage is
-    well; if there is none, because it is the last one or all peers are silent too, it is waited for.
+    well; if there is none, because it is the last one or all peers are silent too, it is waited for. A silent worker
+    whose process is seen to compute, on the machine of the launching process, has ten times the ``timeout``.
 
     Args:
         interval: seconds between heartbeats of a worker.

@@ -51,6 +51,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.process_spaces import thread_states
 
 __all__ = ["Coordinator", "CoordinatorOptions", "Positions", "WorkerProcess"]
 
@@ -143,7 +144,7 @@ class Coordinator:
         self._connections: dict[int, NonBlockingConnection] = {}
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._processes: dict[int, WorkerProcess] = {}
-        self._watch = Watch(grid, self.options)
+        self._watch = Watch(grid, self.options, self._thread_states)
         self._starts = Starts(grid)
         self._rendezvous = Rendezvous()
         self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
@@ -387,6 +388,11 @@ class Coordinator:
         if self._watch.everybody_waits(now, self._state, seconds):
             reason = "a message was lost: all wait for each other, and nobody works."
             self._handle(protocol.GraceElapsed(self._state.generation, reason))
+
+    def _thread_states(self, rank: int) -> str:
+        """What the threads of a worker's process do, if it is one of this machine."""
+        process = self._holders.get(rank)
+        return "" if process is None else thread_states(process.pid, process.space)
 
     # ------------------------------------------------------------------ workers come and go
 

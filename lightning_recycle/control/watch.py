@@ -6,7 +6,8 @@ What is known goes to :mod:`~lightning_recycle.control.protocol.suspicion`, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Heartbeat
@@ -21,14 +22,26 @@ __all__ = ["Watch"]
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
 _LEAST_DEAF_SECONDS = 5.0
 _LEAST_STALL_SECONDS = 1.0
+_BUSY_SHARE = 0.5  # of the newest looks at a silent process that computes; threads that wait for the GIL seldom run
 
 
 class Watch:
-    """Remembers when workers were heard and what they did. All times are in seconds of one monotonic clock."""
+    """Remembers when workers were heard and what they did. All times are in seconds of one monotonic clock.
 
-    def __init__(self, grid: Grid, options: CoordinatorOptions) -> None:
+    Args:
+        grid: the grid of the run.
+        options: how long workers may be silent or slow.
+        thread_states: the states of the threads of a worker's process, by rank, as
+            :func:`~lightning_recycle.process_spaces.thread_states` returns them.
+    """
+
+    def __init__(
+        self, grid: Grid, options: CoordinatorOptions, thread_states: Callable[[int], str] = lambda _: ""
+    ) -> None:
         self._grid = grid
         self._options = options
+        self._thread_states = thread_states
+        self._looks: dict[int, list[tuple[float, bool]]] = {}  # at processes of silent workers: whether they computed
         self._heard: dict[int, float] = {}
         self._beats: dict[int, tuple[Heartbeat, float]] = {}
         self._acted: dict[int, float] = {}
@@ -70,6 +83,7 @@ class Watch:
     def forget(self, rank: int) -> None:
         """The process at ``rank`` is gone; another one may come."""
         self._candidates.pop(rank, None)
+        self._looks.pop(rank, None)
         self._heard.pop(rank, None)
         self._beats.pop(rank, None)
         self._acted.pop(rank, None)
@@ -122,11 +136,13 @@ class Watch:
         standings = {}
         for rank, unable in stalled.items():
             silence = self._silence(now, rank)
+            computes = self._computes(now, rank, max(silence.seconds, unable) > silence.limit / 2)
+            silence = replace(silence, computes=computes)
             others = []
             if begun and rank in state.live and Standing(silence).is_heard:  # of a silent worker nothing else is known
                 others.append(self._work(now, rank, state, seconds))
             if unable > 0:
-                others.append(self._stalled(unable))
+                others.append(replace(self._stalled(unable), computes=computes))
             standings[rank] = Standing(silence, tuple(sign for sign in others if sign is not None))
         holders = state.live - state.joining
         self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.version)
@@ -171,6 +187,19 @@ class Watch:
             timeout = max(timeout, _LEAST_START_TIMEOUT)
         seconds = now - self._heard.get(rank, now)
         return Sign(f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.last_holder_timeout)
+
+    def _computes(self, now: float, rank: int, is_quiet: bool) -> bool:
+        """Whether the process of a worker that is quiet computes or waits for a disk. A stopped one does not, nor one
+        whose threads wait for each other.
+        """
+        if not is_quiet:
+            self._looks.pop(rank, None)
+            return False
+        looks = self._looks.setdefault(rank, [])
+        states = self._thread_states(rank)
+        looks.append((now, "R" in states or "D" in states))
+        looks[:] = [(at, busy) for at, busy in looks if now - at <= self._options.heartbeat_timeout]
+        return "T" not in states and sum(busy for _, busy in looks) >= _BUSY_SHARE * len(looks)
 
     def _stalled(self, seconds: float) -> Sign:
         timeout = max(_LEAST_STALL_SECONDS, self._options.heartbeat_timeout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -141,9 +142,10 @@ class MicrobatchLoader(SampleLoader):
 
     @property
     def _draws_from_seed(self) -> bool:
-        """Whether the order is a permutation that is drawn here, as torch's sampler would."""
+        """Whether the order is a permutation that is drawn here, as torch's sampler would without a generator."""
         sampler = self._user_sampler
-        return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(self.dataset)
+        whole = type(sampler) is RandomSampler and sampler.num_samples == len(self.dataset)
+        return whole and not sampler.replacement and sampler.generator is None
 
     def _count(self) -> int:
         """The length of the sampler's order."""
@@ -294,6 +296,9 @@ class MicrobatchLoader(SampleLoader):
                 order = range(len(sampler))
             elif self._draws_from_seed:
                 order = torch.randperm(len(self.dataset)).numpy()  # type: ignore[assignment]
+            elif type(sampler) is RandomSampler and self.dataloader.num_workers == 0:
+                # As on one device, which does not ask for more than the last sample: then it would draw once more.
+                order = compact(list(islice(sampler, len(sampler))))
             else:
                 order = compact(list(sampler))
         self._draws = epoch, rounds + 1

@@ -15,7 +15,7 @@ from lightning_recycle.control.options import WorkerProcess
 from lightning_recycle.launch.processes import Crew
 from lightning_recycle.planning.grid import Grid
 
-__all__ = ["AnyCrew", "crew_of"]
+__all__ = ["AnyCrew", "crew_of", "room_of"]
 
 
 class AnyCrew(Protocol):
@@ -76,3 +76,14 @@ def crew_of(
 
         return RayCrew(target, payload, grid, resources, start_timeout)
     return Crew(target, payload)
+
+
+def room_of(engine: str, resources: Mapping[str, float], wanted: int) -> int | None:
+    """How many workers ``engine`` has room for when none of a run are left, ``wanted`` at most; None if that is not the
+    engine's to say, as with the devices of this machine, which do not go.
+    """
+    if engine == "ray":
+        from lightning_recycle.launch.ray_crew import room_in_cluster
+
+        return room_in_cluster(resources, wanted)
+    return None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -18,15 +21,29 @@ from torch import Tensor, nn
 
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.model.weights import weights_of
-from lightning_recycle.session.attributes import AttributeCarrier, CallbackParts, Pickles
 from lightning_recycle.session.gathering import Gathering, Way, bytes_of
-from lightning_recycle.session.object_graph import ObjectPack, module_graph
+from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack, home_graph, weights_by_name
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
 
-__all__ = ["LOOPS", "Extras", "FiledPart", "StagePart", "extras_of", "part_of", "way_home"]
+__all__ = [
+    "LOOPS",
+    "Brought",
+    "Call",
+    "Extras",
+    "FiledPart",
+    "StagePart",
+    "UserObjects",
+    "data_given",
+    "extras_of",
+    "part_of",
+    "way_home",
+]
 
 log = logging.getLogger(__name__)
+
+Call: TypeAlias = tuple[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""What every worker runs: a Trainer, a bound method of it, and the arguments of that method."""
 
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
 """The loops of a Trainer that have DataLoaders, by path."""
@@ -53,13 +70,13 @@ class StagePart:
         state: its weights; None if they stay in the workers.
         optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
             stage does not train, or writes checkpoints of its own because the whole is too large for one place.
-        attributes: what its layers keep outside of state dicts.
+        objects: its layers, with what they keep outside of state dicts.
     """
 
     stage: int
     state: dict[str, Tensor] | None
     optimizers: StageOptimizers | None
-    attributes: dict[str, Pickles]
+    objects: Brought
 
 
 @dataclass(frozen=True)
@@ -76,29 +93,89 @@ class FiledPart:
 
 
 @dataclass(frozen=True)
-class ModuleStructure:
-    """A module without its weights; ``trained``: whether each of its parameters requires a gradient, by name."""
+class Brought:
+    """The user's objects, as they come home.
 
-    objects: ObjectPack
+    Args:
+        pack: the objects; weights are names.
+        whole: whether the module is carried as a whole, with what parameters, buffers and submodules it has.
+        trained: whether each parameter requires a gradient, by name.
+        shared: whether what is no module is among them.
+    """
+
+    pack: ObjectPack
+    whole: bool
     trained: dict[str, bool]
+    shared: bool
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> ModuleStructure:
-        module = trainer.lightning_module
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        names = {id(tensor): name for name, tensor in [*parameters.items(), *module.named_buffers()]}
-        weights = weights_of(module)
-        packed = module_graph(trainer).pack({key: name for key, name in names.items() if name in weights})
-        objects = ObjectPack(packed.data, [to_cpu(tensor) for tensor in packed.tensors])
-        return cls(objects, {name: parameter.requires_grad for name, parameter in parameters.items()})
 
-    def give(self, trainer: pl.Trainer, weights: Mapping[str, Tensor]) -> None:
-        """Makes the module of ``trainer`` one of this structure, with ``weights``."""
-        tensors = {
-            name: nn.Parameter(weight, self.trained[name]) if name in self.trained else weight
-            for name, weight in weights.items()
-        }
-        module_graph(trainer).update(self.objects, torch.device("cpu"), tensors)
+class UserObjects:
+    """The objects of the user that a worker and the launching process have, as the run finds them at its beginning.
+
+    Args:
+        call: the function of the Trainer, and what it is given.
+        keeps_large: whether large data is noted, to tell later what has changed.
+    """
+
+    def __init__(self, call: Call, keeps_large: bool = False) -> None:
+        self._trainer, _, args, kwargs = call
+        self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
+        self._data = data_given(call)
+        module: Any = args[0] if args else kwargs.get("model")
+        self._large = LargeData(self._graph({"": module}, whole=True, shared=True).large if keeps_large else {})
+
+    def _graph(
+        self, modules: Mapping[str, nn.Module], whole: bool, shared: bool, skipped: Collection[str] = ()
+    ) -> ObjectGraph:
+        return home_graph(self._trainer, self._callbacks, self._data, modules, whole, shared, skipped)
+
+    def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> Brought:
+        """What comes home.
+
+        Args:
+            wanted: the submodules that are carried, by name; None: the whole module.
+            shared: whether what is no module is carried.
+            most_bytes: of large data that the data module did not have at the beginning.
+        """
+        module, unchanged = self._trainer.lightning_module, self._large.unchanged()
+        names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
+        modules = {"": module} if wanted is None else {n: m for n, m in module.named_modules() if wanted(n)}
+        graph, skipped = self._graph(modules, wanted is None, shared), set[str]()
+        while new := {p: v for p, v in graph.large.items() if p.startswith("datamodule.") and id(v) not in unchanged}:
+            if sum(value.nbytes for value in new.values()) <= most_bytes:
+                break
+            skipped.update(".".join(re.split(r"[.\[]", path)[:2]) for path in new)
+            graph = self._graph(modules, wanted is None, shared, skipped)
+        for path in sorted(skipped):
+            log.info("%s stays in the workers, as it is large.", path)
+        trained = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
+        return Brought(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
+
+    def take(self, brought: Brought, weights: Mapping[str, Tensor]) -> None:
+        """Makes the objects of this process those; ``weights`` are for what this module does not have yet."""
+        module, graph = self._trainer.lightning_module, None
+        modules = {"": module} if brought.whole else dict(module.named_modules())
+        graph = self._graph(modules, brought.whole, brought.shared)
+        tensors: dict[str, Any] = dict(graph.large)
+        for name, weight in weights.items():
+            trained = brought.trained.get(name)
+            tensors[f"weight {name}"] = weight if trained is None else nn.Parameter(weight, trained)
+        here = {**dict(module.named_buffers()), **dict(module.named_parameters(remove_duplicate=False))}
+        for name, tensor in here.items():
+            if name not in weights or tensor.shape == weights[name].shape:
+                tensors[f"weight {name}"] = tensor
+        graph.update(brought.pack, torch.device("cpu"), tensors)
+
+
+def data_given(call: Call) -> dict[str, Any]:
+    """The data that a function of the Trainer is given, by name: ``datamodule``, and DataLoaders."""
+    _, function, args, kwargs = call
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    data = {name: value for name, value in given.items() if name.endswith("dataloaders") or name == "datamodule"}
+    for name, value in data.items():
+        if isinstance(value, pl.LightningDataModule):  # Lightning takes it in the place of loaders, too
+            return {**data, name: None, "datamodule": value}
+    return data
 
 
 @dataclass(frozen=True)
@@ -111,14 +188,11 @@ class Extras:
         loops: the state dict of each loop, by name.
         loaders: the states of the DataLoaders of each loop that has read them, by path.
         callbacks: the states of the callbacks.
-        callback_parts: the callbacks, with what they keep outside of their states.
-        modules: what the module and its submodules keep outside of their state dict.
-        profiler: what the profiler keeps.
+        objects: what the user's objects keep outside of state dicts, those of stages apart.
         schedulers: the states of the learning-rate schedulers.
         copies: the parameters, by stage and name, that are a copy of another stage's, and of which one.
         precision: the state of the precision plugin.
         data: the state of the data module.
-        structure: the module with all that it holds, its weights apart, if it has one stage.
     """
 
     returned: Any
@@ -126,14 +200,11 @@ class Extras:
     loops: dict[str, dict[str, Any]]
     loaders: dict[str, list[dict[str, Any]]]
     callbacks: dict[str, Any]
-    callback_parts: CallbackParts
-    modules: dict[str, Pickles]
-    profiler: Pickles
+    objects: Brought
     schedulers: list[dict[str, Any]]
     copies: dict[tuple[int, str], str]
     precision: dict[str, Any]
     data: dict[str, Any]
-    structure: ModuleStructure | None
 
 
 def way_home(session: Session, gathering: Gathering) -> Way:
@@ -156,35 +227,37 @@ def _brings_optimizers(session: Session) -> bool:
     return session.trainer.state.fn == TrainerFn.FITTING and not session.checkpoints.sharded
 
 
-def part_of(session: Session, carrier: AttributeCarrier, way: Way, folder: str | None = None) -> StagePart | FiledPart:
+def part_of(session: Session, user: UserObjects, way: Way, folder: str | None = None) -> StagePart | FiledPart:
     """The part of this worker's stage, as it comes home: in a message, or in a new file of ``folder``."""
     if way is Way.STAYS:
-        return StagePart(session.worker.stage, None, None, carrier.pack_modules(session.parts.is_of_layer))
+        return StagePart(session.worker.stage, None, None, user.pack(session.parts.is_of_layer, shared=False))
     if way is Way.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            torch.save(_part(session, carrier, copies=False), path)
+            torch.save(_part(session, user, copies=False), path)
             return FiledPart(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
             log.warning("The result comes home in a message instead of a file: %s", error)
             with contextlib.suppress(OSError):  # there may be nothing to delete
                 path.unlink()
-    return _part(session, carrier, copies=True)
+    return _part(session, user, copies=True)
 
 
-def _part(session: Session, carrier: AttributeCarrier, copies: bool) -> StagePart:
+def _part(session: Session, user: UserObjects, copies: bool) -> StagePart:
     """The part of this worker's stage; ``copies``: with tensors of its own."""
     module, optimizers = session.module, None
     if _brings_optimizers(session):
         optimizers = [(to_cpu(o.state_dict(), copies), group_names(module, o)) for o in session.trainer.optimizers]
-    layers = carrier.pack_modules(session.parts.is_of_layer)
+    layers = user.pack(session.parts.is_of_layer, shared=False)
     return StagePart(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers)
 
 
-def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Extras:
-    """What this worker, the leader, adds."""
-    trainer = session.trainer
+def extras_of(session: Session, user: UserObjects, way: Way, most_bytes: float, returned: Any) -> Extras:
+    """What this worker, the leader, adds; ``most_bytes``: as in :meth:`UserObjects.pack`."""
+    trainer, is_of_layer = session.trainer, session.parts.is_of_layer
+    whole = session.grid.stages == 1 and way is not Way.STAYS
+    objects = user.pack(None if whole else lambda name: not is_of_layer(name), True, most_bytes)
     loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
     return Extras(
         returned=to_cpu(returned),
@@ -196,14 +269,11 @@ def extras_of(session: Session, carrier: AttributeCarrier, returned: Any) -> Ext
         loops={name: getattr(trainer, name).state_dict() for name in LOOPS if "." not in name},
         loaders={path: loader._state_dicts() for path, loader in loaders.items() if loader is not None},
         callbacks=call._call_callbacks_state_dict(trainer),
-        callback_parts=carrier.pack_callbacks(),
-        modules=carrier.pack_modules(lambda name: not session.parts.is_of_layer(name)),
-        profiler=carrier.pack(trainer.profiler),  # type: ignore[attr-defined]
+        objects=objects,
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         copies=dict(session.checkpoints.copies),
         precision=trainer.precision_plugin.state_dict(),
         data=_state_of_data(trainer),
-        structure=ModuleStructure.of(trainer) if session.grid.stages == 1 else None,
     )
 
 

@@ -54,10 +54,11 @@ from lightning_recycle.engines.copies import check_copies
 from lightning_recycle.engines.discovery import Discovered, discover
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.launch.crews import crew_of
-from lightning_recycle.launch.delivery import Extras
+from lightning_recycle.launch.crews import crew_of, room_of
+from lightning_recycle.launch.delivery import Call, Extras
 from lightning_recycle.launch.describing import describe
 from lightning_recycle.launch.missing_weights import Untrained
+from lightning_recycle.launch.restart_policy import RestartPolicy
 from lightning_recycle.launch.results import error_of, take_results, told_by_leader
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
 from lightning_recycle.launch.shared_settings import Settings
@@ -65,7 +66,7 @@ from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
 from lightning_recycle.launch.tuning import finders_of, set_aside, tune
 from lightning_recycle.launch.wanted import wants_of
-from lightning_recycle.launch.worker_process import Call, WorkerStart, run_outside, worker_main
+from lightning_recycle.launch.worker_process import WorkerStart, run_outside, worker_main
 from lightning_recycle.main_module import end_import
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
 from lightning_recycle.planning.grid import Grid
@@ -168,7 +169,7 @@ class SupervisorLauncher(_Launcher):
         setup, heartbeat = self._prepare(call, None)
         try:
             with EndSignals(gracefully=False) as signals:
-                outcome, _ = self._run(call, replace(setup, is_trial=True), heartbeat, 0, signals)
+                outcome = self._run(call, replace(setup, is_trial=True), heartbeat, 0, signals)
             if not isinstance(outcome, Finished):
                 raise error_of(outcome, setup.grid, self.history)
             return told_by_leader(outcome.results)
@@ -224,8 +225,9 @@ class SupervisorLauncher(_Launcher):
         """Runs the workers, again after the loss of a stage if that is wanted; brings home what they leave."""
         trainer, function, args, kwargs = call
         fitting = trainer.state.fn == TrainerFn.FITTING
+        policy = RestartPolicy(setup.grid, self._strategy.options.max_restarts)
         for attempt in itertools.count():
-            outcome, survivors = self._run((trainer, function, args, kwargs), setup, heartbeat, attempt, signals)
+            outcome = self._run((trainer, function, args, kwargs), setup, heartbeat, attempt, signals)
             self._has_run = True
             if isinstance(outcome, Finished):
                 self._interrupted = False
@@ -243,17 +245,26 @@ class SupervisorLauncher(_Launcher):
                 log.warning("%s: %s", signals.received.name, self._how_it_ended(outcome))
                 self._said_how_it_ended = True
                 raise signals.error()
-            error = error_of(outcome, setup.grid, self.history)
             restarts = isinstance(outcome, StageLost) and self._strategy.options.on_stage_lost == "restart" and fitting
             if not restarts or signals.received is not None:
-                raise error
-            smaller = _smaller_grid(setup.grid, survivors)
+                raise error_of(outcome, setup.grid, self.history)
             checkpoint = newest_saved(self.history, trainer.strategy.checkpoint_io)
-            if smaller is None or checkpoint is None:
-                raise error
-            log.warning("%s Going on from %s with %d pipelines.", error, checkpoint, smaller.pipelines)
+            saved = max((event.step for event in self.history if event.kind == "saved"), default=0)
+            grid = policy.next_grid(None if checkpoint is None else saved, self._devices_left(trainer, setup.grid))
+            if isinstance(grid, str):
+                raise error_of(outcome, setup.grid, self.history, grid)
+            again = f"The run starts again from {checkpoint} with {grid.pipelines} pipelines"
+            log.warning("%s", error_of(outcome, setup.grid, self.history, again))
             args, kwargs = start_from(function, (args, kwargs), checkpoint)
-            setup = replace(setup, grid=smaller, weights_only=False, has_run=True)  # this run wrote the file itself
+            # This run wrote the file itself.
+            setup = replace(setup, grid=grid, weights_only=False, has_run=True, restarts=True)
+
+    def _devices_left(self, trainer: pl.Trainer, grid: Grid) -> int:
+        """How many workers of ``grid`` can be started now."""
+        options = self._strategy.options
+        use_gpu = trainer.strategy.root_device.type != "cpu"
+        room = room_of(options.engine, needs_of_worker(use_gpu, options.resources_per_worker), grid.num_workers)
+        return len(self._devices(trainer)[2]) if room is None else room
 
     def _note_missing_weights(self, trainer: pl.Trainer, one_stage: bool) -> None:
         """Remembers, and says, whether the trained weights have stayed in the workers."""
@@ -288,8 +299,8 @@ class SupervisorLauncher(_Launcher):
 
     def _run(
         self, call: Call, setup: RunSetup, heartbeat: HeartbeatCallback, attempt: int, signals: EndSignals
-    ) -> tuple[Outcome | None, int]:
-        """Runs the workers of a grid once; returns how it ended, and how many workers were alive then."""
+    ) -> Outcome | None:
+        """Runs the workers of a grid once; returns how it ended."""
         options, trainer, grid = self._strategy.options, call[0], setup.grid
         fitting = trainer.state.fn == TrainerFn.FITTING  # otherwise there are no step boundaries to enter at
         profile_path, profile = self._find_profile(trainer, grid)
@@ -380,21 +391,25 @@ class SupervisorLauncher(_Launcher):
                     self.schedules = [*self.schedules, *coordinator.schedules]
         if signals.received is not None and not signals.gracefully:
             raise signals.error()  # it came while this run was being cleaned up
-        return outcome, len(coordinator.roster)
+        return outcome
+
+    def _devices(self, trainer: pl.Trainer) -> tuple[Quarantine, dict[int, str], list[int]]:
+        """The quarantine of a run, the names of the devices, and those that it does not hold."""
+        keeps = self._strategy.options.engine == "local" and trainer.state.fn == TrainerFn.FITTING
+        quarantine = Quarantine(Path(trainer.default_root_dir) / FILE_NAME if keeps else None)
+        kind = trainer.strategy.root_device.type
+        names = {device: f"{kind}:{device}" for device in range(self._strategy.num_devices)}
+        return quarantine, names, [device for device in names if not quarantine.holds(machine_name(), names[device])]
 
     def _quarantine(self, call: Call, grid: Grid) -> tuple[Quarantine, dict[int, int], dict[int, str]]:
         """The quarantine of a run; the device of each position; and why positions stay empty, as their devices are out
         and there are no others.
         """
-        trainer, count = call[0], grid.num_workers
-        keeps = self._strategy.options.engine == "local" and trainer.state.fn == TrainerFn.FITTING
-        quarantine = Quarantine(Path(trainer.default_root_dir) / FILE_NAME if keeps else None)
-        kind = trainer.strategy.root_device.type
-        names = {device: f"{kind}:{device}" for device in range(max(count, self._strategy.num_devices))}
-        out = {device for device, name in names.items() if quarantine.holds(machine_name(), name)}
+        count = grid.num_workers
+        quarantine, names, well = self._devices(call[0])
+        out = names.keys() - set(well)
         for device in sorted(out):
             log.warning("No worker is started on %s: %s.", names[device], quarantine.why(names[device]))
-        well = [device for device in names if device not in out]
         if len(well) >= count:
             return quarantine, dict(enumerate(well[:count])), {}
         return quarantine, {r: r for r in range(count)}, {r: quarantine.why(names[r]) for r in range(count) if r in out}
@@ -527,17 +542,6 @@ def _folder_for_results() -> Iterator[str | None]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # usually it was not needed
-
-
-def _smaller_grid(grid: Grid, workers: int) -> Grid | None:
-    """The grid with as many pipelines as ``workers`` allow that computes the same global micro-batches, if any."""
-    fitting = (
-        d for d in range(min(workers // grid.stages, grid.pipelines), 0, -1) if grid.global_microbatches % d == 0
-    )
-    pipelines = next(fitting, None)
-    if pipelines is None:
-        return None
-    return Grid(pipelines, grid.stages, grid.global_microbatches // pipelines)
 
 
 def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:

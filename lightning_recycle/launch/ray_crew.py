@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing import Any
 from lightning_recycle.control.coordinator import Coordinator
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.engines.ray_actors import describe_process, environment_of_worker
+from lightning_recycle.engines.ray_placement import room
 from lightning_recycle.engines.ray_seats import Seat, Seats
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.inherited import dump, load, not_sent
@@ -27,11 +29,12 @@ from lightning_recycle.launch.members import Members
 from lightning_recycle.main_module import MainModule
 from lightning_recycle.planning.grid import Grid
 
-__all__ = ["RayCrew", "RayWorker"]
+__all__ = ["RayCrew", "RayWorker", "room_in_cluster"]
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5  # between two looks at the nodes of the cluster
+_ROOM_SECONDS = 10.0  # for the resources of workers that have ended to be free again
 _TRAVELS = ("RECYCLE_", "PL_")  # beginnings of the variables that workers have from the launching process
 _STAYS = ("RECYCLE_LISTEN", "RECYCLE_KEY", "RECYCLE_KEY_FILE", "RECYCLE_COORDINATOR", "RECYCLE_NODE", "RECYCLE_HOST")
 
@@ -258,3 +261,13 @@ class RayCrew:
     def __exit__(self, *_: object) -> None:
         self._members.close()
         self._seats.close()
+
+
+def room_in_cluster(needs: Mapping[str, float], wanted: int) -> int:
+    """How many workers that need so much of each resource the cluster has room for now, ``wanted`` at most."""
+    deadline = time.monotonic() + _ROOM_SECONDS
+    while True:
+        found = min(wanted, sum(room(node, needs) for node in ray_cluster.nodes()))
+        if found == wanted or time.monotonic() > deadline:
+            return found
+        time.sleep(_POLL_SECONDS)

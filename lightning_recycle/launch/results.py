@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
@@ -25,15 +25,13 @@ from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, WorkerStartError
-from lightning_recycle.launch.delivery import Extras, FiledPart, ModuleStructure, StagePart
+from lightning_recycle.launch.delivery import Call, Extras, FiledPart, StagePart, UserObjects, data_given
 from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
 from lightning_recycle.launch.shown_loaders import show_loaders
-from lightning_recycle.launch.worker_process import Call
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.snapshot import load_progress
 
@@ -66,18 +64,17 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     assert extras is not None
     parts.sort(key=lambda part: part.stage)
     here = all(part.state is not None for part in parts)
+    attach_data(call_)
+    user = UserObjects(call_)
     if here:
         for part in parts:
             state.update(part.state or {})
-        _take_weights(trainer, state, extras.structure)
-    attach_data(call_)
+        _take_weights(trainer, state, partial(user.take, extras.objects) if extras.objects.whole else None)
     _restore_trainer(trainer, extras)
     _restore_states(trainer, extras)
-    carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
-    for packed in (*(part.attributes for part in parts if here), extras.modules):
-        carrier.restore_modules(packed)
-    carrier.restore_callbacks(extras.callback_parts)
-    carrier.restore(trainer.profiler, extras.profiler)  # type: ignore[attr-defined]
+    for part in parts if here else []:
+        user.take(part.objects, state)
+    user.take(extras.objects, state)
     if trainer.state.fn == TrainerFn.FITTING:
         cast(_Strategy, trainer.strategy).missing_weights = None if here else WEIGHTS_STAY
         _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
@@ -88,9 +85,11 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
 
 
 def _take_weights(
-    trainer: pl.Trainer, state: Mapping[str, torch.Tensor], structure: ModuleStructure | None = None
+    trainer: pl.Trainer,
+    state: Mapping[str, torch.Tensor],
+    reshape: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
 ) -> None:
-    """Makes the module of ``trainer`` the trained one.
+    """Makes the module of ``trainer`` the trained one; ``reshape`` makes it one that has these weights.
 
     Raises:
         ReCycleError: if its weights do not fit into it; they are in a file then.
@@ -102,8 +101,8 @@ def _take_weights(
         if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
             module.configure_model()  # has run in the workers only
             take_pruned_form(module, state)
-        if structure is not None and _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
-            structure.give(trainer, state)
+        if reshape is not None and _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
+            reshape(state)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
                 tensor.data = tensor.data.to(state[name].dtype)
@@ -141,8 +140,8 @@ def told_by_leader(results: Mapping[int, Any]) -> Extras:
 
 def attach_data(call_: Call) -> None:
     """Links module, data and Trainer, as the function of the Trainer did in the workers."""
-    trainer, function, args, kwargs = call_
-    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    trainer = call_[0]
+    given = data_given(call_)
     evaluated = {
         TrainerFn.VALIDATING: "val_dataloaders",
         TrainerFn.TESTING: "test_dataloaders",
@@ -150,12 +149,8 @@ def attach_data(call_: Call) -> None:
     }
     assert trainer.state.fn is not None
     names = {"dataloaders": evaluated.get(trainer.state.fn, "")}
-    data = {names.get(name, name): value for name, value in given.items() if name.endswith("dataloaders")}
-    datamodule = given.get("datamodule")
-    for name, value in data.items():
-        if isinstance(value, pl.LightningDataModule):  # Lightning takes it in the place of loaders too
-            data[name], datamodule = None, value
-    trainer._data_connector.attach_data(trainer.lightning_module, datamodule=datamodule, **data)
+    data = {names.get(name, name): value for name, value in given.items()}
+    trainer._data_connector.attach_data(trainer.lightning_module, **data)
 
 
 def _restore_trainer(trainer: pl.Trainer, extras: Extras) -> None:
@@ -198,8 +193,10 @@ def _restore_states(trainer: pl.Trainer, extras: Extras) -> None:
         trainer.datamodule.load_state_dict(extras.data)  # type: ignore[attr-defined]
 
 
-def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseException:
-    """The exception that reports ``outcome``."""
+def error_of(outcome: Any, grid: Grid, history: Sequence[Event], then: str | None = None) -> BaseException:
+    """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
+    the user can do.
+    """
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
@@ -208,11 +205,14 @@ def error_of(outcome: Any, grid: Grid, history: Sequence[Event]) -> BaseExceptio
                 " a script that comes to trainer.fit() outside of its `if __name__ == '__main__':` when workers"
                 " import it is a common reason."
             )
+        if then is None:
+            then = (
+                "Start again from the newest checkpoint, or let ReCycleStrategy(on_stage_lost='restart') do so, and use"
+                " more pipelines (more devices, or a smaller pipeline_parallel_size) to survive more failures"
+            )
         return StageLostError(
             f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"
-            " nowhere else. Start again from the newest checkpoint, or let"
-            " ReCycleStrategy(on_stage_lost='restart') do so, and use more pipelines (more devices, or a smaller"
-            " pipeline_parallel_size) to survive more failures."
+            f" nowhere else. {then[0].upper()}{then[1:]}."
         )
     if isinstance(outcome, outcomes.Crashed):
         return _exception_from(outcome.crash, grid)

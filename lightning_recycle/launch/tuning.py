@@ -35,9 +35,8 @@ from typing_extensions import override
 
 from lightning_recycle.callbacks import HeartbeatCallback
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.launch.delivery import Extras
+from lightning_recycle.launch.delivery import Call, Extras
 from lightning_recycle.launch.results import attach_data
-from lightning_recycle.launch.worker_process import Call
 from lightning_recycle.model.cutting import is_meant_to_be_cut
 
 __all__ = ["finders_of", "set_aside", "tune"]

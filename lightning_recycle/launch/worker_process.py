@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -35,7 +34,7 @@ from lightning_recycle.control.protocol.messages import Assign, Crash, Wants
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
-from lightning_recycle.launch.delivery import extras_of, part_of, way_home
+from lightning_recycle.launch.delivery import Call, UserObjects, extras_of, part_of, way_home
 from lightning_recycle.launch.environment import set_num_threads
 from lightning_recycle.launch.exceptions import dump_exception
 from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
@@ -44,21 +43,16 @@ from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
 from lightning_recycle.launch.tracebacks import from_users_code
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.machine_errors import readers_may_die
-from lightning_recycle.session.attributes import AttributeCarrier
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.gathering import Way
 from lightning_recycle.session.session import Session
 
-__all__ = ["Call", "WorkerStart", "run_outside", "worker_main"]
+__all__ = ["WorkerStart", "run_outside", "worker_main"]
 
 log = logging.getLogger(__name__)
 
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
-
-
-Call: TypeAlias = tuple[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""What every worker runs: a Trainer, a bound method of it, and the arguments of that method."""
 
 
 class _Strategy(Protocol):
@@ -218,7 +212,7 @@ def _run(
     strategy = cast(_Strategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
     strategy.enter(session)
-    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+    user = UserObjects(function_call, keeps_large=reports)
     with session.settled():
         returned = function(*args, **kwargs)
         session.averages.release()
@@ -228,9 +222,8 @@ def _run(
         whole = None
         if setup.outsiders and way is Way.MESSAGES:
             whole = session.checkpoints.joined("weights", weights_of(session.module))
-        carrier = AttributeCarrier(trainer, callbacks)
-        part: Callable[[], Any] = partial(part_of, session, carrier, way, setup.gathering.folder)
-        extras: Callable[[], Any] = partial(extras_of, session, carrier, returned)
+        part: Callable[[], Any] = partial(part_of, session, user, way, setup.gathering.folder)
+        extras: Callable[[], Any] = partial(extras_of, session, user, way, setup.gathering.large_bytes, returned)
         if setup.is_trial or not reports:
             part = _nothing
         session.checkpoints.deliver_result(part, extras if reports else _nothing)

@@ -31,6 +31,7 @@ from lightning_recycle.session.checkpoint_files import (
     local_path,
 )
 from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
     Copies,
     group_names,
@@ -45,6 +46,8 @@ from lightning_recycle.session.sharded import load_sharded, save_sharded
 __all__ = ["Checkpoints"]
 
 log = logging.getLogger(__name__)
+
+_OBJECTS = "lightning_recycle_objects"
 
 _FURTHER_WEIGHTS = ("current_model_state",)
 """What a checkpoint may hold by parameter besides ``state_dict``: with WeightAveraging that is the average."""
@@ -63,8 +66,12 @@ class Checkpoints:
         raises: whether a checkpoint that cannot be written ends the run.
         weights_only: the argument of the Trainer's entry point that is running.
         reach: called with "checkpoint" and the step right before one is written.
+        objects: if a checkpoint is to hold what users keep in their objects, so that the run can begin again from it:
+            returns what this stage has.
+        take_objects: called with what ``objects`` returned, and the state dict, before that is loaded.
 
     Attributes:
+        restored_objects: what ``objects`` returned, from the checkpoint that was loaded; None if it holds none.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
     """
 
@@ -76,6 +83,9 @@ class Checkpoints:
     raises: bool
     weights_only: bool | None
     reach: Callable[[str, int], None]
+    objects: Callable[[], ObjectPack] | None
+    take_objects: Callable[[ObjectPack, Mapping[str, Any]], None]
+    restored_objects: ObjectPack | None = None
     restored_steps: int = 0
     _unwinding: bool = False
 
@@ -141,6 +151,9 @@ class Checkpoints:
             torch.cuda.empty_cache()
             checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
+        if _OBJECTS in checkpoint:
+            data, *tensors = checkpoint.pop(_OBJECTS)[self._stage]
+            self.restored_objects = ObjectPack(data.numpy().tobytes(), tensors)
         return checkpoint
 
     def _agreed(self, path: Any) -> Any:
@@ -154,7 +167,10 @@ class Checkpoints:
 
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
-        self.module.load_state_dict(self.own_part(checkpoint["state_dict"]), strict=strict)
+        own = self.own_part(checkpoint["state_dict"])
+        if self.restored_objects is not None:
+            self.take_objects(self.restored_objects, own)
+        self.module.load_state_dict(own, strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the optimizer state of a checkpoint of the whole model.
@@ -187,6 +203,11 @@ class Checkpoints:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
                 run, or is to be :meth:`noticed`. Otherwise the leader warns.
         """
+        if self.objects is not None:  # plain tensors, which are safe to load
+            objects = self.collectives.gather_stages("objects", self.objects)
+            checkpoint[_OBJECTS] = [
+                [torch.frombuffer(bytearray(o.data), dtype=torch.uint8), *o.tensors] for o in objects
+            ]
         if self.sharded:
             failure = self._save_sharded(checkpoint, path)
         else:

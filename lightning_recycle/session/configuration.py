@@ -177,6 +177,7 @@ class RunSetup:
         outsiders: whether there may be workers whose process goes on afterwards: all workers then exchange the whole
             model in the end.
         has_run: whether this Trainer has had workers before.
+        restarts: whether it begins again, after the loss of a stage.
         is_trial: whether the run only tries something: its weights are not wanted.
         staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
             must know something of each other first.
@@ -191,6 +192,7 @@ class RunSetup:
     profiles: bool = False
     outsiders: bool = False
     has_run: bool = False
+    restarts: bool = False
     is_trial: bool = False
     staggered: bool = True
     gathering: Gathering = field(default_factory=Gathering)

@@ -15,12 +15,14 @@ beginning, at the same path.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
 import threading
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -33,6 +35,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from typing_extensions import override
@@ -43,18 +46,32 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.main_module import MainModule, MainPickler
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.weights import weights_of
+from lightning_recycle.session.optimizer_states import to_cpu
 
-__all__ = ["LargeData", "ObjectGraph", "ObjectPack", "is_bound_to_process", "module_graph", "user_graph"]
+__all__ = [
+    "LargeData",
+    "ObjectGraph",
+    "ObjectPack",
+    "callback_graph",
+    "home_graph",
+    "is_bound_to_process",
+    "user_graph",
+    "weights_by_name",
+]
 
 Path: TypeAlias = str
 """A root and the attributes, keys and indices that lead from it to an object, such as ``module.net[0].p``."""
 
 _LARGE = 1_000_000  # bytes
+_PIECE = 16 * 1024 * 1024  # bytes that one thread reads
 _LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
 _OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter)
 _MODULE_CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 _VALUES = (type, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, BaseException, Tensor)
+_HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement
+_SHOWING = ("rich", "tqdm")  # libraries whose objects hold a terminal
 _MISSING = object()
 
 
@@ -64,6 +81,9 @@ class ObjectPack:
 
     data: bytes
     tensors: list[Tensor]
+
+    def on_cpu(self) -> ObjectPack:
+        return ObjectPack(self.data, [to_cpu(tensor) for tensor in self.tensors])
 
 
 class LargeData:
@@ -77,7 +97,8 @@ class LargeData:
         self._values = dict(values)
         self._signs: dict[Path, Any] = {}
         self._reader = threading.Thread(target=self._read, name="recycle-large-data", daemon=True)
-        self._reader.start()  # an array is read as a whole
+        if self._values:
+            self._reader.start()  # an array is read as a whole
 
     def _read(self) -> None:
         for path, value in self._values.items():
@@ -85,7 +106,8 @@ class LargeData:
 
     def unchanged(self) -> dict[int, Path]:
         """The paths that the data had, by the id of what has not changed since."""
-        self._reader.join()
+        if self._values:
+            self._reader.join()
         return {id(value): path for path, value in self._values.items() if _sign(value) == self._signs[path]}
 
 
@@ -95,12 +117,23 @@ class ObjectGraph:
     Args:
         roots: the objects that both processes have, by name.
         anchors: objects that are not carried, by name.
+        whole: whether modules are whole in both processes: with parameters, buffers, and submodules that are no roots;
+            and LightningModules that are no roots, such as copies.
+        skipped: paths of attributes that stay behind.
 
     Attributes:
         large: tensors and arrays of over a megabyte, by path, other than parameters and buffers of modules.
     """
 
-    def __init__(self, roots: Mapping[str, Any], anchors: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        anchors: Mapping[str, Any],
+        whole: bool = True,
+        skipped: Collection[Path] = (),
+    ) -> None:
+        self._whole, self._skipped = whole, frozenset(skipped)
+        self._bound = _OF_ONE_PROCESS if whole else (*_OF_ONE_PROCESS, pl.LightningModule)
         self._roots = {name: value for name, value in roots.items() if value is not None}
         self._anchors = {name: value for name, value in anchors.items() if value is not None}
         self._names = {id(value): name for name, value in self._anchors.items()}
@@ -114,19 +147,26 @@ class ObjectGraph:
         waiting = [(path, value)]
         while waiting:
             path, value = waiting.pop()
-            if id(value) not in self._names and _is_own(value):
+            if id(value) not in self._names and path not in self._roots and _is_own(value):
                 self._anchors[path], self._names[id(value)] = value, path
             if id(value) in self._names or id(value) in self._paths:
                 continue
             if isinstance(value, (Tensor, np.ndarray)):
                 if _is_large_data(value) and not _is_in_module(path):
                     self.large.setdefault(path, value)
-            elif _is_node(value):
+            elif path in self._roots or (_is_node(value) and not isinstance(value, self._bound)):
                 self._nodes[path], self._paths[id(value)] = value, path
-                waiting += [(f"{path}.{name}", item) for name, item in reversed(_attributes(value).items())]
+                waiting += [(f"{path}.{name}", item) for name, item in reversed(self._state(path, value).items())]
             elif type(value) in _CONTAINERS and len(value) <= _LOOKS_INTO:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
+
+    def _state(self, path: Path, node: Any) -> dict[str, Any]:
+        """The attributes of a node that are carried."""
+        found = _attributes(node, self._whole)
+        if self._skipped:
+            found = {name: value for name, value in found.items() if f"{path}.{name}" not in self._skipped}
+        return found
 
     # ------------------------------------------------------------------ the sender
 
@@ -136,19 +176,23 @@ class ObjectGraph:
         Args:
             same: the names of tensors and arrays that the receiver has, by id; they are not sent.
         """
-        states = {path: _attributes(node) for path, node in self._nodes.items()}
-        packed = self._dump((states, {}), same)
+        states = {path: self._state(path, node) for path, node in self._nodes.items()}
+        stays: dict[Path, set[str]] = {}
+        for owner, _, name in (path.rpartition(".") for path in self._skipped):
+            stays.setdefault(owner, set()).add(name)
+        packed = self._dump((states, stays), same)
         if packed is None:
-            stays = self._unpicklable(states, same)
+            for path, names in self._unpicklable(states, same).items():
+                stays.setdefault(path, set()).update(names)
             for path, names in stays.items():
-                states[path] = {name: value for name, value in states[path].items() if name not in names}
+                states[path] = {name: value for name, value in states.get(path, {}).items() if name not in names}
             packed = self._dump((states, stays), same)
             assert packed is not None, "each attribute could be pickled by itself"
         return packed
 
     def unpicklable(self) -> dict[str, type[Any]]:
         """The attributes that cannot be carried, by path, and the type of each."""
-        states = {path: _attributes(node) for path, node in self._nodes.items()}
+        states = {path: self._state(path, node) for path, node in self._nodes.items()}
         same = {id(value): path for path, value in self.large.items()}
         if self._dump(states, same) is not None:
             return {}
@@ -164,7 +208,7 @@ class ObjectGraph:
 
     def _dump(self, value: Any, same: Mapping[int, Path]) -> ObjectPack | None:
         file = io.BytesIO()
-        pickler = _Pickler(file, self._names, self._paths, same)
+        pickler = _Pickler(file, self._names, self._paths, same, self._bound)
         try:
             pickler.dump(value)
         except Exception:  # whatever the user's classes raise: it cannot travel
@@ -186,15 +230,20 @@ class ObjectGraph:
         """
         loader = _Unpickler(io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device)
         states, stays = loader.load()
-        _Update(self._nodes, loader.made).write(states, stays)
+        _Update(self._nodes, loader.made, self._whole).write(states, stays)
 
 
 class _Pickler(MainPickler):
     def __init__(
-        self, file: io.BytesIO, names: Mapping[int, str], paths: Mapping[int, Path], same: Mapping[int, Path]
+        self,
+        file: io.BytesIO,
+        names: Mapping[int, str],
+        paths: Mapping[int, Path],
+        same: Mapping[int, Path],
+        bound: tuple[type[Any], ...],
     ) -> None:
         super().__init__(file, MainModule(imported=True))
-        self._names, self._paths, self._same = names, paths, same
+        self._names, self._paths, self._same, self._bound = names, paths, same, bound
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
 
@@ -212,7 +261,7 @@ class _Pickler(MainPickler):
                 self._indices[key] = len(self.tensors)
                 self.tensors.append(obj.detach())
             return "tensor", self._indices[key], type(obj) is nn.Parameter, obj.requires_grad
-        if isinstance(obj, _OF_ONE_PROCESS):
+        if isinstance(obj, self._bound):
             raise TypeError(f"{type(obj).__name__} belongs to this process")
         return None
 
@@ -237,7 +286,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         kind, name, *details = pid
         if kind == "anchor":
-            return self._anchors.get(name, _MISSING)
+            return self._anchors.get(name, self._nodes.get(name, _MISSING))
         if kind == "node":
             return self._node(name, details[0])
         if kind == "same":
@@ -266,8 +315,8 @@ class _Unpickler(pickle.Unpickler):
 class _Update:
     """Writes states into nodes; each object of this process takes the place of one of the sender's."""
 
-    def __init__(self, nodes: Mapping[Path, Any], made: Mapping[Path, Any]) -> None:
-        self._nodes, self._made = nodes, made
+    def __init__(self, nodes: Mapping[Path, Any], made: Mapping[Path, Any], whole: bool) -> None:
+        self._nodes, self._made, self._whole = nodes, made, whole
         self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here
         self._claimed: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
@@ -279,7 +328,7 @@ class _Update:
                 self._write(node, state, stays.get(path, set()))
 
     def _write(self, node: Any, state: dict[str, Any], stays: set[str]) -> None:
-        before = _attributes(node)
+        before = _attributes(node, self._whole)
         for name in before.keys() - state.keys() - stays:
             object.__delattr__(node, name) if name not in vars_of(node) else vars_of(node).pop(name)
         for name, value in state.items():
@@ -373,7 +422,7 @@ def _padded(values: list[Any], length: int) -> Iterator[Any]:
 def _is_node(value: Any) -> bool:
     """Whether ``value`` is an object of attributes, which can be written into another one of its class."""
     kind = type(value)
-    if isinstance(value, _VALUES) or not (hasattr(value, "__dict__") or _slots(kind)):
+    if isinstance(value, _VALUES) or not _is_python(kind) or not (hasattr(value, "__dict__") or _slots(kind)):
         return False
     if isinstance(value, (nn.Module, DataLoader)):
         return True
@@ -385,10 +434,16 @@ def _is_node(value: Any) -> bool:
     return plain and state and not hasattr(kind, "__setstate__") and not isinstance(value, _OF_ONE_PROCESS)
 
 
+def _is_python(kind: type[Any]) -> bool:
+    """Whether objects of ``kind`` have nothing but attributes: no base of it is written in C."""
+    return all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+
+
 def _is_own(value: Any) -> bool:
-    """Whether ``value`` is an object of this package, which is part of its process."""
+    """Whether ``value`` is part of its process: an object of this package, a bar on its terminal."""
     own = type(value).__module__.startswith("lightning_recycle.") and not isinstance(value, type)
-    return isinstance(value, AbsentLayer) or (own and not isinstance(value, nn.Module))
+    shows = any(base.__module__.partition(".")[0] in _SHOWING for base in type(value).__mro__)
+    return isinstance(value, AbsentLayer) or shows or (own and not isinstance(value, nn.Module))
 
 
 def _slots(kind: type[Any]) -> list[str]:
@@ -405,9 +460,14 @@ def vars_of(owner: Any) -> dict[str, Any]:
     return getattr(owner, "__dict__", {})
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
-    """The attributes of ``owner`` that are carried, but not methods that were replaced on the object itself."""
+def _attributes(owner: Any, whole: bool = True) -> dict[str, Any]:
+    """The attributes of ``owner`` that are carried, but not methods that were replaced on the object itself.
+
+    ``whole``: with parameters, buffers and submodules.
+    """
     kind, hidden = type(owner), _hidden(owner)
+    if not whole and isinstance(owner, nn.Module):
+        hidden = hidden | {*_MODULE_CONTENTS}
     found = {name: value for name, value in vars_of(owner).items() if name not in hidden}
     for name in _slots(kind):
         if (value := getattr(owner, name, _MISSING)) is not _MISSING:
@@ -444,7 +504,10 @@ def _sign(value: Any) -> Any:
     """Differs once the contents of a large tensor or array have changed."""
     if isinstance(value, Tensor):
         return value.data_ptr(), value.shape, value._version
-    return value.shape, zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    pieces = [data[begin : begin + _PIECE].data for begin in range(0, len(data), _PIECE)]
+    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:  # it runs without the GIL
+        return value.shape, tuple(pool.map(zlib.crc32, pieces))
 
 
 # ---------------------------------------------------------------------- the user's objects
@@ -457,6 +520,13 @@ def is_bound_to_process(callback: Any) -> bool:
     """
     kinds = (ProgressBar, Timer, StochasticWeightAveraging)
     return isinstance(callback, kinds) or type(callback).__module__.startswith("lightning_recycle.")
+
+
+def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
+    """What the state dict of ``module`` holds, to be left out of a pack: it goes by itself."""
+    weights = weights_of(module)
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
 
 
 def user_graph(trainer: pl.Trainer) -> ObjectGraph:
@@ -473,7 +543,7 @@ def user_graph(trainer: pl.Trainer) -> ObjectGraph:
         for i, loader in enumerate(loaders.flattened)
         if isinstance(loader, StepLoader)
     }
-    streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
+    streams = _streams(loaders)
     roots = {
         "module": trainer.lightning_module,
         **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
@@ -484,15 +554,76 @@ def user_graph(trainer: pl.Trainer) -> ObjectGraph:
         **_anchors(trainer),
         **{name: value for name, value in _callbacks(trainer).items() if name not in roots},
         **streams,
-        **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()},
     }
     return ObjectGraph(roots, anchors)
 
 
-def module_graph(trainer: pl.Trainer) -> ObjectGraph:
-    """The graph of the module alone."""
-    anchors = {**_anchors(trainer), **_callbacks(trainer), "datamodule": getattr(trainer, "datamodule", None)}
-    return ObjectGraph({"module": trainer.lightning_module}, anchors)
+class CallbackList:
+    """The callbacks of a Trainer, as an object that has them."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self.callbacks = callbacks
+
+
+def home_graph(
+    trainer: pl.Trainer,
+    callbacks: Sequence[Any],
+    data: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
+    whole: bool,
+    shared: bool = True,
+    skipped: Collection[Path] = (),
+) -> ObjectGraph:
+    """The graph of the user's objects that a worker and the launching process have, at the end of a run.
+
+    Args:
+        trainer: the Trainer.
+        callbacks: its callbacks when the run began.
+        data: the data module and collections of DataLoaders that its function was given, by name.
+        modules: the module and its submodules that are carried, by name.
+        whole: as in :class:`ObjectGraph`; then ``modules`` is the module.
+        shared: whether it has what is no module, too: callbacks, data, the profiler.
+        skipped: as in :class:`ObjectGraph`.
+    """
+    named = {f"callback {i}": callback for i, callback in enumerate(callbacks)}
+    others = {
+        **named,
+        **data,
+        "profiler": getattr(trainer, "profiler", None),
+    }
+    roots: dict[str, Any] = {f"module {n}": m for n, m in modules.items() if not isinstance(m, AbsentLayer)}
+    if shared:
+        roots |= {name: value for name, value in others.items() if name not in named or not _is_own(value)}
+        roots["callbacks"] = CallbackList(trainer.callbacks)  # type: ignore[attr-defined]
+    loaders = {name: tree_leaves(value) for name, value in data.items() if name.endswith("loaders")}
+    anchors = {
+        **({} if whole else {f"module {n}": module for n, module in trainer.lightning_module.named_modules()}),
+        **others,
+        **_anchors(trainer),
+        **_streams({f"{name} {i}": value for name, leaves in loaders.items() for i, value in enumerate(leaves)}),
+    }
+    own = {id(value) for value in roots.values()}
+    return ObjectGraph(roots, {n: value for n, value in anchors.items() if id(value) not in own}, whole, skipped)
+
+
+def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
+    """The graph of ``callbacks`` alone, with neither the module nor its parts."""
+    module, wanted = trainer.lightning_module, {id(callback) for callback in callbacks}
+    anchors = {
+        **_anchors(trainer),
+        **{f"module {name}": part for name, part in module.named_modules()},
+        **{f"weight {name}": tensor for name, tensor in [*module.named_parameters(), *module.named_buffers()]},
+        "datamodule": getattr(trainer, "datamodule", None),
+        **_callbacks(trainer),
+    }
+    roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in wanted}
+    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
+
+
+def _streams(loaders: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``loaders`` that are streams, by name, and their datasets: each worker has its own place in them."""
+    streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
+    return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
 
 
 def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:

@@ -79,7 +79,7 @@ from lightning_recycle.session.loss_scaling import overflow_of_all, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.moments import Moment
-from lightning_recycle.session.object_graph import LargeData, user_graph
+from lightning_recycle.session.object_graph import LargeData, ObjectPack, user_graph, weights_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.preemption import Preemption
 from lightning_recycle.session.pruning import Pruning
@@ -146,6 +146,7 @@ class Session:
         self._watched_steps = 0
         self._first_batch = 0  # of this run, if the Trainer has trained before
         self._joined_with: WorkerSnapshot | None = None
+        self._large_data = LargeData({})
         self._after_step = AfterStep.GO_ON  # what all do after the newest step
         self.stop_requests = StopRequests(trainer, client, lambda: self.executor.version, lambda: self._after_step)
         self.averages = WeightAverages(trainer)
@@ -243,6 +244,8 @@ class Session:
             raises=self.options.on_checkpoint_error == "raise",
             weights_only=self.run.weights_only,
             reach=self.reach,
+            objects=self._pack_objects if self.options.on_stage_lost == "restart" else None,
+            take_objects=self._take_objects,
         )
         self.averages.connect(self.checkpoints)
         self.finetuning.connect(self.collectives, ties.copies)
@@ -543,7 +546,9 @@ class Session:
         self._first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
-        if self.grid.pipelines > 1:
+        if self.checkpoints.restored_objects is not None:
+            self._take_objects(self.checkpoints.restored_objects, {})
+        if self.grid.pipelines > 1 or self.checkpoints.objects is not None:
             self._look_at_objects()
         if client.joining:
             self.executor.join()
@@ -560,6 +565,20 @@ class Session:
                 "A worker that replaces a lost one makes these attributes itself, as they cannot be pickled: %s.",
                 ", ".join(f"{path} ({kind.__name__})" for path, kind in stays.items()),
             )
+
+    def _take_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
+        """If the run begins again: the user's objects are what they were; ``state``: has buffers that hooks made."""
+        if not self.run.restarts:
+            return
+        graph, device = user_graph(self.trainer), self.trainer.strategy.root_device
+        own = weights_by_name(self.module)
+        made = {f"weight {name}": tensor for name, tensor in state.items()}
+        fitting = {name: t for name, t in own.items() if name not in made or made[name].shape == t.shape}
+        graph.update(objects, device, {**graph.large, **{n: t.to(device) for n, t in made.items()}, **fitting})
+
+    def _pack_objects(self) -> ObjectPack:
+        weights = {id(tensor): name for name, tensor in weights_by_name(self.module).items()}
+        return user_graph(self.trainer).pack({**self._large_data.unchanged(), **weights}).on_cpu()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         if self._joined_with is not None:  # its donor waited here, after the same hooks

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_recycle.session.attributes import AttributeCarrier, Pickles
 from lightning_recycle.session.loss_scaling import restore_scale
+from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
 
 __all__ = ["ManualStepState", "OptimizerState"]
 
@@ -45,7 +45,7 @@ class ManualStepState:
         self._optimizers: list[OptimizerState] = []
         self._schedulers: list[dict[str, Any]] = []
         self._others: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        self._callbacks: list[tuple[Callback, Pickles]] = []
+        self._callbacks: tuple[ObjectGraph, ObjectPack] | None = None
 
     @property
     def _progress(self) -> _Progress:
@@ -71,8 +71,11 @@ class ManualStepState:
         self._schedulers = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         self._others = deepcopy((self._progress.state_dict(), trainer.precision_plugin.state_dict()))
         watching = [c for c in trainer.callbacks if _sees_steps(c)]  # type: ignore[attr-defined]
-        carrier = AttributeCarrier(trainer, trainer.callbacks) if watching else None  # type: ignore[attr-defined]
-        self._callbacks = [(callback, carrier.pack(callback)) for callback in watching if carrier is not None]
+        self._callbacks = None
+        if watching:
+            graph = callback_graph(trainer, watching)
+            packed = graph.pack()
+            self._callbacks = graph, ObjectPack(packed.data, [tensor.clone() for tensor in packed.tensors])
 
     @torch.no_grad()
     def rewind(self) -> None:
@@ -94,10 +97,9 @@ class ManualStepState:
         progress, precision = deepcopy(self._others)
         self._progress.load_state_dict(progress)
         restore_scale(trainer, precision)
-        if self._callbacks:
-            carrier = AttributeCarrier(trainer, trainer.callbacks)  # type: ignore[attr-defined]
-            for callback, pickles in self._callbacks:
-                carrier.restore(callback, pickles)
+        if self._callbacks is not None:
+            graph, packed = self._callbacks
+            graph.update(packed, trainer.strategy.root_device)
 
 
 class OptimizerState:

@@ -229,6 +229,40 @@ def test_who_was_never_heard_is_not_silent() -> None:
     assert silent(Watch(GRID, OPTIONS), 100.0, 0) == {}
 
 
+@pytest.mark.parametrize(
+    ("looks", "given_up_at"),
+    [
+        ("", 5.0),
+        ("SSS", 5.0),
+        ("TTT", 5.0),
+        ("SRS", 50.0),
+        ("SDS", 50.0),
+        ("TRT", 5.0),
+    ],
+)
+def test_a_silent_process_that_computes_is_given_up_later(looks: str, given_up_at: float) -> None:
+    watch = Watch(GRID, OPTIONS, lambda rank: looks if rank == 0 else "SSS")
+    for rank in range(4):
+        watch.heard(rank, 0.0)
+        watch.reported(rank)
+    times = [seconds / 2 for seconds in range(1, 200)]
+    first = next(now for now in times if silent(watch, now, 0))
+    assert first == given_up_at + 0.5
+
+
+def test_a_process_that_stops_to_compute_is_given_up_as_others_are() -> None:
+    looks = {"now": "R"}
+    watch = Watch(GRID, OPTIONS, lambda rank: looks["now"])
+    for rank in range(4):
+        watch.heard(rank, 0.0)
+        watch.reported(rank)
+    for now in range(1, 21):
+        assert silent(watch, float(now), 0) == {}
+    looks["now"] = "S"
+    given_up = [now for now in range(21, 30) if silent(watch, float(now), 0)]
+    assert 22 <= given_up[0] <= 25
+
+
 def test_nobodys_silence_counts_while_the_coordinator_itself_was_stopped(watch: Watch) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, 1.0), 0.0)

@@ -1,6 +1,7 @@
 """Who is given up on suspicion: the rules as tables and stories, and as properties of any sequence of observations."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -73,6 +74,15 @@ def test_reasons_and_limits_are_told() -> None:
     assert (waited.cause, waited.limit, waited.reason) == ("it is silent", BOUND, reason)
     found = ruled({0: stands(61.0)}, live=ALL - {2, 4}).evict[0]
     assert found.cause == f"it is silent; it was given 60 s because {reason}"
+
+
+@pytest.mark.parametrize(("seconds", "evicted"), [(5.1, False), (49.9, False), (50.1, True)])
+def test_a_silent_worker_whose_process_computes_may_take_ten_times_as_long(seconds: float, evicted: bool) -> None:
+    standing = stands(seconds)
+    standing = replace(standing, silence=replace(standing.silence, computes=True))
+    found = ruled({0: standing})
+    assert (set(found.evict), set(found.waits)) == (({0}, set()) if evicted else (set(), {0}))
+    assert not standing.is_well, "it does not stand in for others meanwhile"
 
 
 # ---------------------------------------------------------------------- stories

@@ -1,21 +1,33 @@
 """All replicas of a stage are lost: one clear error, or another start from the newest checkpoint that can be read."""
 
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.growth import happened
+from support.growth import Marks, Meanwhile, happened, kill, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.training import exact_fit, fit
+from support.training import exact_fit, failures, fit
 
 from lightning_recycle import StageLostError
 from lightning_recycle.callbacks import Fault
 
 LENGTH = 14
 DATA = dataset(GLOBAL_BATCH * LENGTH)
+
+
+class Pace(L.Callback):
+    """Steps take so long at least."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self._seconds)
 
 
 class Damage(L.Callback):
@@ -55,17 +67,80 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str
     assert lost.details["stage"] == 0
     after = run.strategy.history[run.strategy.history.index(lost) + 1 :]
     assert [event.step for event in after if event.kind == "step"] == list(range(step, LENGTH))
-    assert run.strategy.schedules[-1].grid.pipelines == 1  # the two workers that are left
+    assert run.strategy.schedules[-1].grid == run.strategy.schedules[0].grid  # the devices are all there
+    assert len(failures(run)) == 2, "nobody is missing after the restart"
     assert run.global_step == LENGTH
     assert [event.step for event in happened(run, "saved")] == ([4, 8, 12] if step == 8 else [4, 8, 8, 12])
 
 
-def test_as_many_pipelines_go_on_as_the_survivors_allow(tmp_path: Path) -> None:
-    run = lose_stage(tmp_path, "intact", pipelines=4, stage=1)
-    assert run.strategy.schedules[-1].grid.pipelines == 2
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines: int, tmp_path: Path) -> None:
+    """As the OOM killer does, or somebody who ends all processes of a user."""
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    marks = [Marks(tmp_path), Pace(0.1)]
+    ranks = range(2 * pipelines)
+
+    def pids() -> list[int] | None:
+        found = [mark_of(tmp_path, rank, 0) for rank in ranks]
+        return [pid for pid in found if pid] if all(found) and (tmp_path / "step=8.ckpt").exists() else None
+
+    def kill_all(pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # so that nobody sees the end of another one
+        for pid in pids:
+            kill(pid)
+
+    with Meanwhile(pids, kill_all):
+        run = exact_fit(
+            Regression().double(),
+            pipelines,
+            2,
+            data=DATA,
+            max_steps=LENGTH,
+            strategy={"on_stage_lost": "restart"},
+            callbacks=[*marks, checkpoints],
+            enable_checkpointing=True,
+        )
+    (lost,) = happened(run, "stage_lost")
+    after = run.strategy.history[run.strategy.history.index(lost) + 1 :]
+    first, *_, last = [event.step for event in after if event.kind == "step"]
+    assert first in (4, 8, 12)  # that of step 8 may not have been reported as complete yet
+    assert last == LENGTH - 1
+    assert [schedule.grid.pipelines for schedule in run.strategy.schedules] == [pipelines] * len(run.strategy.schedules)
+
+
+class Dies(L.Callback):
+    """The first stage ends in a step, in each process that comes there."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step == 6 and strategy.worker.stage == 0:
+            (self._directory / f"died-{strategy.incarnation}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    with pytest.raises(StageLostError, match=r"restarted 2 times from the checkpoint of step 4 .*max_restarts"):
+        fit(
+            Regression().double(),
+            1,
+            2,
+            data=DATA,
+            max_steps=LENGTH,
+            strategy={"on_stage_lost": "restart", "max_restarts": 2},
+            callbacks=[Dies(tmp_path), checkpoints],
+            enable_checkpointing=True,
+        )
+    assert len(list(tmp_path.glob("died-*"))) == 3
 
 
 def test_without_a_checkpoint_the_loss_is_an_error() -> None:
     faults = [Fault("kill", 0, 1, 2), Fault("kill", 1, 1, 3)]
-    with pytest.raises(StageLostError, match=r"All 2 replicas of stage 1 are lost"):
+    with pytest.raises(StageLostError, match=r"All 2 replicas of stage 1 are lost") as caught:
         fit(Regression().double(), 2, 2, faults, strategy={"on_stage_lost": "restart"})
+    assert "ModelCheckpoint" in str(caught.value)
+    assert "let ReCycleStrategy(on_stage_lost" not in str(caught.value), "that is set"

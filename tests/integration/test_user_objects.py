@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
-from support.growth import AwaitReplacement, rejoined
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.growth import AwaitReplacement, happened, rejoined
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import ReCycleError, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 EPOCH = 5  # steps
@@ -102,26 +106,124 @@ class Scales(L.Callback):
             parameter.grad.mul_(0.5 + 0.1 * len(self.memory.epochs))
 
 
-def _train(faults: list[Fault]) -> tuple[L.Trainer, Annealed]:
-    model = Annealed()
-    trainer = L.Trainer(
+def _trainer(devices: int, callbacks: list[L.Callback], strategy: Any, **options: Any) -> L.Trainer:
+    return L.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=ReCycleStrategy(restart_workers=True),
-        max_epochs=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Scales(), AwaitReplacement([9, 14]), FaultInjectionCallback(faults)],
+        devices=devices,
+        strategy=strategy,
+        callbacks=callbacks,
+        **{
+            "max_epochs": 4,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **options,
+        },
     )
+
+
+def _train(faults: list[Fault], steps: tuple[int, ...] = (9, 14)) -> tuple[L.Trainer, Annealed]:
+    model = Annealed()
+    callbacks = [Scales(), AwaitReplacement(steps), FaultInjectionCallback(faults)]
+    trainer = _trainer(2, callbacks, ReCycleStrategy(restart_workers=True))
     trainer.fit(model, datamodule=Data(batch_size=4))
     return trainer, model
+
+
+def _assert_same(model: nn.Module, expected: nn.Module) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter - other).abs().max() < 1e-10, name
 
 
 def test_a_replacement_has_what_hooks_have_set_also_when_it_becomes_the_leader_and_a_donor() -> None:
     _, undisturbed = _train([])
     trainer, model = _train([Fault("kill", 1, 0, step=7), Fault("kill", 0, 0, step=12)])
     assert sorted(rejoined(trainer)) == [(0, 0), (1, 0)]
-    for (name, parameter), expected in zip(model.named_parameters(), undisturbed.parameters(), strict=True):
-        assert (parameter - expected).abs().max() < 1e-10, name
+    _assert_same(model, undisturbed)
+
+
+def test_a_run_that_begins_again_has_what_hooks_had_set_by_the_checkpoint(tmp_path: Path) -> None:
+    """Also when all processes die at once, in the middle of an epoch."""
+    _, undisturbed = _train([])
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    faults = [Fault("kill", d, 0, step=8 + d) for d in range(2)]
+    callbacks = [Scales(), checkpoints, FaultInjectionCallback(faults)]
+    trainer = _trainer(2, callbacks, ReCycleStrategy(on_stage_lost="restart"), enable_checkpointing=True)
+    model = Annealed()
+    trainer.fit(model, datamodule=Data(batch_size=4))
+    assert happened(trainer, "stage_lost")
+    _assert_same(model, undisturbed)
+    assert callbacks[0].memory.epochs == [0, 1, 2, 3]
+    with torch.serialization.safe_globals([]):  # what the checkpoint holds for this is safe to load
+        torch.load(tmp_path / "step=6.ckpt", weights_only=True)
+
+
+def test_what_is_left_in_objects_comes_home_into_the_same_objects() -> None:
+    """As on one device: attributes of the module, a layer, a callback, its own object, data, and a sampler."""
+    found = {}
+    for devices in (1, 2):
+        model, data, scales = Annealed(), Data(batch_size=8 // devices), Scales()
+        dataset = Curriculum()
+        sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
+        memory, loader = scales.memory, DataLoader(dataset, batch_size=8 // devices, sampler=sampler)
+        strategies = [ReCycleStrategy() if devices > 1 else "auto" for _ in range(2)]
+        _trainer(devices, [scales], strategies[0]).fit(model, datamodule=data)
+        assert scales.memory is memory
+        _trainer(devices, [Levels(dataset)], strategies[1]).fit(Plain(), loader)
+        found[devices] = {
+            "alpha": model.alpha,
+            "damp": model.net[1].p,
+            "bank": model.bank.tolist(),
+            "epochs": memory.epochs,
+            "rate": data.rate,
+            "level": data.train.level,
+            "given level": dataset.level,
+            "drawn": list(sampler),
+        }
+    assert found[2] == found[1]
+    assert found[2]["given level"] == 4.0
+
+
+class Levels(L.Callback):
+    def __init__(self, dataset: Curriculum) -> None:
+        self.dataset = dataset
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.dataset.level += 0.75
+
+
+class Plain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2).double()
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class GrowsInSetup(Plain):
+    """The workers, each with one stage, have a parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+
+    def setup(self, stage: str) -> None:
+        self.gain = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return (self.net(batch) * self.gain).square().mean()
+
+
+def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_path: Path) -> None:
+    model = GrowsInSetup()
+    trainer = _trainer(2, [], ReCycleStrategy(pipeline_parallel_size=2), default_root_dir=tmp_path)
+    with pytest.raises(ReCycleError, match="do not fit into the GrowsInSetup of this process") as caught:
+        trainer.fit(model, DataLoader(Curriculum(), batch_size=8))
+    found = re.search(r"They are in (\S+\.pt):", str(caught.value))
+    assert found is not None
+    assert torch.load(found.group(1)).keys() == {"gain", *model.state_dict()}

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,15 @@ STEP = 5  # the one that takes long
 def hold_gil(seconds: float) -> None:
     """Sleeps without letting another thread run, the heartbeat's for example, as some libraries do."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def compute_with_gil(seconds: float) -> None:
+    """Computes without letting another thread run, as a long regular expression or collection of garbage does."""
+    before, deadline = sys.getswitchinterval(), time.monotonic() + seconds
+    sys.setswitchinterval(1e3)
+    while time.monotonic() < deadline:
+        pass
+    sys.setswitchinterval(before)
 
 
 def watched(model: Regression, pipelines: int = 2, stages: int = 2, **arguments: Any) -> L.Trainer:
@@ -167,3 +177,36 @@ def test_the_last_worker_of_a_stage_may_stall() -> None:
     faults = [Fault("kill", 0, 0, 2), Fault("kill", 1, 1, 3)]
     run = watched(Regression().double(), faults=faults, callbacks=[AllStall()])
     assert failures(run) == [(0, 0), (1, 1)]
+
+
+# ---------------------------------------------------------------------- one alone
+
+
+class HoldsGil(L.Callback):
+    """One worker computes without letting another thread run."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step == STEP and strategy.grid_rank == 3:
+            compute_with_gil(self._seconds)
+
+
+def test_a_worker_of_this_machine_that_computes_may_be_silent_for_twelve_seconds() -> None:
+    run = fit(Regression().double(), 2, 2, callbacks=[HoldsGil(12.0)])
+    assert failures(run) == []
+    (waited,) = happened(run, "suspected")
+    assert waited.details["waits"] == "its process computes"
+    assert len(happened(run, "cleared")) == 1
+
+
+def test_a_worker_that_computes_in_silence_is_given_up_after_ten_times_the_timeout() -> None:
+    callbacks = [HeartbeatCallback(interval=0.2, timeout=1.0), HoldsGil(100.0)]
+    run = fit(Regression().double(), 2, 2, callbacks=callbacks)
+    assert failures(run) == [(1, 1)]
+    (evicted,) = happened(run, "evicted")
+    assert evicted.details["limit"] == 10.0
+    assert 10.0 < evicted.details["seconds"] < 15.0
+    assert "because its process computes" in evicted.details["cause"]

@@ -78,10 +78,20 @@ class Dying(Regression):
             time.sleep(0.005)
 
 
-def from_driver(model: Regression) -> L.Trainer:
+class AllDie(Regression):
+    """All of whose first workers die in step 10."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        if strategy.incarnation == 0 and self.global_step == 10:
+            os._exit(9)
+
+
+def from_driver(model: Regression, callbacks: Any = (), **options: Any) -> L.Trainer:
     """Trains with a Trainer in this process, whose workers are on Ray."""
-    strategy = ReCycleStrategy(2, 6, engine="ray", restart_workers=True)
-    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_steps=STEPS, **QUIET)
+    strategy = ReCycleStrategy(2, 6, engine="ray", **(options or {"restart_workers": True}))
+    arguments = {**QUIET, "enable_checkpointing": bool(callbacks), "callbacks": list(callbacks)}
+    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_steps=STEPS, **arguments)
     trainer.fit(model, DataLoader(DATA, batch_size=GLOBAL_BATCH // 2))
     return trainer
 

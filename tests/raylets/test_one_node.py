@@ -222,6 +222,25 @@ def test_a_driver_whose_workers_are_on_ray_gets_all_that_local_workers_would_bri
     assert groups == ["REMOVED"]
 
 
+ALL_LOST = """
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.training import difference
+model = AllDie().double()
+trainer = from_driver(model, [ModelCheckpoint(sys.argv[1], every_n_train_steps=4)], on_stage_lost="restart")
+grids = {(schedule.grid.pipelines, schedule.grid.stages) for schedule in trainer.strategy.schedules}
+kinds = [event.kind for event in trainer.strategy.history]
+print("ANSWER", json.dumps([difference(model.state_dict(), expected()), sorted(grids), kinds.count("stage_lost")]))
+"""
+
+
+@pytest.mark.ray_cluster
+@pytest.mark.timeout(600)
+def test_after_the_loss_of_all_workers_at_once_the_run_starts_again_where_the_cluster_has_room(tmp_path: Path) -> None:
+    off, grids, lost = answer(script(ALL_LOST, tmp_path), 500)
+    assert off < 1e-10
+    assert (grids, lost) == ([[2, 2]], 1)
+
+
 KILLING = """
 import signal, threading
 from pathlib import Path

@@ -7,7 +7,8 @@ be recompiled, one sequence may be long. Giving up a worker helps only if anothe
   take. Its time runs only meanwhile. So the last holder of a stage is never given up on suspicion, nor are all
   replicas that stall at once, nor all workers of a machine that stalls.
 - What a worker was slow at may be slow by itself. Whoever begins the same afterwards (the micro-batch in the same step;
-  for silence the same step in the same stage) may take ten times as long.
+  for silence the same step in the same stage) may take ten times as long. So may a silent worker whose process is seen
+  to compute: code that holds the interpreter, or a long collection of garbage.
 - Everything has an end: after its *bound* a worker is given up whoever else there is.
 
 Contract: :func:`review` is called again and again with what is known at that moment, and with the memory that it
@@ -26,7 +27,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = ["GivenUp", "Memory", "Place", "Ruling", "Sign", "Standing", "Waited", "review"]
 
-_RISE = 10.0  # factor on a limit for each worker that was held up at the same place before
+_RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process
 
 Place: TypeAlias = tuple[int, str]
 """What a worker is at: the step, and the micro-batch or else the kind of operation."""
@@ -44,6 +45,7 @@ class Sign:
         limit: seconds that it may last where a peer is well.
         bound: seconds that it may last anyway; ``limit`` if that is more.
         place: what the worker is at; None if that is not known.
+        computes: whether the worker's process is seen to compute meanwhile.
     """
 
     cause: str
@@ -51,6 +53,7 @@ class Sign:
     limit: float
     bound: float
     place: Place | None = None
+    computes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +184,10 @@ def review(
             if sign.seconds <= sign.limit:
                 continue
             before = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
-            reason = _why_waited([grid.worker(other) for other in sorted(before)], rank in vouched, stages[rank])
-            excuses = _excuses(memory, rank, sign is standing.silence)
-            found = _judge(sign, _counted(sign.seconds, excuses, now), rank in vouched, len(before), reason)
+            others = [grid.worker(other) for other in sorted(before)]
+            reason = _why_waited(others, sign.computes, rank in vouched, stages[rank])
+            counted = _counted(sign.seconds, _excuses(memory, rank, sign is standing.silence), now)
+            found = _judge(sign, counted, rank in vouched, len(before) + sign.computes, reason)
             if isinstance(found, GivenUp):
                 evict[rank] = found
                 break
@@ -192,18 +196,18 @@ def review(
     return _conclude(memory, now, standings, stages, step, evict, waits)
 
 
-def _judge(sign: Sign, counted: float, vouched: bool, before: int, reason: str) -> GivenUp | Waited | None:
+def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> GivenUp | Waited | None:
     """Rules over a sign that has exceeded its limit; None if that is about to be decided.
 
     Args:
         sign: the sign.
         counted: the seconds of it that count against the worker.
         vouched: whether a peer is well.
-        before: how many others were held up at the same place before.
+        excuses: how many others were held up at the same place before, and one more if its process computes.
         reason: why the worker is waited for, if it is.
     """
     bound = max(sign.limit, sign.bound)
-    limit = min(bound, sign.limit * _RISE**before) if vouched else bound
+    limit = min(bound, sign.limit * _RISE**excuses) if vouched else bound
     if sign.seconds > bound or (vouched and counted > limit):
         note = f"; it was given {limit:g} s because {reason}" if limit > sign.limit else ""
         return GivenUp(sign.cause + note, sign.seconds, limit)
@@ -268,9 +272,11 @@ def _held_up_alike(
     return frozenset(held.rank for held in alike if held.rank != rank and held.time <= began)
 
 
-def _why_waited(before: Sequence[Worker], vouched: bool, stage: int) -> str:
+def _why_waited(before: Sequence[Worker], computes: bool, vouched: bool, stage: int) -> str:
     if not vouched:
         return f"no other worker that holds stage {stage} is well"
+    if computes:
+        return "its process computes"
     workers, were = ("workers", "were") if len(before) > 1 else ("worker", "was")
     return f"{workers} {' and '.join(map(str, before))} {were} held up there before"
 
