@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_recycle import _moved
+from lightning_recycle import _moved, lightning_names
 from lightning_recycle.errors import (
     OTHER_LIGHTNING,
     ConfigurationError,
@@ -81,8 +81,11 @@ def _register_strategy(strategies: Any) -> None:
     )
 
 
-def _register_refusal(strategies: Any) -> None:
-    """In ``pytorch_lightning``, the other package of the same sources: its Trainer learns what to import instead."""
+def _register_in_other(strategies: Any) -> None:
+    """In ``pytorch_lightning``, whose Trainer learns what to import instead if it is another Lightning."""
+    if not lightning_names.are_apart():
+        _register_strategy(strategies)
+        return
     strategies.StrategyRegistry.register(
         "recycle", _refuse_strategy, description="Only for lightning.pytorch", override=True
     )
@@ -111,15 +114,16 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            self.register(module)
+            self.register(sys.modules[fullname])  # may be that of the other name
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
+lightning_names.install()
 for _name, _register in {
     "lightning.pytorch.strategies": _register_strategy,
-    "pytorch_lightning.strategies": _register_refusal,
+    "pytorch_lightning.strategies": _register_in_other,
 }.items():
     if _name in sys.modules:
         _register(sys.modules[_name])

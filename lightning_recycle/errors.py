@@ -18,9 +18,10 @@ __all__ = [
 ]
 
 OTHER_LIGHTNING = (
-    "This Trainer is of the package pytorch_lightning; the strategy is for lightning.pytorch, the same code under"
-    " another name. Write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`, in all modules"
-    " of the script."
+    "This Trainer is of the package pytorch_lightning; the strategy uses lightning.pytorch, the same code under another"
+    " name. Both are one if the installed versions agree (pip list) and lightning_recycle is imported before the second"
+    " of them. Otherwise write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`, in all"
+    " modules of the script."
 )
 
 

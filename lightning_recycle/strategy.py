@@ -276,7 +276,7 @@ class ReCycleStrategy(ParallelStrategy):
     @accelerator.setter
     @override
     def accelerator(self, accelerator: Accelerator | None) -> None:
-        if any(base.__module__.startswith("pytorch_lightning.") for base in type(accelerator).__mro__):
+        if accelerator is not None and not isinstance(accelerator, Accelerator):
             raise ConfigurationError(OTHER_LIGHTNING)
         self._accelerator = accelerator
 

@@ -73,17 +73,34 @@ def test_trainer_accepts_the_name() -> None:
     assert trainer.world_size == 2
 
 
-@pytest.mark.parametrize("ours_first", [False, True])
-def test_a_trainer_of_pytorch_lightning_is_told_what_to_import(ours_first: bool) -> None:
-    imports = ["import pytorch_lightning as pl", "from lightning_recycle import ReCycleStrategy"]
+@pytest.mark.parametrize("first", ["import lightning_recycle", "import pytorch_lightning", "import lightning.pytorch"])
+def test_both_names_of_lightning_mean_the_same_modules(first: str) -> None:
+    code = f"""
+{first}
+from lightning_recycle import ReCycleStrategy
+import pytorch_lightning as pl
+from lightning.pytorch.callbacks import Timer
+from lightning.fabric.utilities.seed import seed_everything
+import lightning_fabric.utilities.seed
+print(pl.callbacks.Timer is Timer, lightning_fabric.utilities.seed.seed_everything is seed_everything)
+for strategy in ("recycle", ReCycleStrategy()):
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    print(type(trainer.strategy) is ReCycleStrategy, type(trainer.accelerator) is pl.accelerators.CPUAccelerator)
+"""
+    assert run(code).split() == ["True"] * 6
+
+
+def test_a_trainer_of_another_pytorch_lightning_is_told_what_to_import() -> None:
     code = """
+import lightning.pytorch, pytorch_lightning as pl
+from lightning_recycle import ReCycleStrategy
 for strategy in ("recycle", ReCycleStrategy()):
     try:
         pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     except ValueError as error:
         print("import lightning.pytorch as pl" in str(error))
 """
-    assert run("\n".join([*sorted(imports, reverse=not ours_first), code])).splitlines() == ["True", "True"]
+    assert run(code).splitlines() == ["True", "True"]
 
 
 def test_public_names_are_found_and_unknown_ones_are_not() -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from lightning_recycle.control.json_logs import describe_process
 from lightning_recycle.control.plain_values import plain
+from lightning_recycle.lightning_names import name_here
 
 __all__ = ["LogForwarding", "LogSender"]
 
@@ -87,7 +88,7 @@ class LogForwarding:
         if fields["exc_text"] is not None:  # some formatters and handlers look at `exc_info` only
             error = RemoteTraceback(fields["exc_text"])
             fields["exc_info"] = (RemoteTraceback, error, None)
-        logging.getLogger(fields["name"]).handle(logging.makeLogRecord(fields))
+        logging.getLogger(name_here(fields["name"])).handle(logging.makeLogRecord(fields))
 
 
 class LogSender:
@@ -100,7 +101,9 @@ class LogSender:
     """
 
     def __init__(self, descriptor: Any, levels: Mapping[str, int], isolated: frozenset[str]) -> None:
-        self._descriptor, self._levels, self._isolated = descriptor, levels, isolated
+        self._descriptor = descriptor
+        self._levels = {name_here(name): level for name, level in levels.items()}
+        self._isolated = frozenset(map(name_here, isolated))
 
     def install(self, origin: Callable[[], Mapping[str, int]]) -> None:
         """Replaces the handlers of this process; may be called once.

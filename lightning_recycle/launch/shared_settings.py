@@ -18,6 +18,8 @@ import torch
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from omegaconf.basecontainer import BaseContainer
 
+from lightning_recycle.lightning_names import name_here
+
 __all__ = ["Settings", "ignore_untrue_warnings"]
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class Settings:
         logger = logging.root.manager.loggerDict["__main__"] = logging.getLogger("__mp_main__")
         logger.name = "__main__"
         for name, level in self.levels.items():
-            logging.getLogger(name).setLevel(level)
+            logging.getLogger(name_here(name)).setLevel(level)
         logging.disable(self.disabled)
         BaseContainer._resolvers.update(self.resolvers)
         warnings.filters[:] = self.filters  # type: ignore[index]

@@ -13,13 +13,15 @@ import os
 from pathlib import Path
 from traceback import StackSummary, TracebackException
 
-import lightning
+import lightning.fabric
+import lightning.pytorch
 import torch
 
 __all__ = ["from_users_code"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in (lightning, torch)]
+_PACKAGES = (lightning.fabric, lightning.pytorch, torch)
+_LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in _PACKAGES]
 _INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
 
 

@@ -1,0 +1,26 @@
+"""Scripts that import Lightning as ``pytorch_lightning``."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.scripts import output_of
+
+SCRIPT = Path(__file__).parent / "other_lightning.py"
+
+
+def result(output: str) -> tuple[float, int]:
+    """The loss after the training, and the number of workers that were lost."""
+    found = re.search(r"val_loss=(\S+) failures=(\d+)", output)
+    assert found is not None, output
+    return float(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize(("strategy", "killed", "lost"), [("name", (), 0), ("object", (3,), 1)])
+def test_a_script_of_pytorch_lightning_trains_as_on_one_device(
+    strategy: str, killed: tuple[int, ...], lost: int, tmp_path: Path
+) -> None:
+    expected, _ = result(output_of(SCRIPT, tmp_path / "one", "one", timeout=200))
+    output = output_of(SCRIPT, tmp_path / "grid", strategy, *killed, timeout=200)
+    assert result(output) == (pytest.approx(expected, rel=1e-12), lost)
+    assert "stopped: `max_epochs=2`" not in output  # Lightning's logger has the level that the script gave it
