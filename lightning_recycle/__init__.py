@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_recycle import _moved, lightning_names
+from lightning_recycle import lightning_names
 from lightning_recycle.errors import (
     OTHER_LIGHTNING,
     ConfigurationError,
@@ -129,5 +129,3 @@ for _name, _register in {
         _register(sys.modules[_name])
     else:
         sys.meta_path.insert(0, _RegisterOnImport(_name, _register))
-
-_moved.install()

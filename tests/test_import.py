@@ -126,23 +126,6 @@ except ImportError as error:
     assert "older cannot be imported: module 'math' has no attribute 'newer'" in run(code, str(tmp_path))
 
 
-@pytest.mark.long
-def test_documented_modules_are_found_where_they_were_with_a_warning() -> None:
-    moved = importlib.import_module("lightning_recycle._moved").MOVED
-    code = """
-import importlib, sys, warnings
-for old, new in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-    with warnings.catch_warnings(record=True) as caught:
-        assert importlib.import_module(old) is importlib.import_module(new)
-    print(any(f"{old} has moved to {new}" in str(warning.message) for warning in caught))
-print(sys.modules["lightning_recycle.resilience.messages"].Event.__module__)
-"""
-    assert run(code, *(name for pair in moved.items() for name in pair)).splitlines() == [
-        *["True"] * len(moved),
-        "lightning_recycle.control.history",
-    ]
-
-
 # docs/architecture.md lists them by the one module that uses each; when one changes, this fails first.
 PRIVATE = {
     "lightning_recycle.runtime.gloo": [
