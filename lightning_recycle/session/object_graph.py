@@ -361,7 +361,7 @@ class _Update:
 
     def tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout
-        if not fits or old is None:
+        if not fits or old is None or _is_expanded(old):
             self.claim(new, new)  # at every place where the sender has this one
             return new
         self.claim(old, new)
@@ -501,6 +501,13 @@ def _is_large_data(value: Any) -> bool:
 def _is_in_module(path: Path) -> bool:
     """Whether it is a parameter or buffer: these change by ``.data``, too, which no version shows."""
     return "._parameters[" in path or "._buffers[" in path
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are one, and cannot be written."""
+    return tensor.layout is torch.strided and any(
+        s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _sign(value: Any) -> Any:

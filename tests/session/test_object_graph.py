@@ -254,3 +254,10 @@ def test_a_metric_that_a_hook_has_added_counts_in_the_receiver() -> None:
     received.update(torch.zeros(2), torch.zeros(2))
     assert received._update_count == 2
     assert float(received.compute()) == 0.5
+
+
+def test_an_expanded_tensor_arrives() -> None:
+    sender, receiver = Net(), Net()
+    sender.rows, receiver.rows = torch.ones(1, 3).expand(4, 3), torch.zeros(1, 3).expand(4, 3)
+    _carried(sender, receiver)
+    assert torch.equal(receiver.rows, torch.ones(4, 3))
