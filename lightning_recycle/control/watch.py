@@ -22,7 +22,7 @@ __all__ = ["Watch"]
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
 _LEAST_DEAF_SECONDS = 5.0
 _LEAST_STALL_SECONDS = 1.0
-_BUSY_SHARE = 0.5  # of the newest looks at a silent process that computes; threads that wait for the GIL seldom run
+_BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the rest is for its first heartbeat to come
 
 
 class Watch:

@@ -2,22 +2,25 @@
 
 A fork server that has done the slow imports forks them, but they do not depend on it: each ends with the launching
 process, and the launching process sees the end of each by itself. If the server dies, workers go on, the next start
-brings up a new one, and all that is lost is how the workers of the old one end.
+brings up a new one, and all that is lost is how the workers of the old one end. A server that was stopped is killed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import logging
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import termios
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -30,10 +33,15 @@ from lightning_recycle.launch.inherited import Payload
 from lightning_recycle.launch.members import Members
 from lightning_recycle.main_module import import_of_main, main_module
 from lightning_recycle.parent import die_when_closed, end_with
+from lightning_recycle.process_spaces import process_space, thread_states
 
 __all__ = ["Crew", "LocalWorker", "process_context"]
 
-_STATUS_SECONDS = 1.0  # for the fork server to tell how a process ended
+log = logging.getLogger(__name__)
+
+_STATUS_SECONDS = 1.0  # for the fork server to report how a process ended
+_STOPPED_SECONDS = 5  # that a fork server may be stopped while a worker is to start
+_SLOW_SECONDS = 60  # to fork a worker; the imports of the fork server come before its first one
 _START_ATTEMPTS = 3  # of one worker, if the fork server dies in each
 
 
@@ -68,18 +76,23 @@ class LocalWorker:
 
     def _start(self, context: BaseContext, target: Callable[[], None], name: str) -> Any:
         for attempt in range(1, _START_ATTEMPTS + 1):
-            # Not daemonic: DataLoader processes are its children.
-            process = context.Process(target=target, name=name, daemon=False)  # type: ignore[attr-defined]
             try:
                 if self._forked:
+                    # Before the process is made: then that has the same folder for sockets as this process, which
+                    # removes it in the end, and a killed worker leaves none of its own.
                     _ensure_fork_server()
-                with import_of_main(self._imports_main):
-                    process.start()
+                # Not daemonic: DataLoader processes are its children.
+                made = context.Process(target=target, name=name, daemon=False)  # type: ignore[attr-defined]
+                with import_of_main(self._imports_main), _fork_server_watched(self._forked):
+                    made.start()
             except (ConnectionError, EOFError):  # the fork server has just died; the next attempt brings up a new one
                 if attempt == _START_ATTEMPTS:
                     raise
             else:
-                return process
+                # Whoever starts a process, or calls active_children(), asks all of these how they ended, and the fork
+                # server's answer can be read only once.
+                process._children.discard(made)  # type: ignore[attr-defined]
+                return made
         raise AssertionError("unreachable")
 
     @property
@@ -94,22 +107,17 @@ class LocalWorker:
         return self._end
 
     def _describe_exit(self) -> str:
-        code = self._exit_code()
-        if code is None:
-            return "it ended; how is not known, because the fork server that started it is gone"
+        if self._forked:  # the parent, which is told the exit code by the kernel, and passes it on
+            unknown = "it ended; how is not known, because the fork server that started it"
+            if not wait([self._process.sentinel], _STATUS_SECONDS):
+                return f"{unknown} has not reported it within {_STATUS_SECONDS:g} s"
+            if not self._is_told():
+                return f"{unknown} is gone"
+        self._process.join(_STATUS_SECONDS)
+        code: int = self._process.exitcode
         if code < 0:
             return f"it was killed by {signal.Signals(-code).name}"
         return "it was told to stop" if code == EXIT_STOPPED else f"it exited with code {code}"
-
-    def _exit_code(self) -> int | None:
-        """The exit code of the process, which has ended; None if nobody can tell: it was its parent, the fork server,
-        that got it, and passes it on.
-        """
-        if self._forked and not (wait([self._process.sentinel], _STATUS_SECONDS) and self._is_told()):
-            return None
-        self._process.join(_STATUS_SECONDS)
-        code: int | None = self._process.exitcode
-        return code
 
     def _is_told(self) -> bool:
         """Whether the fork server has written the exit code, rather than died and so closed the pipe."""
@@ -181,6 +189,60 @@ def _ensure_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _fork_server_pid() -> int | None:
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def _is_stopped(pid: int | None) -> bool:
+    return pid is not None and set(thread_states(pid, process_space())) == {"T"}
+
+
+@atexit.register
+def _end_stopped_fork_server() -> None:
+    """Kills the fork server if it is stopped: it would not notice the end of this process."""
+    with forkserver._forkserver._lock:  # type: ignore[attr-defined]  # whoever holds it may find the process dead
+        pid = _fork_server_pid()
+        if pid is None or not _is_stopped(pid):
+            return
+        log.warning("The fork server that starts the workers (process %d) was stopped; it is killed.", pid)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@contextlib.contextmanager
+def _fork_server_watched(forked: bool) -> Iterator[None]:
+    """While the block waits for a process that the fork server is to start, kills a stopped server, and warns of a slow
+    one. The block then sees that the server has died.
+    """
+    if not forked:
+        yield
+        return
+    started = threading.Event()
+    threading.Thread(target=_watch_fork_server, args=(started,), name="recycle-fork-server-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()
+
+
+def _watch_fork_server(started: threading.Event) -> None:
+    seconds = stopped = 0  # counted in looks: this process may be stopped, too
+    while not started.wait(1.0):
+        seconds += 1
+        pid = _fork_server_pid()
+        stopped = stopped + 1 if _is_stopped(pid) else 0
+        if stopped >= _STOPPED_SECONDS:
+            _end_stopped_fork_server()
+            stopped = 0
+        if seconds % _SLOW_SECONDS == 0:
+            log.warning(
+                "The fork server that starts the workers (process %s) has not started one for %d s: it still imports,"
+                " or hangs.", pid, seconds,
+            )  # fmt: skip
+
+
 def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
     """The main function of a worker process: makes it end with the process ``launcher``, then runs ``target``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process decides
@@ -239,11 +301,13 @@ class Crew:
 
     def end(self, patience: float) -> None:
         """Waits ``patience`` seconds for all workers to end, then kills the rest."""
+        _end_stopped_fork_server()  # it would report the end of none
         self._members.end(patience)
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end(0.0)
         self._members.close()
         self.payload.close()

@@ -1,6 +1,7 @@
 """Worker processes of this machine, as the launching process holds them."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -66,6 +67,112 @@ def test_workers_outlive_their_fork_server() -> None:
         later = crew.start(SECONDS, "started by a new fork server")
         assert ends.describe_exit(SECONDS)
         lose(later)
+
+
+@pytest.mark.parametrize("status", [7, 255, -signal.SIGKILL])
+def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(status: int) -> None:
+    """As each start of a process does, such as that of a replacement in another thread."""
+    with Crew(time.sleep if status < 0 else os._exit, None) as crew:
+        worker = crew.start(SECONDS if status < 0 else status, "ends")
+        if status < 0:
+            os.kill(worker.pid or 0, -status)
+        assert wait([worker.sentinel], SECONDS)
+        time.sleep(0.5)  # the fork server has reported it
+        multiprocessing.active_children()
+        expected = "it was killed by SIGKILL" if status < 0 else f"it exited with code {status}"
+        assert worker.describe_exit(SECONDS) == expected
+
+
+@pytest.mark.timeout(120)
+def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Crew(time.sleep, None) as crew:
+        worker, ends = crew.start(SECONDS, "killed"), crew.start(SECONDS, "killed, too")
+        server = fork_server()
+        server.suspend()
+        worker.kill()
+        assert "has not reported it within 1 s" in str(worker.describe_exit(SECONDS))
+        started = time.monotonic()
+        later = crew.start(SECONDS, "started by a new fork server")
+        assert time.monotonic() - started < 60
+        assert f"process {server.pid}) was stopped" in caplog.text
+        assert ends.describe_exit(0.0) is None, "it goes on"
+        assert fork_server().pid != server.pid
+        lose(later)
+
+
+STOPPED = """
+import psutil, sys, time
+from multiprocessing import forkserver
+from lightning_recycle.launch.processes import Crew
+def stop():
+    server = psutil.Process(forkserver._forkserver._forkserver_pid)
+    server.suspend()
+    while server.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+if __name__ == "__main__":
+    with Crew(time.sleep, None) as crew:
+        crew.start(100.0, "worker")
+        if sys.argv[1] == "in the run":
+            stop()
+    if sys.argv[1] == "after it":
+        stop()
+    print(forkserver._forkserver._forkserver_pid, flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["in the run", "after it"])
+def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED)
+    done = subprocess.run([sys.executable, str(script), when], capture_output=True, text=True, timeout=120, check=True)
+    server = int(done.stdout)
+    try:
+        assert wait_for(lambda: not is_alive(server), 5.0)
+    finally:
+        if is_alive(server):
+            os.kill(server, signal.SIGKILL)
+    assert "was stopped; it is killed" in done.stderr
+
+
+LOADS = """
+import multiprocessing, sys, time
+import torch
+from lightning_recycle.launch.processes import Crew
+from lightning_recycle.parent import die_with_parent
+from torch.utils.data import DataLoader
+def init(_):
+    die_with_parent()  # as in a run
+def load(path):
+    multiprocessing.set_start_method("fork", force=True)  # as worker_main does
+    loader = DataLoader(torch.zeros(1000, 10), num_workers=2, batch_size=1, worker_init_fn=init)
+    for _ in loader:
+        open(path, "w").close()
+        time.sleep(0.1)
+if __name__ == "__main__":
+    import os
+    with Crew(load, None) as crew:
+        for name in sys.argv[1:]:
+            worker = crew.start(name, "loads")
+            while not os.path.exists(name):
+                time.sleep(0.05)
+            worker.kill()
+            print(worker.describe_exit(60.0))
+"""
+
+
+@pytest.mark.long
+def test_workers_that_are_lost_with_their_dataloader_processes_leave_no_folders(tmp_path: Path) -> None:
+    script, temporary = tmp_path / "script.py", tmp_path / "tmp"
+    script.write_text(LOADS)
+    temporary.mkdir()
+    command = [sys.executable, str(script), str(tmp_path / "first"), str(tmp_path / "second")]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "it was killed by SIGKILL\n" * 2
+    assert list(temporary.glob("pymp-*")) == []
 
 
 def exit_with_what_is_wrong(_: object) -> None:
