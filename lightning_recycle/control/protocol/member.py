@@ -192,6 +192,8 @@ class Member:
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
         self._published.clear()
         self.plans.clear()
+        if self._memory is not None:
+            self._memory.entered(announced)
         return announced
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:

@@ -303,6 +303,7 @@ class Facts:
 
     Args:
         everywhere: equal on all workers, such as counters.
+        inputs: equal on all workers, and the gradients of the step depend on them, such as the samples.
         stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
         checked: checksums that are equal within a stage, after some steps.
     """
@@ -310,6 +311,7 @@ class Facts:
     everywhere: Mapping[str, Number] = field(default_factory=dict)
     stage: Mapping[str, Number] = field(default_factory=dict)
     checked: Checked | None = None
+    inputs: Mapping[str, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -832,7 +834,8 @@ class Regroup:
 
     ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, check
     whom you can reach. ``keeps_connections``: all wait, have said so in the generation before, and are the same
-    workers: what they are connected with stays, and only what is missing is connected.
+    workers: what they are connected with stays, and only what is missing is connected. ``unproven``: a step whose
+    results may be wrong: drop what you hold of it; -1 for none.
     """
 
     generation: int
@@ -840,6 +843,7 @@ class Regroup:
     leader: int = -1
     check_links: bool = False
     keeps_connections: bool = False
+    unproven: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ class Kept:
     after_step: AfterStep = AfterStep.GO_ON
     over: Over | None = None
     cuts: messages.Cuts = ()
+    newcomers: tuple[int, ...] = ()
+    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
@@ -111,6 +113,8 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
         state.after_step,
         state.outcome,
         state.cuts,
+        state.newcomers,
+        state.outvoted,
     )
 
 
@@ -132,6 +136,8 @@ def kept(state: MembershipState) -> Kept:
         state.after_step,
         None if state.outcome is None else _over(state, state.outcome),
         state.cuts,
+        tuple(sorted(state.newcomers)),
+        state.outvoted,
     )
 
 
@@ -168,6 +174,8 @@ def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
         else None,
         after_step=written.after_step,
         cuts=written.cuts,
+        newcomers=frozenset(written.newcomers),
+        outvoted=written.outvoted,
         returned={},
     )
 
@@ -190,6 +198,7 @@ def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...
         key=lambda one: (one.generation, one.step),
         default=None,
     )
+    summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
     unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
     state = replace(
         state,
@@ -197,8 +206,9 @@ def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...
         applied=applied,
         version=version,
         passed=0,
-        summed=max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())]),
+        summed=summed,
         next_collective=max(one.next_collective for one in members.values()),
+        unproven=summed if state.unproven >= 0 else max((s[-1] + 1 for s in state.outvoted.values()), default=-1),
         answered=state.answered if known is None else (known.step, known.payloads),
         raised=tuple(one for one in state.raised if (one.rank, one.generation) not in unanswered),
         returned=None,
