@@ -647,6 +647,9 @@ class Returned:
         joining: whether the training had begun without it then.
         wants: what its script wants, with the grid that it was told.
         generation: the newest that was announced to it; -1 before the first.
+        roster, leader: of that generation.
+        resumed: the newest generation in which it was told where all go on; -1 for none.
+        cuts: the layout of that one.
         applied: the newest step that it has applied, or got with its state; -1 for none.
         joins_after: the step after which the newest generation gives it its state; -1 for none.
         restored: the steps of the checkpoint that it goes on from; 0 without one.
@@ -697,6 +700,10 @@ class Returned:
     measured: Measured | None = None
     layers: LayerFacts | None = None
     tried: Tried | None = None
+    roster: tuple[int, ...] = ()
+    leader: int = -1
+    resumed: int = -1
+    cuts: Cuts = ()
 
 
 @dataclass(frozen=True, slots=True)
