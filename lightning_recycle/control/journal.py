@@ -181,6 +181,18 @@ class Journal:
             self._line = replace(self._line, kept=kept, processes=holders)
             self._append()
 
+    def adopt(self, run: str, epoch: int, kept: Kept | None, processes: Mapping[int, Process]) -> None:
+        """Goes on with ``run``, of which this file does not know, after a coordinator of ``epoch``.
+
+        Raises:
+            SupersededError: if another coordinator has taken over.
+        """
+        with self._locked():
+            self._check()
+            self._line = replace(self._line, run=run, epoch=epoch + 1, kept=kept, processes=dict(processes))
+            self.is_continued = True
+            self._append()
+
     def begin(self, statuses: tuple[int, ...]) -> None:
         """Another run begins.
 

@@ -46,7 +46,7 @@ class Reception:
         listener: what accepts the connections.
         objection: says why a worker cannot take part in the run that is served; None if it can.
         is_over: whether there will be no further run: whoever comes may end, successfully.
-        run: the run whose workers may return; empty for none.
+        run: the run whose workers may return; empty for none, None for any.
 
     Raises:
         ConfigurationError: if nobody can listen there.
@@ -58,7 +58,7 @@ class Reception:
         self.listener = Listener(address, key, workers, self._wake)
         self.objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None
         self.is_over = False
-        self.run = ""
+        self.run: str | None = ""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._reader, selectors.EVENT_READ)
         self._met: list[tuple[NonBlockingConnection, messages.Hello | messages.Returned]] = []
@@ -75,6 +75,21 @@ class Reception:
     def has_met(self) -> bool:
         """Whether a worker has come."""
         return bool(self._met)
+
+    @property
+    def returned(self) -> list[messages.Returned]:
+        """What those of the same run as the first say that have lost their coordinator."""
+        said = [one for _, one in self._met if isinstance(one, messages.Returned)]
+        return [one for one in said if one.run == said[0].run]
+
+    def send_returned_away(self) -> None:
+        """Tells those that return that there is nothing to return to."""
+        met, self._met = self._met, []
+        for connection, said in met:
+            if isinstance(said, messages.Returned):
+                self._send_away(connection)
+            else:
+                self._met.append((connection, said))
 
     @property
     def has_returned(self) -> bool:
@@ -158,14 +173,18 @@ class Reception:
             connection.close()
             self._met = [(known, said) for known, said in self._met if known is not connection]
             return
-        if isinstance(hello, messages.Returned) and hello.run != self.run:
-            with contextlib.suppress(OSError):  # it has gone by itself
-                connection.send(messages.Stop(StopReason.LOST))
-                connection.flush_within(_REFUSAL_SECONDS)
-            self._selector.unregister(connection)
-            connection.close()
+        if isinstance(hello, messages.Returned) and self.run is not None and hello.run != self.run:
+            self._send_away(connection)
         elif hello is not None:
             self._met.append((connection, hello))
+
+    def _send_away(self, connection: NonBlockingConnection) -> None:
+        """There is nothing to which this worker could return."""
+        with contextlib.suppress(OSError):  # it has gone by itself
+            connection.send(messages.Stop(StopReason.LOST))
+            connection.flush_within(_REFUSAL_SECONDS)
+        self._selector.unregister(connection)
+        connection.close()
 
     def _dismiss_if_over(self) -> None:
         """Lets everybody go: the runs for which they came have finished."""

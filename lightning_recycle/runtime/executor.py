@@ -691,7 +691,7 @@ class Executor:
         self._incoming = {}
         announced = self._client.enter_generation()
         version = -1 if self._joining else self.version
-        if self._verifier.leaves_open(self.version):
+        if self._reduced and (self._verifier.leaves_open(self.version) or announced.unproven == self.version):
             self._reduced, self._payload = False, None
         status = WorkerStatus(self.worker.stage, version, self._reduced, not self.is_settled)
         self._client.doing(self.version, "recovery", _RECOVER)

@@ -3,7 +3,10 @@
 The losses of a step are collected by micro-batch, whoever computed them and however often. Nobody applies a step before
 they are known to all; where workers check each other's computations that is not before all have passed the step in one
 generation, as a wrong result of one may be in those of all. A step counts as committed once every live worker has
-applied it; the facts that workers report of it are compared. Where stages must agree
+applied it; the facts that workers report of it are compared. Whoever joined while the training was going on, and holds
+other values than most of those that must hold the same, is evicted; any other difference ends the run. As long as there
+are such newcomers, nobody applies a step before the one before it has been compared, so what followed from wrong values
+is in no parameters but those of the worker that goes. Where stages must agree
 before they step (see Commit), they are answered once every live worker is REDUCED. Control collectives are numbered by
 the workers' own program order, outlive generations, and complete when every live worker has arrived. A worker that does
 another thing instead, or has begun a later step than those that wait, has left one out and never comes: the run ends.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from lightning_recycle.control.protocol import checking, messages, not_finite, stopping
@@ -22,6 +26,7 @@ from lightning_recycle.control.protocol.state import (
     RESULT,
     Command,
     Ended,
+    Evict,
     Failed,
     Finished,
     MembershipState,
@@ -39,11 +44,19 @@ __all__ = [
     "add_pass",
     "check_attendance",
     "count_steps",
+    "doubt",
     "end",
     "forget_retracted",
     "forget_unproven",
     "settle",
 ]
+
+_SAME_ON_ALL = (
+    "Hooks, callbacks and schedulers must do the same on all workers: decide on values that are the same everywhere,"
+    " such as trainer.callback_metrics, and keep what you base decisions on in state_dict(), so that a replacement has"
+    " it."
+)
+_INPUTS = -1  # the scope of values that the gradients of the step depend on
 
 _ON_ALL = (
     "Whatever waits for all workers (self(x) with several stages, all_gather, reduce, broadcast, barrier, saving a"
@@ -59,6 +72,8 @@ def end(state: MembershipState, outcome: Outcome) -> tuple[MembershipState, tupl
 def settle(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
     """After a worker is gone: completes what waited only for it."""
     state, commands = count_steps(state)
+    state, told = _sum_up(state, state.summed)
+    commands += told
     state, verdict = stopping.settle_stop(state)
     commands += verdict
     for number in sorted(state.collectives):
@@ -110,6 +125,15 @@ def forget_unproven(state: MembershipState) -> MembershipState:
     )
 
 
+def doubt(state: MembershipState) -> MembershipState:
+    """A newcomer is lost. If it was not compared after the newest step, it may have taken part in the next one with
+    wrong values: all run that again. Nobody has applied it, as its loss is not known.
+    """
+    if state.returned is None and state.version == state.summed:
+        return state
+    return replace(state, unproven=state.summed, passes=frozenset())
+
+
 def _sum_up(state: MembershipState, step: int) -> tuple[MembershipState, tuple[Command, ...]]:
     """Tells all the loss of ``step`` if it is known, and proven where it must be."""
     known, outputs = state.losses.get(step, {}), state.outputs.get(step, {})
@@ -117,6 +141,8 @@ def _sum_up(state: MembershipState, step: int) -> tuple[MembershipState, tuple[C
         return state, ()
     if step == state.unproven and state.passes != state.live:
         return state, ()
+    if state.newcomers and state.version < step:
+        return state, ()  # one of them may have taken part in it with other values than the others
     loss = sum(known[index] for index in sorted(known)) / len(known)
     state = state.updated(
         losses={other: value for other, value in state.losses.items() if other > step},
@@ -131,23 +157,38 @@ def _sum_up(state: MembershipState, step: int) -> tuple[MembershipState, tuple[C
 
 
 def add_applied(state: MembershipState, event: messages.Applied) -> tuple[MembershipState, tuple[Command, ...]]:
-    """A worker has applied a step. Ends the run if it now differs from the others."""
+    """A worker has applied a step. Ends the run if it now differs from the others; while there are newcomers, they are
+    compared when all have applied it.
+    """
     if event.step <= state.applied.get(event.rank, -1):
         return state, ()
-    told, difference = _compared(state, event)
-    if difference:
-        return end(
-            state,
-            Failed(
-                f"After step {event.step} workers hold different values that must be the same: {difference}. Hooks,"
-                " callbacks and schedulers must do the same on all workers: decide on values that are the same"
-                " everywhere, such as trainer.callback_metrics, and keep what you base decisions on in state_dict(), so"
-                " that a replacement has it."
-            ),
-        )
+    if state.newcomers:
+        told = _with_all(state, event)
+    else:
+        told, difference = _compared(state, event)
+        if difference:
+            return end(state, _differ(event.step, difference))
     facts = {**state.facts, event.step: told}
     state = checking.add_checked(state, event)
     return count_steps(state.updated(facts=facts, applied={**state.applied, event.rank: event.step}))
+
+
+def _differ(step: int, difference: str) -> Failed:
+    return Failed(
+        f"After step {step} workers hold different values that must be the same: {difference}. {_SAME_ON_ALL}"
+    )
+
+
+def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int | None, Mapping[str, float]], ...]:
+    """What must be the same on all workers (None, and :data:`_INPUTS`), and on those of its stage."""
+    facts = event.facts
+    return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.stage_of(event.rank), facts.stage)
+
+
+def _with_all(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Told, ...]]:
+    """What is told of the step, with all that ``event`` adds."""
+    told = state.facts.get(event.step, {})
+    return {**told, **{scope: (*told.get(scope, ()), (event.rank, mine)) for scope, mine in _scopes(state, event)}}
 
 
 def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[int | None, tuple[Told, ...]], str]:
@@ -157,7 +198,7 @@ def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[
     """
     told = dict(state.facts.get(event.step, {}))
     differ = []
-    for stage, mine in ((None, event.facts.everywhere), (state.stage_of(event.rank), event.facts.stage)):
+    for stage, mine in _scopes(state, event):
         others = tuple(one for one in told.get(stage, ()) if one[0] in state.live)
         if any(theirs == mine for _, theirs in others):
             continue
@@ -165,9 +206,49 @@ def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[
         for name, value in mine.items():
             first, theirs = next(((rank, facts[name]) for rank, facts in others if name in facts), (event.rank, value))
             if not _same(value, theirs):
-                other, worker = state.grid.worker(first), state.grid.worker(event.rank)
-                differ.append(f"{name} is {theirs!r} on worker {other} and {value!r} on {worker}")
+                differ.append(_in_words(state, name, (first, theirs), (event.rank, value)))
     return told, "; ".join(sorted(differ))
+
+
+def _in_words(state: MembershipState, name: str, one: tuple[int, float], other: tuple[int, float]) -> str:
+    (first, theirs), (rank, value) = one, other
+    return f"{name} is {theirs!r} on worker {state.grid.worker(first)} and {value!r} on {state.grid.worker(rank)}"
+
+
+def _vote(state: MembershipState, step: int) -> tuple[MembershipState, tuple[Command, ...]]:
+    """Compares what all live workers hold after ``step``, and evicts newcomers that most others contradict."""
+    wrong: dict[int, list[str]] = {}
+    is_clear = True
+    for scope, told in state.facts.get(step, {}).items():
+        values = {rank: facts for rank, facts in told if rank in state.live}
+        first = next(iter(values.values()), {})
+        if all(facts == first for facts in values.values()):
+            continue
+        right = max(values, key=lambda rank: sum(not _names(values[rank], facts) for facts in values.values()))
+        differing = {rank: names for rank, facts in values.items() if (names := _names(values[right], facts))}
+        # What inputs led to, all have applied.
+        is_clear = is_clear and scope != _INPUTS and 2 * len(differing) < len(values)
+        for rank, names in differing.items():
+            wrong.setdefault(rank, []).extend(
+                _in_words(state, name, (right, values[right][name]), (rank, values[rank][name])) for name in names
+            )
+    if not wrong:
+        return state, ()
+    is_clear = is_clear and wrong.keys() <= state.newcomers
+    if not is_clear or any(not state.holders(state.stage_of(rank)) - wrong.keys() for rank in wrong):
+        return end(state, _differ(step, "; ".join(sorted(chain.from_iterable(wrong.values())))))
+    commands: list[Command] = []
+    for rank, words in sorted(wrong.items()):
+        cause = f"after step {step} {'; '.join(sorted(words))}: most workers agree, and it has joined them"
+        state = replace(state, outvoted={**state.outvoted, rank: (*state.outvoted.get(rank, ()), step)})
+        details = {"cause": cause, "stays_empty": rank in state.barred}
+        commands += [Record("outvoted", step, rank, details), Evict(rank, cause)]
+    return doubt(state), tuple(commands)
+
+
+def _names(right: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
+    """The names whose values differ."""
+    return [name for name in right.keys() & other.keys() if not _same(right[name], other[name])]
 
 
 def _same(a: float, b: float) -> bool:
@@ -184,12 +265,22 @@ def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command,
     version = min(state.applied[rank] for rank in state.live) + 1
     records = tuple(Record("step", step) for step in range(state.version, version))
     facts = {step: told for step, told in state.facts.items() if step >= version}
+    commands: tuple[Command, ...] = records
+    for step in range(state.version, version):
+        state, voted = _vote(state, step)
+        commands += voted
+        if state.outcome is not None:
+            return state, commands
+    is_equal = len(commands) == len(records)
     state = state.updated(version=version, passed=0, disturbances=0, facts=facts)
+    if state.newcomers:
+        state, told = _sum_up(state, state.summed)
+        commands += told
     state, settled = not_finite.settle(state)
-    if not state.checks.due(version):
-        return state, records + settled
+    if not (is_equal and state.checks.due(version)):  # whoever has other values, and goes, has other bits, too
+        return state, commands + settled
     state, caused = checking.compare(state)
-    return state, records + settled + caused
+    return state, commands + settled + caused
 
 
 def add_commit(state: MembershipState, event: messages.Commit) -> tuple[MembershipState, tuple[Command, ...]]:

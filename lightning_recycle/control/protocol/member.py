@@ -175,7 +175,12 @@ class Member:
     def returned(self, **who: Any) -> messages.Returned:
         """What to say first to a coordinator that was started again; ``who``: who says it, by field."""
         assert self._memory is not None, "it ends with its coordinator"
-        generation = -1 if self._announced is None else self._announced.generation
+        announced, resume = self._announced, self._resume
+        if announced is not None:
+            who.update(roster=announced.roster, leader=announced.leader)
+        if resume is not None:
+            who.update(resumed=resume.generation, cuts=resume.cuts)
+        generation = -1 if announced is None else announced.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     # ------------------------------------------------------------------ generations
@@ -192,6 +197,8 @@ class Member:
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
         self._published.clear()
         self.plans.clear()
+        if self._memory is not None:
+            self._memory.entered(announced)
         return announced
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:

@@ -21,7 +21,8 @@ the worker that raised is evicted, or in place, when it is the last holder of it
 (:mod:`~lightning_recycle.control.protocol.blame`).
 
 A worker whose bits are wrong (:mod:`~lightning_recycle.control.protocol.checking`) is evicted, or takes over a peer's
-state in a generation that begins at a step boundary for it.
+state in a generation that begins at a step boundary for it. A worker that joined while the training was going on, and
+has other values than most (:mod:`~lightning_recycle.control.protocol.agreements`), is evicted.
 
 If a guess was wrong with which workers had stepped (Undo), the same workers connect again, too; it counts as no trouble
 of the network.
@@ -235,7 +236,8 @@ def _begin_generation(state: MembershipState, becomes: messages.Cuts = (), idle:
         broken_pairs=frozenset(),
     )
     checks = state.disturbances > 0
-    regroup = messages.Regroup(state.generation, state.roster, state.leader, checks, idle and not checks)
+    unproven = state.unproven if state.unproven >= state.summed else -1
+    regroup = messages.Regroup(state.generation, state.roster, state.leader, checks, idle and not checks, unproven)
     return state, (Send(state.roster, regroup),)
 
 
@@ -271,6 +273,7 @@ def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
         live=state.live.difference(ranks),
         joined=state.joined.difference(ranks),
         joining=state.joining.difference(ranks),
+        newcomers=state.newcomers.difference(ranks),
         leaving=state.leaving.difference(ranks),
         ending=state.ending.difference(ranks),
         moves={rank: mover for rank, mover in state.moves.items() if mover not in ranks},
@@ -279,6 +282,8 @@ def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
 
 
 def _lose(state: MembershipState, event: Lost) -> _Next:
+    if event.rank in state.newcomers:
+        state = agreements.doubt(state)
     state = replace(_remove(state, {event.rank}), causes={**state.causes, event.rank: event.cause}, disturbances=0)
     commands: tuple[Command, ...] = (Record("failure", state.version, event.rank, {"cause": event.cause}),)
     stage = state.stage_of(event.rank)
@@ -617,6 +622,7 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
         live=state.live | enter,
         joined=state.joined | enter,
         joining=enter,
+        newcomers=state.newcomers | enter,
         ready=state.ready - enter,
         passed=0,
         applied={**state.applied, **dict.fromkeys(enter, event.step - 1)},

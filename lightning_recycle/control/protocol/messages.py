@@ -303,6 +303,7 @@ class Facts:
 
     Args:
         everywhere: equal on all workers, such as counters.
+        inputs: equal on all workers, and the gradients of the step depend on them, such as the samples.
         stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
         checked: checksums that are equal within a stage, after some steps.
     """
@@ -310,6 +311,7 @@ class Facts:
     everywhere: Mapping[str, Number] = field(default_factory=dict)
     stage: Mapping[str, Number] = field(default_factory=dict)
     checked: Checked | None = None
+    inputs: Mapping[str, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,6 +647,9 @@ class Returned:
         joining: whether the training had begun without it then.
         wants: what its script wants, with the grid that it was told.
         generation: the newest that was announced to it; -1 before the first.
+        roster, leader: of that generation.
+        resumed: the newest generation in which it was told where all go on; -1 for none.
+        cuts: the layout of that one.
         applied: the newest step that it has applied, or got with its state; -1 for none.
         joins_after: the step after which the newest generation gives it its state; -1 for none.
         restored: the steps of the checkpoint that it goes on from; 0 without one.
@@ -695,6 +700,10 @@ class Returned:
     measured: Measured | None = None
     layers: LayerFacts | None = None
     tried: Tried | None = None
+    roster: tuple[int, ...] = ()
+    leader: int = -1
+    resumed: int = -1
+    cuts: Cuts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -832,7 +841,8 @@ class Regroup:
 
     ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, check
     whom you can reach. ``keeps_connections``: all wait, have said so in the generation before, and are the same
-    workers: what they are connected with stays, and only what is missing is connected.
+    workers: what they are connected with stays, and only what is missing is connected. ``unproven``: a step whose
+    results may be wrong: drop what you hold of it; -1 for none.
     """
 
     generation: int
@@ -840,6 +850,7 @@ class Regroup:
     leader: int = -1
     check_links: bool = False
     keeps_connections: bool = False
+    unproven: int = -1
 
 
 @dataclass(frozen=True, slots=True)

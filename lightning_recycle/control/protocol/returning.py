@@ -118,6 +118,10 @@ class Memory:
                 if self._confirm is not None and self._confirm.number <= message.number:
                     self._confirm = None
 
+    def entered(self, announced: messages.Regroup) -> None:
+        """The worker enters a generation."""
+        self._losses.pop(announced.unproven, None)
+
     def began(self, step: int) -> None:
         """The worker begins ``step``."""
         if self._answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:

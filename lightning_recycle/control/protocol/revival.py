@@ -11,6 +11,11 @@ Contract: a generation that anybody has heard of is never used again. Nothing is
 :mod:`~lightning_recycle.control.protocol.recovery` redo after a loss. It may be killed again at any moment: until the
 new generation is written down, nobody has been told anything that the workers did not know already.
 
+If what was written down is lost, the workers know enough of it (:func:`adopted`) where all members of the newest
+generation return. Whoever was given up before that generation is not in its roster, and generations that none of them
+has heard of have had no effect. Missed are the exceptions that were raised before, reasons of losses, and how earlier
+runs ended. A decision to stop that only some have heard cannot be found out, so such a run does not go on.
+
 Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
 boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
 getting ready for; a better plan; the record, which begins anew, but for its counters.
@@ -18,7 +23,7 @@ getting ready for; a better plan; the record, which begins anew, but for its cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +44,7 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.planning.grid import Grid
 
-__all__ = ["Kept", "Over", "durable", "events", "kept", "order", "rebuilt", "revived"]
+__all__ = ["Kept", "Over", "adopted", "durable", "events", "kept", "order", "rebuilt", "revived"]
 
 _ORDER: tuple[type[Any], ...] = (
     messages.Restored,
@@ -94,6 +99,8 @@ class Kept:
     after_step: AfterStep = AfterStep.GO_ON
     over: Over | None = None
     cuts: messages.Cuts = ()
+    newcomers: tuple[int, ...] = ()
+    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
@@ -111,6 +118,8 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
         state.after_step,
         state.outcome,
         state.cuts,
+        state.newcomers,
+        state.outvoted,
     )
 
 
@@ -132,6 +141,8 @@ def kept(state: MembershipState) -> Kept:
         state.after_step,
         None if state.outcome is None else _over(state, state.outcome),
         state.cuts,
+        tuple(sorted(state.newcomers)),
+        state.outvoted,
     )
 
 
@@ -168,8 +179,43 @@ def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
         else None,
         after_step=written.after_step,
         cuts=written.cuts,
+        newcomers=frozenset(written.newcomers),
+        outvoted=written.outvoted,
         returned={},
     )
+
+
+def adopted(said: Collection[messages.Returned]) -> tuple[Kept | None, dict[int, messages.Returned]] | str:
+    """What an earlier coordinator of a run knew, without its file, and its members by rank; or what is missing.
+
+    Args:
+        said: what workers of one run say that have lost their coordinator.
+
+    Returns:
+        None instead of :class:`Kept` if the run has not begun.
+    """
+    newest = max(said, key=lambda one: one.generation)
+    if newest.generation < 0:
+        return None, {}
+    # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
+    current = (one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1)
+    members = {one.rank: one for one in sorted(current, key=lambda one: (one.incarnation, one.generation))}
+    missing = [rank for rank in newest.roster if rank not in members]
+    if missing:
+        return f"the workers of ranks {', '.join(map(str, missing))} have not returned"
+    wishes = {one.request.point if one.request is not None else -1 for one in members.values()}
+    if len(wishes) > 1:
+        return "some workers wait to stop early, and nobody knows what the others were told"
+    knows = max(members.values(), key=lambda one: one.resumed)
+    return Kept(
+        newest.generation,
+        newest.roster,
+        newest.leader,
+        joining=tuple(rank for rank, one in sorted(members.items()) if one.joining and one.applied < 0),
+        has_resumed=any(one.applied >= 0 for one in members.values()),
+        cuts=knows.cuts,
+        newcomers=tuple(rank for rank, one in sorted(members.items()) if one.incarnation > 0),
+    ), members
 
 
 def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
@@ -190,6 +236,7 @@ def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...
         key=lambda one: (one.generation, one.step),
         default=None,
     )
+    summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
     unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
     state = replace(
         state,
@@ -197,8 +244,9 @@ def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...
         applied=applied,
         version=version,
         passed=0,
-        summed=max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())]),
+        summed=summed,
         next_collective=max(one.next_collective for one in members.values()),
+        unproven=summed if state.unproven >= 0 else max((s[-1] + 1 for s in state.outvoted.values()), default=-1),
         answered=state.answered if known is None else (known.step, known.payloads),
         raised=tuple(one for one in state.raised if (one.rank, one.generation) not in unanswered),
         returned=None,

@@ -19,6 +19,9 @@ from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
 
+MAX_OUTVOTED = 2
+"""Evictions for other values, after which a position stays empty: each replacement would be evicted, too."""
+
 RESULT = "result"
 """Name of the collective that delivers the results of the run; the coordinator keeps its payloads."""
 
@@ -284,6 +287,8 @@ class MembershipState:
         regrouping: whether the generation still waits for reports.
         reports: the reports of the current generation, by rank.
         joining: live ranks that do not have the state of their stage yet.
+        newcomers: live ranks that joined while the training was going on.
+        outvoted: by position, the steps after which workers were evicted because most others held other values.
         ready: ranks of workers that wait to be let in.
         leaving: live ranks that want to leave.
         ending: those of them after which the run may end: once all live ranks are among them, it does.
@@ -301,11 +306,12 @@ class MembershipState:
         answered: step and payloads, by stage, of the newest commit that was answered.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
         facts: for steps that not every live worker has applied: step -> stage, or None for what must be the same on
-            all -> who told what first.
+            all -> who told what; only who told something first, while there are no newcomers.
         losses: for steps that are not complete: step -> global micro-batch -> loss.
         outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: the number of steps whose loss is known.
-        unproven: the newest step with losses that count once all live workers have passed it; -1 for none.
+        unproven: the newest step with losses that count once all live workers have passed it, or that a worker with
+            wrong values has taken part in; -1 for none.
         passes: the ranks that have passed step ``summed`` in the current generation.
         collectives: open control collectives: number -> rank -> contribution.
         next_collective: the lowest number that is not answered yet.
@@ -334,6 +340,8 @@ class MembershipState:
     regrouping: bool = False
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     joining: frozenset[int] = frozenset()
+    newcomers: frozenset[int] = frozenset()
+    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     ready: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
     ending: frozenset[int] = frozenset()
@@ -385,8 +393,14 @@ class MembershipState:
 
     @property
     def vacant(self) -> tuple[int, ...]:
-        """Ranks that no worker holds and none is ready to take."""
-        return tuple(r for r in range(self.grid.num_workers) if r not in self.live and r not in self.ready)
+        """Ranks that no worker holds and none is ready to take, and that may be taken."""
+        out = self.live | self.ready | self.barred
+        return tuple(rank for rank in range(self.grid.num_workers) if rank not in out)
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Positions that stay empty: their workers were wrong again and again."""
+        return frozenset(rank for rank, steps in self.outvoted.items() if len(steps) >= MAX_OUTVOTED)
 
     def stage_of(self, rank: int) -> int:
         return self.grid.worker(rank).stage
