@@ -40,4 +40,5 @@ def _bytes_of(tensor: Tensor) -> Any:
     """What can be hashed of ``tensor``, without a copy where that is possible."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return b""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()  # a single element may have any stride

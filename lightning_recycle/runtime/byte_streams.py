@@ -119,7 +119,8 @@ class ByteReceiver:
 def _parts(tensor: Tensor, carried: bool) -> Iterator[Tensor]:
     """The memory of a contiguous ``tensor`` in parts, as bytes."""
     if tensor.numel():
-        yield from tensor.view(-1).view(torch.uint8).split(_CARRIED_BYTES if carried else _PART_BYTES)
+        vector = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
+        yield from vector.view(torch.uint8).split(_CARRIED_BYTES if carried else _PART_BYTES)
 
 
 def _sum(part: Tensor, carried: bool) -> int:

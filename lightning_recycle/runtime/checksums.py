@@ -65,7 +65,8 @@ def _bits(tensor: Tensor) -> Tensor:
         tensor = tensor.to_dense()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-    return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    vector = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
+    return vector.view(_INTEGERS[tensor.element_size()])
 
 
 class _Stream:

@@ -216,4 +216,4 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a vector of bytes."""
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride

@@ -37,7 +37,10 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if obj.is_quantized or obj.is_conj() or obj.is_neg():
             return NotImplemented
-        data = obj.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if obj.numel() else b""
+        data = b""
+        if obj.numel():
+            vector = obj.contiguous().as_strided((obj.numel(),), (1,))  # a single element may have any stride
+            data = vector.view(torch.uint8).numpy().tobytes()
         return _tensor, (data, obj.dtype, tuple(obj.shape))
 
 

@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
+from lightning_recycle.data.sample_digests import add_sample
 from lightning_recycle.runtime.checksums import checksum
+from lightning_recycle.runtime.message_sums import sum_of_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -66,3 +68,11 @@ def test_numbers_count_and_other_objects_do_not() -> None:
     assert checksum([1, 2.5]) != checksum([1, 2.0])
     assert checksum([1, 2]) != checksum([12])
     assert checksum(["adam", None, 1]) == checksum([1])
+
+
+def test_a_lone_element_of_any_stride_has_the_checksum_of_its_value() -> None:
+    lone = torch.arange(6)[1::3][:1]
+    assert lone.stride() == (3,)
+    assert checksum([lone]) == checksum([torch.tensor([1])])
+    assert sum_of_tensors([lone]) == sum_of_tensors([torch.tensor([1])])
+    assert add_sample(0, lone) == add_sample(0, torch.tensor([1]))

@@ -12,6 +12,7 @@ TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
     "transposed": torch.arange(6).reshape(2, 3).t(),
     "empty": torch.zeros(0, 3),
+    "a lone element with a stride": torch.arange(6).reshape(2, 3)[:1, 1],
     "bfloat16": torch.randn(3, generator=torch.Generator().manual_seed(0)).bfloat16(),
     "complex": torch.tensor([1 + 2j, 3j]),
     "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
