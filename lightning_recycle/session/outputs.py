@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
-from torchmetrics.wrappers import Running
+from torchmetrics.wrappers import MetricTracker, Running
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
@@ -120,11 +121,23 @@ class OutputRecorder:
         self._module = module
         self.collected = HookSideEffects(module, alone, microbatches, whole)
         self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
-        self._metrics = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
-        for collection in module.modules():
+        self._find_metrics()
+
+    def _find_metrics(self) -> None:
+        self._metrics = {name: m for name, m in self._module.named_modules() if isinstance(m, Metric)}
+        self._trackers = {name: m for name, m in self._module.named_modules() if isinstance(m, MetricTracker)}
+        self._lengths = self._tracked()
+        for metric in self._metrics.values():
+            if "update" not in vars(metric):  # it came from another worker, without what counts its updates
+                metric.__setstate__({})
+        for collection in self._module.modules():
             if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own
                 collection._enable_compute_groups = False
                 collection._groups = {i: [str(key)] for i, key in enumerate(collection.keys(keep_base=True))}
+
+    def _tracked(self) -> dict[str, int]:
+        """How many metrics each tracker has; ``increment`` adds one."""
+        return {name: len(tracker) for name, tracker in self._trackers.items()}
 
     # ------------------------------------------------------------------ on the worker that has the output
 
@@ -138,6 +151,8 @@ class OutputRecorder:
     def recording(self) -> Iterator[Recording]:
         """Records what happens in the block, in the object that the context yields."""
         module, recording = self._module, Recording()
+        if self._tracked() != self._lengths:
+            self._find_metrics()
         before = {path: metric_states(metric) for path, metric in self._metrics.items()}
         for metric in self._metrics.values():
             metric.reset()
@@ -147,7 +162,13 @@ class OutputRecorder:
                 yield recording
             recording.changes = tuple(changes)
             recording.logs = tuple(self._portable(*log) for log in module.recorded_logs)
-            recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if m._update_count}
+            recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if _has_gained(m)}
+            for name, length in self._tracked().items():
+                if length != self._lengths[name]:
+                    raise UnsupportedFeatureError(
+                        f"{name}.increment() was called in a step, or in a hook that sees outputs: other workers would"
+                        " not have the new metric. Call it in a hook such as on_train_epoch_start."
+                    )
         finally:
             module.recorded_logs = None
             for path, metric in self._metrics.items():
@@ -198,6 +219,8 @@ class OutputRecorder:
             What the hooks returned.
         """
         ordered = [unpack_tensors(data) if data else _EMPTY for _, data in sorted(records.items())]
+        if self._tracked() != self._lengths:
+            self._find_metrics()
         device = self._module.device
         wanted = {
             value.path
@@ -317,7 +340,7 @@ def _in_a_row(parts: Sequence[Any]) -> Any:
 
 def metric_states(metric: Metric) -> _States:
     """What ``metric`` has accumulated, with its caches."""
-    names = (*metric._defaults, "_update_count", "_forward_cache", "_computed", *_more_names(metric))
+    names = (*_state_names(metric), "_update_count", "_forward_cache", "_computed")
     # Some metrics extend lists in place.
     return {n: list(v) if isinstance(v := getattr(metric, n), list) else v for n in names}
 
@@ -331,14 +354,28 @@ def set_metric_states(metric: Metric, states: _States) -> None:
 _INSEPARABLE = {
     "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a"
     " hook such as on_validation_epoch_end.",
+    "BootStrapper": "it draws samples of the whole batch. Log the metric inside it, or keep predictions and targets in"
+    " CatMetric, and draw from these in a hook such as on_validation_epoch_end.",
     "NormalizedRootMeanSquaredError": "torchmetrics does not put more than two parts together. Log"
     " MeanSquaredError(squared=False), and divide it in a hook such as on_validation_epoch_end.",
 }
 """Metrics of torchmetrics that work on whole batches alone, and the remedy."""
 
 
-def _more_names(metric: Metric) -> tuple[str, ...]:
-    return ("_num_vals_seen",) if isinstance(metric, Running) else ()
+def _state_names(metric: Metric) -> tuple[str, ...]:
+    if isinstance(metric, Running):
+        return (*metric._defaults, "_num_vals_seen")
+    return () if isinstance(metric, WrapperMetric) else tuple(metric._defaults)  # the metrics inside have the states
+
+
+def _has_gained(metric: Metric) -> bool:
+    """Whether ``metric`` was updated since its reset. Wrappers do not count, and some begin at 1."""
+    if isinstance(metric, Running):
+        return bool(metric._num_vals_seen)
+    if isinstance(metric, WrapperMetric):
+        _, *inner = metric.modules()
+        return any(_has_gained(module) for module in inner if isinstance(module, Metric))
+    return bool(metric._update_count)
 
 
 def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: bool) -> None:
@@ -351,6 +388,8 @@ def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: 
         raise UnsupportedFeatureError(
             f"The metric {path} ({type(metric).__name__}) cannot be put together from parts of a batch: {reason}"
         )
+    if isinstance(metric, WrapperMetric):
+        return
     step = gained[0]
     for more in gained[1:]:
         step = _merged(metric, path, step, more)

@@ -129,17 +129,18 @@ class _Metrics:
     stays = False
 
     def __init__(self, module: nn.Module) -> None:
-        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._module = module
 
-    def get(self) -> list[dict[str, Any]]:
-        return [metric_states(metric) for metric in self._metrics]
+    def get(self) -> list[tuple[Metric, dict[str, Any]]]:
+        metrics = (metric for metric in self._module.modules() if isinstance(metric, Metric))  # trackers add some
+        return [(metric, metric_states(metric)) for metric in metrics]
 
-    def set(self, value: list[dict[str, Any]]) -> None:
-        for metric, states in zip(self._metrics, value, strict=True):
+    def set(self, value: list[tuple[Metric, dict[str, Any]]]) -> None:
+        for metric, states in value:
             set_metric_states(metric, states)
 
-    def copy(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [_own(states, _DEPTH, {}) for states in value]
+    def copy(self, value: list[tuple[Metric, dict[str, Any]]]) -> list[tuple[Metric, dict[str, Any]]]:
+        return [(metric, _own(states, _DEPTH, {})) for metric, states in value]
 
 
 class _Generators:
