@@ -72,8 +72,6 @@ def end(state: MembershipState, outcome: Outcome) -> tuple[MembershipState, tupl
 def settle(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
     """After a worker is gone: completes what waited only for it."""
     state, commands = count_steps(state)
-    state, told = _sum_up(state, state.summed)
-    commands += told
     state, verdict = stopping.settle_stop(state)
     commands += verdict
     for number in sorted(state.collectives):
@@ -170,7 +168,11 @@ def add_applied(state: MembershipState, event: messages.Applied) -> tuple[Member
             return end(state, _differ(event.step, difference))
     facts = {**state.facts, event.step: told}
     state = checking.add_checked(state, event)
-    return count_steps(state.updated(facts=facts, applied={**state.applied, event.rank: event.step}))
+    state, commands = count_steps(state.updated(facts=facts, applied={**state.applied, event.rank: event.step}))
+    if not state.newcomers or state.outcome is not None:
+        return state, commands
+    state, loss = _sum_up(state, state.summed)  # which may have waited for that
+    return state, commands + loss
 
 
 def _differ(step: int, difference: str) -> Failed:
@@ -273,9 +275,6 @@ def count_steps(state: MembershipState) -> tuple[MembershipState, tuple[Command,
             return state, commands
     is_equal = len(commands) == len(records)
     state = state.updated(version=version, passed=0, disturbances=0, facts=facts)
-    if state.newcomers:
-        state, told = _sum_up(state, state.summed)
-        commands += told
     state, settled = not_finite.settle(state)
     if not (is_equal and state.checks.due(version)):  # whoever has other values, and goes, has other bits, too
         return state, commands + settled
