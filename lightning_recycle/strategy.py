@@ -30,7 +30,6 @@ from lightning_recycle.control.history import Event
 from lightning_recycle.control.json_logs import install_if_wanted
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.launch.exceptions import restore_chain
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.cutting import is_meant_to_be_cut
@@ -503,7 +502,6 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        restore_chain(exception)
         if self.launcher is not None:
             self.launcher.on_exception(exception)
         super().on_exception(exception)

@@ -26,6 +26,7 @@ from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, WorkerStartError
 from lightning_recycle.launch.delivery import Call, Extras, FiledPart, StagePart, UserObjects, data_given
+from lightning_recycle.launch.exceptions import restore_chain
 from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
 from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
 from lightning_recycle.launch.shown_loaders import show_loaders
@@ -252,4 +253,5 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
     if error is None:
         error = ReCycleError(crash.summary)
     error.__cause__ = WorkerTraceback(grid.worker(crash.rank), crash.traceback)
+    restore_chain(error)
     return error
