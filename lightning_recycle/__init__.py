@@ -82,7 +82,11 @@ def _register_strategy(strategies: Any) -> None:
 
 
 def _register_refusal(strategies: Any) -> None:
-    """In ``pytorch_lightning``, the other package of the same sources: its Trainer learns what to import instead."""
+    """In ``pytorch_lightning``, the other package of the same sources: its Trainer learns what to import instead.
+    Not where it is ``lightning.pytorch`` under a second name.
+    """
+    if strategies is sys.modules.get("lightning.pytorch.strategies"):
+        return
     strategies.StrategyRegistry.register(
         "recycle", _refuse_strategy, description="Only for lightning.pytorch", override=True
     )
@@ -111,7 +115,8 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            self.register(module)
+            if module is sys.modules.get(fullname):  # a loader may be that of several modules
+                self.register(module)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
