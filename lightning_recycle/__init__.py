@@ -114,7 +114,8 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            self.register(sys.modules[fullname])  # may be that of the other name
+            if fullname in sys.modules:  # a loader may be that of several modules; it may be that of the other name
+                self.register(sys.modules[fullname])
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

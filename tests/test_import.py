@@ -103,6 +103,37 @@ for strategy in ("recycle", ReCycleStrategy()):
     assert run(code).splitlines() == ["True", "True"]
 
 
+ALIAS = """
+import importlib, importlib.abc, importlib.util, sys
+
+class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "pytorch_lightning":
+            return importlib.util.spec_from_loader(name, self)
+
+    def create_module(self, spec):
+        module = importlib.import_module("lightning.pytorch" + spec.name.removeprefix("pytorch_lightning"))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module):
+        module.__spec__ = module.__spec__.loader_state
+
+sys.meta_path.insert(0, Alias())
+"""
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_pytorch_lightning_as_another_name_of_lightning_has_the_strategy(ours_first: bool) -> None:
+    both = ["import lightning_recycle", ALIAS]
+    code = """
+import pytorch_lightning as pl, pytorch_lightning.strategies, pytorch_lightning.callbacks
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="recycle", logger=False, enable_checkpointing=False)
+print(type(trainer.strategy).__name__)
+"""
+    assert run("\n".join([*(both if ours_first else reversed(both)), code])) == "ReCycleStrategy"
+
+
 def test_public_names_are_found_and_unknown_ones_are_not() -> None:
     package = importlib.import_module("lightning_recycle")
     for name in package.__all__:
