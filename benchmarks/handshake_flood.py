@@ -1,6 +1,6 @@
 """How long a worker's handshake takes while strangers without the key flood the coordinator's port.
 
-    python benchmarks/handshake_flood.py [--seconds 10]
+    python benchmarks/handshake_flood.py [--seconds 10] [--rate 4000]
 
 The strangers are processes that connect, say nothing or something wrong, and go or stay. They come from the loopback
 address, as the worker does, or from this machine's own other address, as from another machine.
@@ -25,10 +25,14 @@ KINDS = ("silent", "leaving", "speaking")
 HELD = 400  # connections that a stranger keeps open
 
 
-def flood(host: str, port: int, kind: str, made: object) -> None:
-    """Connects as fast as it can; counts in ``made``."""
+def flood(host: str, port: int, kind: str, made: object, rate: float) -> None:
+    """Connects ``rate`` times a second, if it can; counts in ``made``."""
     held: list[socket.socket] = []
+    began = time.monotonic()
     while True:
+        ahead = made.value / rate - (time.monotonic() - began)  # type: ignore[attr-defined]
+        if ahead > 0.002:
+            time.sleep(ahead)
         sock = socket.socket()
         sock.setblocking(False)
         with contextlib.suppress(OSError):
@@ -64,7 +68,7 @@ def serve(pipe: object) -> None:
             listener.accepted.get().close()
 
 
-def measure(kind: str, source: str, seconds: float) -> tuple[list[float], int, float, float]:
+def measure(kind: str, source: str, seconds: float, rate: float) -> tuple[list[float], int, float, float]:
     """Seconds of each handshake, how many failed, strangers and log lines a second."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -73,7 +77,9 @@ def measure(kind: str, source: str, seconds: float) -> tuple[list[float], int, f
     door.start()
     port = ours.recv()
     connect(("127.0.0.1", port), KEY).close()
-    strangers = [context.Process(target=flood, args=(source, port, kind, count), daemon=True) for count in made]
+    strangers = [
+        context.Process(target=flood, args=(source, port, kind, count, rate / 2), daemon=True) for count in made
+    ]
     if kind != "none":
         for stranger in strangers:
             stranger.start()
@@ -101,6 +107,7 @@ def measure(kind: str, source: str, seconds: float) -> tuple[list[float], int, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rate", type=float, default=4000.0, help="connections of strangers a second")
     options = parser.parse_args()
     other = socket.gethostbyname(socket.gethostname())
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, contextlib.suppress(OSError):
@@ -112,7 +119,7 @@ def main() -> None:
         for name, source in (("loopback", "127.0.0.1"), ("elsewhere", other)):
             if kind == "none" and name != "loopback":
                 continue
-            took, failed, strangers, lines = measure(kind, source, options.seconds)
+            took, failed, strangers, lines = measure(kind, source, options.seconds, options.rate)
             median, longest = statistics.median(took), max(took)
             print(
                 f"| {kind} | {name} | {strangers:,.0f} | {1e3 * median:,.1f} ms | {1e3 * longest:,.0f} ms |"
