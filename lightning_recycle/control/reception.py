@@ -47,6 +47,7 @@ class Reception:
         objection: says why a worker cannot take part in the run that is served; None if it can.
         is_over: whether there will be no further run: whoever comes may end, successfully.
         run: the run whose workers may return; empty for none, None for any.
+        enrolled: what newcomers are told at once, so that they may return; None if they may not.
 
     Raises:
         ConfigurationError: if nobody can listen there.
@@ -59,6 +60,7 @@ class Reception:
         self.objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None
         self.is_over = False
         self.run: str | None = ""
+        self.enrolled: messages.Enrolled | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._reader, selectors.EVENT_READ)
         self._met: list[tuple[NonBlockingConnection, messages.Hello | messages.Returned]] = []
@@ -176,6 +178,9 @@ class Reception:
         if isinstance(hello, messages.Returned) and self.run is not None and hello.run != self.run:
             self._send_away(connection)
         elif hello is not None:
+            if isinstance(hello, messages.Hello) and self.enrolled is not None:
+                with contextlib.suppress(OSError):  # who reads from it sees that it is gone
+                    connection.send(self.enrolled)
             self._met.append((connection, hello))
 
     def _send_away(self, connection: NonBlockingConnection) -> None:

@@ -21,7 +21,7 @@ from lightning_recycle.control.coordinator import Coordinator, Positions
 from lightning_recycle.control.journal import Journal
 from lightning_recycle.control.plans.replanning import RunPlanner
 from lightning_recycle.control.protocol.admission import objection_to_return
-from lightning_recycle.control.protocol.messages import Returned, StopReason, Unfit, Wants
+from lightning_recycle.control.protocol.messages import Enrolled, Returned, StopReason, Unfit, Wants
 from lightning_recycle.control.protocol.revival import Kept, adopted
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.control.readmission import NOBODY_SECONDS, describe
@@ -80,6 +80,7 @@ class Serving:
             return True
         adopts, self._knows_nothing = self._knows_nothing, False
         self._reception.run = None if adopts else journal.run
+        self._reception.enrolled = Enrolled(journal.run, journal.epoch)
         if self._is_gone(journal):
             self.statuses[:] = journal.statuses
             return False
