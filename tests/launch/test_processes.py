@@ -165,14 +165,14 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 def test_workers_that_are_lost_with_their_dataloader_processes_leave_no_folders(tmp_path: Path) -> None:
-    script, temporary = tmp_path / "script.py", tmp_path / "tmp"
+    script = tmp_path / "script.py"
     script.write_text(LOADS)
-    temporary.mkdir()
     command = [sys.executable, str(script), str(tmp_path / "first"), str(tmp_path / "second")]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "it was killed by SIGKILL\n" * 2
-    assert list(temporary.glob("pymp-*")) == []
+    with tempfile.TemporaryDirectory() as temporary:  # of a short name, for the paths of sockets
+        environment = {**os.environ, "TMPDIR": temporary}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout == "it was killed by SIGKILL\n" * 2
+        assert list(Path(temporary).glob("pymp-*")) == []
 
 
 def exit_with_what_is_wrong(_: object) -> None:
