@@ -469,6 +469,8 @@ class Coordinator:
             self._watch.expect(rank, time.monotonic())
         elif self._state.generation < 0:
             self._watch.begin_start(time.monotonic())
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+            connection.send(messages.Alive(self.options.coordinator_timeout))  # so it knows the limit at once
         self._loop.watch(connection, partial(self._on_readable, rank))
         self._loop.watch_unsent(connection)
         if returned is not None and self._state.returned is not None and rank in self._state.live:

@@ -12,7 +12,7 @@ import pytest
 from control_plane import PATIENCE, SILENCE, ControlPlane, beat, in_thread
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
-from lightning_recycle.control.protocol.messages import Arrive, Hello, Regroup, Report, Stop
+from lightning_recycle.control.protocol.messages import Alive, Arrive, Hello, Regroup, Report, Stop
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import StageLost
 
@@ -33,6 +33,7 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
     assert kinds == ["suspected", "evicted", "failure"]
     assert "silent for more than 1 s" in strict.events("failure")[0].details["cause"]
     assert members[0].client.roster == (0, 1, 2)
+    assert isinstance(silent.receive(), Alive)
     assert isinstance(silent.receive(), Regroup)
     with pytest.raises((EOFError, OSError)):
         silent.receive()

@@ -224,6 +224,17 @@ def test_the_coordinator_shows_life_to_all(monkeypatch: pytest.MonkeyPatch) -> N
                 pass
 
 
+def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent() -> None:
+    with ControlPlane(coordinator_timeout=1000.0) as plane:  # the next sign of life comes in 10 s
+        plane.connection().send(m.Hello(0, os.getpid()))
+        time.sleep(0.5)
+        connection = plane.connection()
+        connection.send(m.Hello(3, os.getpid()))
+        asked = time.monotonic()
+        assert connection.receive() == m.Alive(1000.0)
+        assert time.monotonic() - asked < 5.0
+
+
 def test_an_announced_length_costs_no_memory() -> None:
     inbox = Inbox((m.Arrive,))
     inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big") + b"x" * 100)
