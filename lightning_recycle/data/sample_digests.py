@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_recycle.tensor_memory import memory_of
+
 __all__ = ["add_sample"]
 
 _EXACT = (bool, int, float, complex, str, bytes, type(None))
@@ -41,4 +43,4 @@ def _bytes_of(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return b""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()  # a single element may have any stride
+    return memory_of(tensor).numpy()

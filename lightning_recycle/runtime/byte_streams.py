@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_recycle.runtime.communicator import PARTS_AT_ONCE, Communicator
 from lightning_recycle.runtime.message_sums import sum_of_bytes
+from lightning_recycle.tensor_memory import memory_of
 
 __all__ = ["ByteReceiver", "ByteSender"]
 
@@ -119,8 +120,7 @@ class ByteReceiver:
 def _parts(tensor: Tensor, carried: bool) -> Iterator[Tensor]:
     """The memory of a contiguous ``tensor`` in parts, as bytes."""
     if tensor.numel():
-        vector = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
-        yield from vector.view(torch.uint8).split(_CARRIED_BYTES if carried else _PART_BYTES)
+        yield from memory_of(tensor).split(_CARRIED_BYTES if carried else _PART_BYTES)
 
 
 def _sum(part: Tensor, carried: bool) -> int:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recycle.tensor_memory import memory_of
+
 __all__ = ["checksum"]
 
 _ROW = 4096  # integers; the weights of a row stay in the cache
@@ -65,8 +67,7 @@ def _bits(tensor: Tensor) -> Tensor:
         tensor = tensor.to_dense()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-    vector = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
-    return vector.view(_INTEGERS[tensor.element_size()])
+    return memory_of(tensor.contiguous(), _INTEGERS[tensor.element_size()])
 
 
 class _Stream:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_recycle.runtime.message_sums import sum_of_bytes
+from lightning_recycle.tensor_memory import memory_of
 
 __all__ = ["Incoming", "Outgoing", "Parcel"]
 
@@ -216,4 +217,4 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a vector of bytes."""
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
+    return memory_of(tensor)

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from lightning_recycle.tensor_memory import memory_of
 
 __all__ = ["sum_of_bytes", "sum_of_tensors"]
 
@@ -39,7 +40,6 @@ def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
         if tensor.device.type != "cpu":
             return 0
         if tensor.numel():
-            flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride
-            total = total * 3 + sum_of_bytes(flat.view(torch.uint8).numpy())
+            flat = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+            total = total * 3 + sum_of_bytes(flat.numpy())
     return total % _MODULUS + 1

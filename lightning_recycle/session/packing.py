@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_recycle.tensor_memory import memory_of
+
 __all__ = ["pack_tensors", "unpack_tensors"]
 
 
@@ -37,10 +39,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if obj.is_quantized or obj.is_conj() or obj.is_neg():
             return NotImplemented
-        data = b""
-        if obj.numel():
-            vector = obj.contiguous().as_strided((obj.numel(),), (1,))  # a single element may have any stride
-            data = vector.view(torch.uint8).numpy().tobytes()
+        data = memory_of(obj.contiguous()).numpy().tobytes()
         return _tensor, (data, obj.dtype, tuple(obj.shape))
 
 
