@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.gathering import Gathering, Way, bytes_of
-from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack, home_graph, weights_by_name
+from lightning_recycle.session.object_graph import (
+    LargeData,
+    ObjectGraph,
+    ObjectPack,
+    home_graph,
+    weights_by_name,
+    weights_for,
+)
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
 
@@ -118,11 +125,11 @@ class UserObjects:
     """
 
     def __init__(self, call: Call, keeps_large: bool = False) -> None:
-        self._trainer, _, args, kwargs = call
+        self._trainer = call[0]
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
         self._data = data_given(call)
-        module: Any = args[0] if args else kwargs.get("model")
-        self._large = LargeData(self._graph({"": module}, whole=True, shared=True).large if keeps_large else {})
+        modules = {"": _arguments(call)["model"]}
+        self._large = LargeData(self._graph(modules, whole=True, shared=True).large if keeps_large else {})
 
     def _graph(
         self, modules: Mapping[str, nn.Module], whole: bool, shared: bool, skipped: Collection[str] = ()
@@ -137,10 +144,11 @@ class UserObjects:
             shared: whether what is no module is carried.
             most_bytes: of large data that the data module did not have at the beginning.
         """
-        module, unchanged = self._trainer.lightning_module, self._large.unchanged()
+        module = self._trainer.lightning_module
         names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
         modules = {"": module} if wanted is None else {n: m for n, m in module.named_modules() if wanted(n)}
         graph, skipped = self._graph(modules, wanted is None, shared), set[str]()
+        unchanged = self._large.unchanged() if graph.large else {}  # arrays are read for it
         while new := {p: v for p, v in graph.large.items() if p.startswith("datamodule.") and id(v) not in unchanged}:
             if sum(value.nbytes for value in new.values()) <= most_bytes:
                 break
@@ -153,24 +161,21 @@ class UserObjects:
 
     def take(self, brought: Brought, weights: Mapping[str, Tensor]) -> None:
         """Makes the objects of this process those; ``weights`` are for what this module does not have yet."""
-        module, graph = self._trainer.lightning_module, None
+        module = self._trainer.lightning_module
         modules = {"": module} if brought.whole else dict(module.named_modules())
         graph = self._graph(modules, brought.whole, brought.shared)
-        tensors: dict[str, Any] = dict(graph.large)
-        for name, weight in weights.items():
-            trained = brought.trained.get(name)
-            tensors[f"weight {name}"] = weight if trained is None else nn.Parameter(weight, trained)
-        here = {**dict(module.named_buffers()), **dict(module.named_parameters(remove_duplicate=False))}
-        for name, tensor in here.items():
-            if name not in weights or tensor.shape == weights[name].shape:
-                tensors[f"weight {name}"] = tensor
-        graph.update(brought.pack, torch.device("cpu"), tensors)
+        given = {n: nn.Parameter(w, brought.trained[n]) if n in brought.trained else w for n, w in weights.items()}
+        graph.update(brought.pack, torch.device("cpu"), {**graph.large, **weights_for(module, given)})
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    _, function, args, kwargs = call
+    return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
 def data_given(call: Call) -> dict[str, Any]:
     """The data that a function of the Trainer is given, by name: ``datamodule``, and DataLoaders."""
-    _, function, args, kwargs = call
-    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    given = _arguments(call)
     data = {name: value for name, value in given.items() if name.endswith("dataloaders") or name == "datamodule"}
     for name, value in data.items():
         if isinstance(value, pl.LightningDataModule):  # Lightning takes it in the place of loaders, too

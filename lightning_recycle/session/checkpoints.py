@@ -68,10 +68,11 @@ class Checkpoints:
         reach: called with "checkpoint" and the step right before one is written.
         objects: if a checkpoint is to hold what users keep in their objects, so that the run can begin again from it:
             returns what this stage has.
-        take_objects: called with what ``objects`` returned, and the state dict, before that is loaded.
+        take_objects: if the run begins again: called with what ``objects`` returned, and the state dict, before that is
+            loaded.
 
     Attributes:
-        restored_objects: what ``objects`` returned, from the checkpoint that was loaded; None if it holds none.
+        restored_objects: if the run begins again, what ``objects`` returned, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
     """
 
@@ -84,7 +85,7 @@ class Checkpoints:
     weights_only: bool | None
     reach: Callable[[str, int], None]
     objects: Callable[[], ObjectPack] | None
-    take_objects: Callable[[ObjectPack, Mapping[str, Any]], None]
+    take_objects: Callable[[ObjectPack, Mapping[str, Any]], None] | None
     restored_objects: ObjectPack | None = None
     restored_steps: int = 0
     _unwinding: bool = False
@@ -151,8 +152,9 @@ class Checkpoints:
             torch.cuda.empty_cache()
             checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
-        if _OBJECTS in checkpoint:
-            data, *tensors = checkpoint.pop(_OBJECTS)[self._stage]
+        by_stage = checkpoint.pop(_OBJECTS, None)
+        if by_stage is not None and self.take_objects is not None:  # another run may have other stages
+            data, *tensors = by_stage[self._stage]
             self.restored_objects = ObjectPack(data.numpy().tobytes(), tensors)
         return checkpoint
 
@@ -168,7 +170,7 @@ class Checkpoints:
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
         own = self.own_part(checkpoint["state_dict"])
-        if self.restored_objects is not None:
+        if self.take_objects is not None and self.restored_objects is not None:
             self.take_objects(self.restored_objects, own)
         self.module.load_state_dict(own, strict=strict)
 

@@ -59,6 +59,7 @@ __all__ = [
     "is_bound_to_process",
     "user_graph",
     "weights_by_name",
+    "weights_for",
 ]
 
 Path: TypeAlias = str
@@ -434,7 +435,7 @@ def _is_node(value: Any) -> bool:
         return False
     plain = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
     state = getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
-    return plain and state and not hasattr(kind, "__setstate__") and not isinstance(value, _OF_ONE_PROCESS)
+    return plain and state and not hasattr(kind, "__setstate__")
 
 
 def _is_python(kind: type[Any]) -> bool:
@@ -528,8 +529,7 @@ def is_bound_to_process(callback: Any) -> bool:
 
     It shows or measures something there, or decides by them whether it has set up the optimizer (averages).
     """
-    kinds = (ProgressBar, Timer, StochasticWeightAveraging)
-    return isinstance(callback, kinds) or type(callback).__module__.startswith("lightning_recycle.")
+    return isinstance(callback, (ProgressBar, Timer, StochasticWeightAveraging)) or _is_own(callback)
 
 
 def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
@@ -537,6 +537,15 @@ def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
     weights = weights_of(module)
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
+
+
+def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict[Path, Tensor]:
+    """What takes the place of the weights that were left out of a pack: those of ``module``; where it has none of that
+    name and shape, those of ``state``.
+    """
+    given = {f"weight {name}": tensor for name, tensor in state.items()}
+    own = weights_by_name(module).items()
+    return {**given, **{name: t for name, t in own if name not in given or given[name].shape == t.shape}}
 
 
 def user_graph(trainer: pl.Trainer) -> ObjectGraph:

@@ -79,7 +79,7 @@ from lightning_recycle.session.loss_scaling import overflow_of_all, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.moments import Moment
-from lightning_recycle.session.object_graph import LargeData, ObjectPack, user_graph, weights_by_name
+from lightning_recycle.session.object_graph import LargeData, ObjectPack, user_graph, weights_by_name, weights_for
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.preemption import Preemption
 from lightning_recycle.session.pruning import Pruning
@@ -245,7 +245,7 @@ class Session:
             weights_only=self.run.weights_only,
             reach=self.reach,
             objects=self._pack_objects if self.options.on_stage_lost == "restart" else None,
-            take_objects=self._take_objects,
+            take_objects=self._take_objects if self.run.restarts else None,
         )
         self.averages.connect(self.checkpoints)
         self.finetuning.connect(self.collectives, ties.copies)
@@ -567,14 +567,10 @@ class Session:
             )
 
     def _take_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
-        """If the run begins again: the user's objects are what they were; ``state``: has buffers that hooks made."""
-        if not self.run.restarts:
-            return
+        """The user's objects become what they were; ``state``: has buffers that hooks made."""
         graph, device = user_graph(self.trainer), self.trainer.strategy.root_device
-        own = weights_by_name(self.module)
-        made = {f"weight {name}": tensor for name, tensor in state.items()}
-        fitting = {name: t for name, t in own.items() if name not in made or made[name].shape == t.shape}
-        graph.update(objects, device, {**graph.large, **{n: t.to(device) for n, t in made.items()}, **fitting})
+        given = {name: tensor.to(device) for name, tensor in state.items()}
+        graph.update(objects, device, {**graph.large, **weights_for(self.module, given)})
 
     def _pack_objects(self) -> ObjectPack:
         weights = {id(tensor): name for name, tensor in weights_by_name(self.module).items()}
