@@ -30,6 +30,8 @@ from typing import IO, Any
 
 import cloudpickle
 
+from lightning_recycle.pickle_reductions import reduction_of
+
 __all__ = [
     "MainModule",
     "MainPickler",
@@ -139,6 +141,8 @@ class MainPickler(cloudpickle.Pickler):
         self.globals_ref[id(vars(sys.modules[_MAIN]))] = _Namespace(__name__=_MAIN)
 
     def reducer_override(self, value: Any) -> Any:
+        if (known := reduction_of(value)) is not NotImplemented:
+            return known
         if isinstance(value, type | FunctionType) and value.__module__ == _MAIN:
             if self._main.provides(value):
                 return NotImplemented

@@ -39,7 +39,7 @@ def _continued(part: StepHandle, newest: int) -> StepHandle:
     assert isinstance(loader, StepLoader)
     if part.index == newest:
         return part
-    length = len(loader)  # type: ignore[arg-type]
+    length = len(loader)
     return StepHandle(loader, part.epoch, newest // length * length + part.index)
 
 

@@ -35,6 +35,22 @@ __all__ = [
 ]
 
 
+_SETTINGS = frozenset(
+    {
+        "batch_size",
+        "collate_fn",
+        "dataset",
+        "drop_last",
+        "generator",
+        "multiprocessing_context",
+        "num_workers",
+        "persistent_workers",
+        "pin_memory",
+        "prefetch_factor",
+        "timeout",
+        "worker_init_fn",
+    }
+)
 Address: TypeAlias = tuple[int, Any]
 """(epoch, index); the index is an integer, or a list of integers that the dataset reads at once."""
 
@@ -210,6 +226,12 @@ class StepLoader(StepSource):
         self.end_step: float = math.inf
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
         self._epoch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Settings of the user's loader, for hooks that look for them at ``trainer.train_dataloader``."""
+        if name in _SETTINGS and "dataloader" in vars(self):
+            return getattr(self.dataloader, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     @override

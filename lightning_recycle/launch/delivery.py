@@ -32,6 +32,7 @@ from lightning_recycle.session.object_graph import (
 )
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
 from lightning_recycle.session.session import Session
+from lightning_recycle.session.snapshot import settings_of
 
 __all__ = [
     "LOOPS",
@@ -267,7 +268,7 @@ def extras_of(session: Session, user: UserObjects, way: Way, most_bytes: float, 
     return Extras(
         returned=to_cpu(returned),
         trainer={
-            path: {name: to_cpu(vars(owner)[name]) for name in names if name in vars(owner)}
+            path: {name: to_cpu(value) for name, value in settings_of(owner, names).items()}
             for path, names in _ATTRIBUTES.items()
             for owner in [attrgetter(path)(trainer) if path else trainer]
         },

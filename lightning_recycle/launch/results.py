@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, cast
@@ -70,7 +71,9 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     if here:
         for part in parts:
             state.update(part.state or {})
-        _take_weights(trainer, state, partial(user.take, extras.objects) if extras.objects.whole else None)
+        parameters = {name for part in parts for name in part.objects.trained}
+        reshape = partial(user.take, extras.objects) if extras.objects.whole else partial(_add, trainer, parameters)
+        _take_weights(trainer, state, reshape)
     _restore_trainer(trainer, extras)
     _restore_states(trainer, extras)
     for part in parts if here else []:
@@ -86,9 +89,7 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
 
 
 def _take_weights(
-    trainer: pl.Trainer,
-    state: Mapping[str, torch.Tensor],
-    reshape: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+    trainer: pl.Trainer, state: Mapping[str, torch.Tensor], reshape: Callable[[Mapping[str, torch.Tensor]], None]
 ) -> None:
     """Makes the module of ``trainer`` the trained one; ``reshape`` makes it one that has these weights.
 
@@ -102,7 +103,7 @@ def _take_weights(
         if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
             module.configure_model()  # has run in the workers only
             take_pruned_form(module, state)
-        if reshape is not None and _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
+        if _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
             reshape(state)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
@@ -115,6 +116,21 @@ def _take_weights(
             " workers. Make modules and buffers in __init__() or configure_model() instead of other hooks, to get them"
             " back in the module."
         ) from error
+
+
+def _add(trainer: pl.Trainer, parameters: Collection[str], state: Mapping[str, torch.Tensor]) -> None:
+    """Adds the weights that hooks have given to modules which this process has; ``parameters``: the names of those."""
+    module = trainer.lightning_module
+    here = _forms(weights_of(module))
+    for name, tensor in state.items():
+        if here.get(name) != tensor.shape:
+            with contextlib.suppress(AttributeError):  # no such module: loading says so
+                owner, _, attribute = name.rpartition(".")
+                holder, value = module.get_submodule(owner), tensor.clone()
+                if name in parameters:
+                    holder.register_parameter(attribute, torch.nn.Parameter(value))
+                else:
+                    holder.register_buffer(attribute, value)
 
 
 def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:

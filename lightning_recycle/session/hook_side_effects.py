@@ -37,6 +37,7 @@ from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.packing import pack_tensors, unpack_tensors
 from lightning_recycle.session.written_tensors import Write, WrittenTensors
+from lightning_recycle.tensor_memory import memory_address
 
 __all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState", "moved"]
 
@@ -304,16 +305,24 @@ class HookSideEffects:
     def shares(self) -> dict[str, bytes]:
         """Numbers, tensors, and small containers of them in attributes, packed: what this worker has for itself."""
         found = {}
+        views = self._views()
         for name, value in self._attributes().items():
-            if name not in self.names and not self._has_slots(name) and _is_data(value):
-                found[name] = pack_tensors(_sent(value))
+            is_share = name not in {*self.names, *views} and not self._has_slots(name) and _is_data(value)
+            if is_share and (packed := self._packed((name,), value)) is not None:
+                found[name] = packed
         return {name: packed for name, packed in found.items() if len(packed) <= _SHARED_BYTES}
+
+    def _views(self) -> set[str]:
+        """The attributes that lie in the memory of parameters of this stage."""
+        weights = {memory_address(parameter) for parameter in self._module.parameters()} - {0}
+        tensors = {name: value for name, value in self._attributes().items() if isinstance(value, Tensor)}
+        return {name for name, value in tensors.items() if memory_address(value) in weights}
 
     def load_shares(self, shares: Mapping[str, bytes]) -> None:
         """Takes over what :meth:`shares` returned on the last stage of the pipeline, where it differs."""
-        mine = self.shares()
+        mine, views = self.shares(), self._views()
         for name, packed in shares.items():
-            if mine.get(name) != packed:
+            if mine.get(name) != packed and name not in views:
                 value = moved(unpack_tensors(packed), self._module.device)
                 _assign(self._module, name, value)
 
@@ -422,6 +431,8 @@ def _is_data(value: Any, depth: int = 4) -> bool:
     """Whether it is a number, a text, a tensor, an array, or a container of them that is not long."""
     if isinstance(value, _PLAIN):
         return True
+    if type(value) is Tensor and value.layout is not torch.strided:
+        return False
     if type(value) is Tensor or isinstance(value, np.ndarray):
         return value.nbytes <= _SHARED_BYTES
     if not depth or not isinstance(value, (list, tuple, set, dict, deque)) or len(value) > _SHARED_ITEMS:

@@ -163,7 +163,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = PipelineOptimization(trainer, runner)
         self.manual_optimization = PipelineManualOptimization(trainer, runner)
-        self.enters_mid_epoch = False
+        self._enters_mid_epoch = False
         """Whether this worker joins at the current batch: its counters are already right."""
         self._has_advanced = False
 
@@ -180,8 +180,8 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def reset(self) -> None:
-        if self.enters_mid_epoch:
-            self.enters_mid_epoch = False
+        if self._enters_mid_epoch:
+            self._enters_mid_epoch = False
             return
         epoch_is_over = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
         super().reset()

@@ -24,8 +24,10 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
+from weakref import ref
 
 import lightning.pytorch as pl
 import numpy as np
@@ -38,6 +40,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -48,7 +51,10 @@ from lightning_recycle.main_module import MainModule, MainPickler
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.model.weights import weights_of
+from lightning_recycle.pickle_reductions import parametrize_class, reduced_array, written_class
+from lightning_recycle.session.hook_tables import TableKey, hooks_of, origin, put_hooks, table_of, tables_of
 from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.tensor_memory import memory_address
 
 __all__ = [
     "LargeData",
@@ -74,6 +80,8 @@ _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 _VALUES = (type, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, BaseException, Tensor)
 _HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement
 _SHOWING = ("rich", "tqdm")  # libraries whose objects hold a terminal
+_FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+_HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
 _MISSING = object()
 
 
@@ -149,7 +157,7 @@ class ObjectGraph:
         waiting = [(path, value)]
         while waiting:
             path, value = waiting.pop()
-            if id(value) not in self._names and path not in self._roots and _is_own(value):
+            if id(value) not in self._names and path not in self._roots and is_bound_to_process(value):
                 self._anchors[path], self._names[id(value)] = value, path
             if id(value) in self._names or id(value) in self._paths:
                 continue
@@ -164,11 +172,23 @@ class ObjectGraph:
                 waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
 
     def _state(self, path: Path, node: Any) -> dict[str, Any]:
-        """The attributes of a node that are carried."""
+        """The attributes of a node that are carried, and its hooks."""
         found = _attributes(node, self._whole)
+        if isinstance(node, (nn.Module, Optimizer)) and (hooks := hooks_of(node)):
+            found[_HOOKS] = hooks
         if self._skipped:
             found = {name: value for name, value in found.items() if f"{path}.{name}" not in self._skipped}
         return found
+
+    @cached_property
+    def _tables(self) -> dict[int, tuple[Path, TableKey]]:
+        """Where the hook tables of all nodes are, by id."""
+        owners = {path: node for path, node in self._nodes.items() if isinstance(node, (nn.Module, Optimizer))}
+        return {id(table): (path, key) for path, owner in owners.items() for key, table in tables_of(owner)}
+
+    @cached_property
+    def _weights(self) -> _Weights:
+        return _Weights({p: node for p, node in self._nodes.items() if isinstance(node, nn.Module)})
 
     # ------------------------------------------------------------------ the sender
 
@@ -210,7 +230,7 @@ class ObjectGraph:
 
     def _dump(self, value: Any, same: Mapping[int, Path]) -> ObjectPack | None:
         file = io.BytesIO()
-        pickler = _Pickler(file, self._names, self._paths, same, self._bound)
+        pickler = _Pickler(self, file, same)
         try:
             pickler.dump(value)
         except Exception:  # whatever the user's classes raise: it cannot travel
@@ -232,38 +252,63 @@ class ObjectGraph:
         """
         loader = _Unpickler(io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device)
         states, stays = loader.load()
-        _Update(self._nodes, loader.made, self._whole).write(states, stays)
+        _Update(self._nodes, loader, self._weights, self._whole).write(states, stays)
+        for handle, tables in loader.handles:
+            first, *others = (ref(table_of(loader.made.get(path, self._nodes.get(path)), key)) for path, key in tables)
+            handle.hooks_dict_ref, handle.extra_dict_ref = first, tuple(others)
+
+
+class _Weights:
+    """The parameters and buffers of ``modules``, and which other tensors lie in their memory."""
+
+    def __init__(self, modules: Mapping[Path, nn.Module]) -> None:
+        tensors = {
+            (path, name): tensor
+            for path, module in modules.items()
+            for name, tensor in {**module._parameters, **module._buffers}.items()
+            if tensor is not None and memory_address(tensor)
+        }
+        self._ids = {id(tensor) for tensor in tensors.values()}
+        self._names: dict[int, tuple[Path, str]] = {}
+        for name, tensor in tensors.items():
+            self._names.setdefault(memory_address(tensor), name)
+
+    def shared(self, tensor: Tensor) -> tuple[Path, str] | None:
+        """The name of a weight whose memory ``tensor`` has, unless it is a weight itself."""
+        return None if id(tensor) in self._ids else self._names.get(memory_address(tensor))
 
 
 class _Pickler(MainPickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        names: Mapping[int, str],
-        paths: Mapping[int, Path],
-        same: Mapping[int, Path],
-        bound: tuple[type[Any], ...],
-    ) -> None:
+    def __init__(self, graph: ObjectGraph, file: io.BytesIO, same: Mapping[int, Path]) -> None:
         super().__init__(file, MainModule(imported=True))
-        self._names, self._paths, self._same, self._bound = names, paths, same, bound
+        self._graph, self._same = graph, same
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
 
     @override
     def persistent_id(self, obj: Any) -> Any:
-        key = id(obj)
-        if key in self._names:
-            return "anchor", self._names[key]
-        if key in self._paths:
-            return "node", self._paths[key], getattr(type(obj), "_disguised_from", type(obj))
+        graph, key = self._graph, id(obj)
+        if key in graph._names:
+            return "anchor", graph._names[key]
+        if key in graph._paths:
+            return "node", graph._paths[key], _class_of(obj)
         if key in self._same:
             return "same", self._same[key]
         if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided:
             if key not in self._indices:
                 self._indices[key] = len(self.tensors)
                 self.tensors.append(obj.detach())
-            return "tensor", self._indices[key], type(obj) is nn.Parameter, obj.requires_grad
-        if isinstance(obj, self._bound):
+            return (
+                "tensor",
+                self._indices[key],
+                type(obj) is nn.Parameter,
+                obj.requires_grad,
+                graph._weights.shared(obj),
+            )
+        if isinstance(obj, RemovableHandle) and obj.hooks_dict_ref() is not None:
+            tables = [table for each in (obj.hooks_dict_ref, *obj.extra_dict_ref) if (table := each()) is not None]
+            return "handle", obj.id, [graph._tables[id(table)] for table in tables]
+        if isinstance(obj, graph._bound):
             raise TypeError(f"{type(obj).__name__} belongs to this process")
         return None
 
@@ -283,6 +328,8 @@ class _Unpickler(pickle.Unpickler):
         self._device = device
         self._loaded: dict[int, Tensor] = {}
         self.made: dict[Path, Any] = {}
+        self.shared: dict[int, tuple[Path, str] | None] = {}  # by the id of a tensor
+        self.handles: list[tuple[RemovableHandle, list[tuple[Path, TableKey]]]] = []
 
     @override
     def persistent_load(self, pid: Any) -> Any:
@@ -295,17 +342,23 @@ class _Unpickler(pickle.Unpickler):
             if name not in self._large:
                 raise ReCycleError(f"This worker has no {name}, which its peer has had since the run began.")
             return self._large[name]
+        if kind == "handle":
+            handle = object.__new__(RemovableHandle)
+            handle.id = name
+            self.handles.append((handle, details[0]))
+            return handle
         if name not in self._loaded:
-            is_parameter, requires_grad = details
+            is_parameter, requires_grad, shared = details
             tensor = self._tensors[name].to(self._device, copy=True)
             self._loaded[name] = (
                 nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
             )
+            self.shared[id(self._loaded[name])] = shared
         return self._loaded[name]
 
     def _node(self, path: Path, kind: type[Any]) -> Any:
         here = self._nodes.get(path, _MISSING)
-        if here is not _MISSING and (type(here) is kind or getattr(type(here), "_disguised_from", None) is kind):
+        if here is not _MISSING and _class_of(here) is kind:
             return here
         if path not in self.made:
             self.made[path] = made = object.__new__(kind)
@@ -319,17 +372,25 @@ class _Unpickler(pickle.Unpickler):
 class _Update:
     """Writes states into nodes; each object of this process takes the place of one of the sender's."""
 
-    def __init__(self, nodes: Mapping[Path, Any], made: Mapping[Path, Any], whole: bool) -> None:
-        self._nodes, self._made, self._whole = nodes, made, whole
+    def __init__(self, nodes: Mapping[Path, Any], loader: _Unpickler, weights: _Weights, whole: bool) -> None:
+        self._nodes, self._made, self._shared = nodes, loader.made, loader.shared
+        self._weights, self._whole = weights, whole
         self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here
         self._claimed: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
 
     def write(self, states: Mapping[Path, dict[str, Any]], stays: Mapping[Path, set[str]]) -> None:
-        for path, state in states.items():
-            node = self._made.get(path, self._nodes.get(path))
-            if node is not None:
-                self._write(node, state, stays.get(path, set()))
+        known = ((path, self._made.get(path, self._nodes.get(path))) for path in states)
+        nodes = {path: node for path, node in known if node is not None}
+        hooks = {path: states[path].pop(_HOOKS, {}) for path in nodes}
+        for path, node in nodes.items():
+            self._write(node, states[path], stays.get(path, set()))
+        for path, node in nodes.items():  # all parameters are what they are going to be
+            if isinstance(node, (nn.Module, Optimizer)) and _HOOKS not in stays.get(path, set()):
+                tables = {key: self.merged(_MISSING, table) for key, table in hooks[path].items()}
+                put_hooks(node, tables)
+            if isinstance(node, nn.Module):
+                parametrize_class(node)
 
     def _write(self, node: Any, state: dict[str, Any], stays: set[str]) -> None:
         before = _attributes(node, self._whole)
@@ -362,7 +423,8 @@ class _Update:
 
     def tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout
-        if not fits or old is None or _is_expanded(old):
+        # An attribute may be a view of a weight here and not there: spectral_norm() before and after its first forward.
+        if not fits or old is None or _is_expanded(old) or self._weights.shared(old) != self._shared.get(id(new)):
             self.claim(new, new)  # at every place where the sender has this one
             return new
         self.claim(old, new)
@@ -370,6 +432,15 @@ class _Update:
             old.copy_(new)  # its version says that it is not what it was when the run began
         if old.requires_grad != new.requires_grad and old.is_leaf:
             old.requires_grad = new.requires_grad
+        return old
+
+    def array(self, old: Any, new: Any) -> Any:
+        fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
+        if not fits or not old.flags.writeable or old.dtype.hasobject:
+            self.claim(new, new)
+            return new
+        self.claim(old, new)
+        np.copyto(old, new)
         return old
 
     def items(self, old: Any, new: Any) -> Any:
@@ -409,6 +480,7 @@ class _Update:
 
 _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
     ((Tensor, nn.Parameter), _Update.tensor),
+    ((np.ndarray,), _Update.array),
     ((list, tuple, deque), _Update.items),
     ((dict, OrderedDict, defaultdict), _Update.mapping),
     ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), _Update.generator),
@@ -421,6 +493,12 @@ def _padded(values: list[Any], length: int) -> Iterator[Any]:
 
 
 # ---------------------------------------------------------------------- objects and their attributes
+
+
+def _class_of(node: Any) -> type[Any]:
+    """The class that the user has written."""
+    kind: type[Any] = getattr(type(node), "_disguised_from", None) or written_class(node)
+    return kind
 
 
 def _is_node(value: Any) -> bool:
@@ -465,10 +543,12 @@ def vars_of(owner: Any) -> dict[str, Any]:
 
 
 def _attributes(owner: Any, whole: bool = True) -> dict[str, Any]:
-    """The attributes of ``owner`` that are carried, but not methods that were replaced on the object itself.
+    """The attributes of ``owner`` that are carried, but not methods that a framework has replaced on the object itself.
 
     ``whole``: with parameters, buffers and submodules.
     """
+    if isinstance(owner, Optimizer):  # it has a state dict
+        return {}
     kind, hidden = type(owner), _hidden(owner)
     if not whole and isinstance(owner, nn.Module):
         hidden = hidden | {*_MODULE_CONTENTS}
@@ -476,7 +556,13 @@ def _attributes(owner: Any, whole: bool = True) -> dict[str, Any]:
     for name in _slots(kind):
         if (value := getattr(owner, name, _MISSING)) is not _MISSING:
             found[name] = value
-    return {n: v for n, v in found.items() if not (callable(v) and callable(getattr(kind, n, None)))}
+    return {name: value for name, value in found.items() if not _is_wrapped(kind, name, value)}
+
+
+def _is_wrapped(kind: type[Any], name: str, value: Any) -> bool:
+    """Whether ``value`` is what a framework has put in the place of a method of ``kind``."""
+    is_method = callable(value) and callable(getattr(kind, name, None))
+    return is_method and origin(value).partition(".")[0] in _FRAMEWORKS
 
 
 def _hidden(owner: Any) -> frozenset[str]:
@@ -496,7 +582,7 @@ def _is_large_data(value: Any) -> bool:
     if isinstance(value, Tensor):
         plain = type(value) is Tensor and value.layout is torch.strided and not value.is_inference()
         return plain and value.nbytes >= _LARGE
-    return not value.dtype.hasobject and value.nbytes >= _LARGE
+    return not value.dtype.hasobject and value.nbytes >= _LARGE and reduced_array(value) is NotImplemented
 
 
 def _is_in_module(path: Path) -> bool:
@@ -549,7 +635,7 @@ def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict
 
 
 def user_graph(trainer: pl.Trainer) -> ObjectGraph:
-    """The graph of the module, the callbacks, the data module and the DataLoaders of the training.
+    """The graph of the module, the callbacks, the data module, the DataLoaders of the training, and optimizers' hooks.
 
     Streams are no part of it: each worker has its own place in them.
     """
@@ -568,13 +654,11 @@ def user_graph(trainer: pl.Trainer) -> ObjectGraph:
         **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
         "datamodule": getattr(trainer, "datamodule", None),
         **{name: loader for name, loader in loaders.items() if name not in streams},
+        **_optimizers(trainer),
+        "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
     }
-    anchors = {
-        **_anchors(trainer),
-        **{name: value for name, value in _callbacks(trainer).items() if name not in roots},
-        **streams,
-    }
-    return ObjectGraph(roots, anchors)
+    anchors = {**_anchors(trainer), **_callbacks(trainer), **streams}
+    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
 
 
 class CallbackList:
@@ -646,7 +730,13 @@ def _streams(loaders: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
-    return {f"callback {i}": callback for i, callback in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
+    """The callbacks that all workers had when they began; a hook may have added or removed some since."""
+    session: Any = trainer.strategy.session  # type: ignore[attr-defined]
+    return {f"callback {i}": callback for i, callback in enumerate(session.callbacks)}
+
+
+def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
+    return {f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
 
 
 def _anchors(trainer: pl.Trainer) -> dict[str, Any]:
@@ -659,6 +749,6 @@ def _anchors(trainer: pl.Trainer) -> dict[str, Any]:
         "strategy": trainer.strategy,
         "precision": trainer.precision_plugin,
         **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
-        **{f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)},
+        **_optimizers(trainer),
         **{f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)},
     }

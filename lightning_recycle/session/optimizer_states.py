@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
 __all__ = [
     "Copies",
@@ -35,8 +35,18 @@ Copies: TypeAlias = Mapping[tuple[int, str], str]
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the optimizer's parameters, by group."""
+    """The names of the optimizer's parameters, by group.
+
+    Raises:
+        UnsupportedFeatureError: if it has a parameter that ``module`` lacks.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
+        raise UnsupportedFeatureError(
+            f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in the"
+            f" {type(module).__name__} (any more), so it trains nothing there. Replace parameters, as weight_norm()"
+            " does, before configure_optimizers() is called."
+        )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 

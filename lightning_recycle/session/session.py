@@ -66,6 +66,7 @@ from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
 from lightning_recycle.session.gradient_norms import complete_norms
 from lightning_recycle.session.guesses import OptimizerStep, clip_factor, may_change_gradients
+from lightning_recycle.session.hook_tables import number_hooks
 from lightning_recycle.session.interruption import SaveAndEnd
 from lightning_recycle.session.lightning_callbacks import (
     keep_monitors_going,
@@ -112,6 +113,7 @@ class Session:
 
     Attributes:
         collectives: this worker's collectives.
+        callbacks: the Trainer's callbacks when this worker began.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
         module: the module with the parts of this stage; like what follows it exists from :meth:`setup` on.
         parts: how it is cut into stages.
@@ -137,6 +139,8 @@ class Session:
         self.collectives = Collectives(run.grid, client)
         self.grid, self.worker = run.grid, self.collectives.worker
         self.at_point: list[Callable[[str, int], None]] = []
+        self.callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+        number_hooks(place.rank, place.incarnation)
         self._suspicion = suspicion_of(options.machine_errors)
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._loaders: list[StepLoader] = []

@@ -11,10 +11,12 @@ when Lightning resumes in the middle of an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +32,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.finetuning import load_trained, trained
@@ -39,12 +42,13 @@ from lightning_recycle.session.object_graph import LargeData, ObjectPack, is_bou
 from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.weight_averages import WeightAverages
 
-__all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "take_snapshot"]
+__all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "settings_of", "take_snapshot"]
 
+_SETTINGS = (bool, int, float, str, timedelta, NoneType)
 _VALIDATION = "fit_loop.epoch_loop.val_loop"
 _RESULTS = ("fit_loop.epoch_loop", _VALIDATION)
-_ATTRIBUTES = {  # of the Trainer's parts, by path: what decides, but is in no state dict
-    "": ("accumulate_grad_batches",),
+_PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts that decide, but are in no state dict
+    "": (),
     "_logger_connector": (
         "_progress_bar_metrics",
         "_logged_metrics",
@@ -54,6 +58,7 @@ _ATTRIBUTES = {  # of the Trainer's parts, by path: what decides, but is in no s
     ),
     "fit_loop": ("_last_train_dl_reload_epoch",),
     "fit_loop.epoch_loop": ("_skip_next_val",),
+    "fit_loop.epoch_loop.automatic_optimization": ("_skip_backward",),
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
 
@@ -77,17 +82,17 @@ class WorkerSnapshot:
         objects: the module of the stage, callbacks, data module and DataLoaders, with all that they hold.
         weights: the names of the stage's weights.
         trained: which parameters require a gradient, and the optimizers' groups.
-        optimizers: the state dicts of the stage's optimizers.
+        optimizers: the class and the state dict of each of the stage's optimizers.
         schedulers: the state dicts of the schedulers.
         precision: the state dict of the precision plugin.
         loops: the state dict of the fit loop, with the place in a stream of data.
         orders: of each loader of training and validation, the orders of its samples and the state of its sampler.
         results: what was logged in this epoch and in the newest validation.
-        attributes: attributes of the Trainer's parts that are in no state dict, by path.
+        attributes: of the Trainer's parts, by path: public settings, such as ``gradient_clip_val``, which callbacks may
+            change, and what is in no state dict.
         callbacks: the state dicts of callbacks whose attributes belong to their process.
         averages: the averages of the stage's weights that callbacks keep.
         has_validated: whether the validation loaders have been read.
-        should_stop: whether it is set on the donor.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
         collected: side effects of hooks and steps on the module's attributes.
@@ -99,7 +104,7 @@ class WorkerSnapshot:
     objects: ObjectPack
     weights: tuple[str, ...]
     trained: dict[str, Any]
-    optimizers: list[dict[str, Any]]
+    optimizers: list[tuple[str, dict[str, Any]]]
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
     loops: dict[str, Any]
@@ -109,7 +114,6 @@ class WorkerSnapshot:
     callbacks: dict[str, Any]
     averages: list[dict[str, Any]]
     has_validated: bool
-    should_stop: bool
     stop_agreed: bool
     next_collective: int
     collected: SideEffectState
@@ -133,13 +137,13 @@ def take_snapshot(
         objects=user_graph(trainer).pack(marks.unchanged()),
         weights=tuple(weights_of(module)),
         trained=trained(module, trainer.optimizers),
-        optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
+        optimizers=[(type(optimizer).__name__, optimizer.state_dict()) for optimizer in trainer.optimizers],
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
         loops=trainer.fit_loop.state_dict(),
         orders=tuple(tuple(source.order() for source in addressed_loaders(loop)) for loop in _loops(trainer)),
         results=tuple(_logged(attrgetter(path)(trainer)._results) for path in _RESULTS),
-        attributes={path: _attributes(_at(trainer, path), names) for path, names in _ATTRIBUTES.items()},
+        attributes={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
         callbacks={
             key: state
             for key, state in call._call_callbacks_state_dict(trainer).items()
@@ -147,7 +151,6 @@ def take_snapshot(
         },
         averages=averages.state(),
         has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
-        should_stop=trainer.should_stop,
         stop_agreed=stop_agreed,
         next_collective=next_collective,
         collected=collected,
@@ -192,7 +195,7 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
     connector._first_loop_iter = None if connector._first_loop_iter else False
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # the epoch has begun
     assert isinstance(epoch, PipelineEpochLoop)
-    epoch.enters_mid_epoch = True
+    epoch._enters_mid_epoch = True
     return large
 
 
@@ -214,7 +217,13 @@ def restore_snapshot(
     trainer.fit_loop._combined_loader_states_to_load = []
     averages.load(snapshot.averages)
     load_trained(module, trainer.optimizers, snapshot.trained)
-    for optimizer, state in zip(trainer.optimizers, snapshot.optimizers, strict=True):
+    for optimizer, (kind, state) in zip(trainer.optimizers, snapshot.optimizers, strict=True):
+        if type(optimizer).__name__ != kind:
+            raise UnsupportedFeatureError(
+                f"configure_optimizers() made {type(optimizer).__name__}, but this worker's peers train with {kind} by"
+                " now: a hook has replaced trainer.optimizers, which a replacement cannot follow. Change the options of"
+                " one optimizer, or return several from configure_optimizers() and optimize manually."
+            )
         optimizer.load_state_dict(state)
     for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
         config.scheduler.load_state_dict(deepcopy(state))
@@ -226,7 +235,6 @@ def restore_snapshot(
     for path, attributes in snapshot.attributes.items():
         _set_attributes(_at(trainer, path), attributes)
     call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(snapshot.callbacks)})
-    trainer.should_stop = snapshot.should_stop
     set_generator_states(snapshot.generators)
 
 
@@ -259,8 +267,10 @@ def _gradients(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
-def _attributes(owner: Any, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(owner, name) for name in names}
+def settings_of(owner: Any, private: Collection[str] = ()) -> dict[str, Any]:
+    """The public settings of a part of the Trainer, which hooks may change, and some private attributes."""
+    settings = {n for n, v in vars(owner).items() if not n.startswith("_") and isinstance(v, _SETTINGS)}
+    return {name: vars(owner)[name] for name in {*settings, *private} if name in vars(owner)}
 
 
 def _set_attributes(owner: Any, attributes: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ them begins with the tensors of the step's beginning, and when the step is over:
 - otherwise each *slot* of the global batch (pipeline d, micro-batch m) has a value of its own from then on, in place
   whenever a step runs on that slot. It travels to all workers with the record of the micro-batch if it is small.
 
-Watched are buffers and parameters that are not trained, except statistics of torch's own modules (BatchNorm), which
-every worker keeps for itself. Steps write them in place, assign them, or use ``.data``, which autograd does not count:
+Watched are buffers and parameters that are not trained, except statistics (of BatchNorm, of quantization), which every
+worker keeps for itself. Steps write them in place, assign them, or use ``.data``, which autograd does not count:
 so in the first steps each step gets copies, which are compared afterwards. Later only the tensors that were written
 are copied; a first write to another one is seen by its version and address, and refused by name.
 
@@ -48,6 +48,7 @@ _REMEDY = (
     " False), where micro-batches run in turns and each has tensors of its own."
 )
 
+_KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states as buffers
 _TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _Value: TypeAlias = Tensor | None
 
@@ -293,8 +294,7 @@ def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
     """The parameters that are not trained and the buffers, by name, each once."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
-        package = type(part).__module__.partition(".")[0]
-        keeps_own = isinstance(part, _NormBase) or package in ("torch", "torchmetrics")
+        keeps_own = isinstance(part, _NormBase) or type(part).__module__.startswith(_KEEPING_OWN)
         parameters = [(name, p) for name, p in part._parameters.items() if p is not None and not p.requires_grad]
         for name, tensor in (*parameters, *(() if keeps_own else part._buffers.items())):
             if id(tensor) in seen or is_lazy(tensor) or (tensor is not None and type(tensor) not in _TYPES):

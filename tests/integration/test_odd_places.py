@@ -1,0 +1,246 @@
+"""State in places that only a walk over all objects finds: hooks, replaced methods, settings, shared memory, files.
+
+Each module trains on one device, and on two workers of which one is killed and replaced after hooks have changed it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from support.growth import AwaitReplacement, rejoined
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_recycle import ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+SAMPLES, EPOCHS, WIDTH = 24, 4, 4
+
+
+class Samples(Dataset[Tensor]):
+    def __init__(self) -> None:
+        self.data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+
+class Plain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+
+
+class Hooked(Plain):
+    """Hooks of modules, parameters and optimizers that are registered before the training, in it, and removed."""
+
+    scale = 1.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.ones(8, WIDTH, dtype=torch.float64)
+        mask[:4] = 0
+        self.frozen_rows = self.net[0].weight.register_hook(lambda gradient: gradient * mask)
+        self.removed = self.net[2].weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def on_train_start(self) -> None:
+        self.short = self.net[1].register_forward_hook(lambda *_: _[-1] * 1.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].register_forward_hook(self._scaled)
+            self.net[2].register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 1.2,), kwargs), with_kwargs=True)
+            optimizer: Any = self.optimizers()
+            optimizer.optimizer.register_step_post_hook(self._after_step)
+            self.net[2].bias.register_hook(lambda gradient: gradient * 0.7)
+            self.short.remove()
+        if self.current_epoch == 3:  # the replacement is here
+            self.removed.remove()
+
+    def _scaled(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * self.scale
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][-1].mul_(0.9)
+
+
+class Replaced(Plain):
+    """Methods of single objects, attributes of parameters, options of the Trainer, a further callback."""
+
+    def on_train_epoch_start(self) -> None:
+        for parameter in self.net[2].parameters():
+            parameter.rate = 1 / (1 + self.current_epoch)  # type: ignore[attr-defined]
+        if self.current_epoch == 1:
+            self.training_step = self._other_step  # type: ignore[method-assign]
+            layer = self.net[2]
+            layer.forward = MethodType(_doubled, layer)
+            self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm = 0.01, "value"
+            self.trainer.fit_loop.max_epochs = EPOCHS - 1
+            self.trainer.callbacks.append(Halves())  # type: ignore[attr-defined]
+
+    def _other_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.net(batch).abs().mean()
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(getattr(parameter, "rate", 1.0))
+
+
+def _doubled(layer: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, layer.weight, layer.bias) * 2
+
+
+class Halves(L.Callback):
+    def on_before_optimizer_step(self, _: Any, module: L.LightningModule, __: Any) -> None:
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+
+class SharedMemory(Plain):
+    """A weight and a buffer with views of them in attributes; a weight that both ways of normalization compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = torch.randn(8 * WIDTH, dtype=torch.float64)
+        self.net[0].weight = nn.Parameter(self.flat.view(8, WIDTH))
+        self.register_buffer("bank", torch.ones(4, 2, dtype=torch.float64))
+        self.first = self.bank[0]  # type: ignore[index]
+        self.net.append(spectral_norm(nn.Linear(2, 2).double()))
+        self.net.append(parametrizations.spectral_norm(nn.Linear(2, 2).double()))
+        self.net.append(parametrizations.weight_norm(nn.Linear(2, 2).double()))
+
+    def on_train_epoch_start(self) -> None:
+        self.first.add_(0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.flat.clamp_(-0.8, 0.8)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return (self.net(batch) - self.bank.mean(0)).pow(2).mean()  # type: ignore[operator, union-attr]
+
+
+class Mapped(Samples):
+    """Samples in a memory-mapped file, in a part of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: Any = np.memmap(path, dtype=np.float64, mode="r", shape=(3 * SAMPLES, 2 * WIDTH))
+        self.part = self.file[SAMPLES::2, 1 : 1 + WIDTH]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(np.array(self.part[index]))
+
+
+class Scaled:
+    """A collate function with a state."""
+
+    factor = 1.0
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) * self.factor
+
+
+class ScalesData(Plain):
+    def on_train_epoch_start(self) -> None:
+        loader: Any = self.trainer.train_dataloader
+        loader.collate_fn.factor = 1.0 + self.current_epoch
+        assert type(loader.dataset.file) is np.memmap
+
+
+def _fit(module: L.LightningModule, data: Dataset[Tensor], devices: int, collate: Any = None) -> L.Trainer:
+    several = devices > 1
+    callbacks: list[L.Callback] = [AwaitReplacement([4]), FaultInjectionCallback([Fault("kill", 1, 0, step=3)])]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=ReCycleStrategy(restart_workers=True) if several else "auto",
+        callbacks=callbacks if several else [],
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=8 // devices, collate_fn=collate))
+    return trainer
+
+
+def _assert_same_after_a_replacement(
+    kind: type[L.LightningModule],
+    data: Dataset[Tensor],
+    collate: type[Any] = lambda: None,  # type: ignore[assignment]
+) -> tuple[L.LightningModule, L.Trainer]:
+    expected, module = kind(), kind()
+    _fit(expected, data, 1, collate())
+    trainer = _fit(module, data, 2, collate())
+    assert rejoined(trainer) == [(1, 0)]
+    for (name, weight), other in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert (weight - other).abs().max() < 1e-10, name
+    return module, trainer
+
+
+@pytest.mark.parametrize("kind", [Hooked, Replaced, SharedMemory])
+def test_a_replacement_has_what_hooks_have_put_into_odd_places(kind: type[L.LightningModule]) -> None:
+    module, trainer = _assert_same_after_a_replacement(kind, Samples())
+    if isinstance(module, Replaced):  # settings and callbacks come home
+        assert trainer.gradient_clip_val == 0.01
+        assert trainer.current_epoch == EPOCHS - 1
+        assert isinstance(trainer.callbacks[-1], Halves)  # type: ignore[attr-defined]
+    if isinstance(module, SharedMemory):
+        assert module.flat.data_ptr() == module.net[0].weight.data_ptr()
+    if isinstance(module, Hooked):
+        assert len(module.net[0]._forward_hooks) == 1
+        module.frozen_rows.remove()
+        assert not module.net[0].weight._backward_hooks
+
+
+def test_a_replacement_reads_mapped_files_and_has_the_state_of_the_collate_function(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).random((3 * SAMPLES, 2 * WIDTH))
+    content.tofile(tmp_path / "samples")
+    _assert_same_after_a_replacement(ScalesData, Mapped(tmp_path / "samples"), Scaled)
+
+
+class Late(Plain):
+    """A buffer that a hook makes, where the layers are on several workers."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.register_buffer("late", torch.full((2,), 3.0, dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        output = self.net(batch)
+        return (output * self.late if self.current_epoch else output).pow(2).mean()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [Late, SharedMemory])
+def test_stages_bring_home_what_hooks_have_made(kind: type[L.LightningModule]) -> None:
+    expected, module = kind(), kind()
+    _fit(expected, Samples(), 1)
+    strategy = ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=1)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=EPOCHS, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Samples(), batch_size=8))
+    assert module.state_dict().keys() == expected.state_dict().keys()
+    for (name, weight), other in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert (weight - other).abs().max() < 1e-10, name
