@@ -218,7 +218,9 @@ class Executor:
         self._forwards = Forwards(self.worker, self.grid, self._client, self._communicator, holding.stage)
         self._reduction = BucketedReduction(self._communicator, self._gradients, self._stage, lambda: self.is_settled)
         self.accumulated = AccumulatedGradients(self._gradients, self._parameters, holding.accumulated)
-        self._shadow = None if self._commits else Shadow(self._parameters, self._shadow_on_host)
+        # A single stage is never ahead of others: what it has applied is what is committed.
+        is_ahead = not self._commits and (self.grid.stages > 1 or self._guesses is not None)
+        self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
         self._meter = None if self._held is None else MemoryMeter(self._communicator.device, self._all_held)
         # A guess, or the user's own backward, may differ.
         comparing = self._guesses is None and self._stage.differentiates_itself

@@ -654,6 +654,7 @@ class SimulatedWorker:
                 self.reduced, self.payload = False, None
             case recovery.Serve():
                 assert not self.network.commits, "there is no shadow: no stage may have applied before all could"
+                assert self.grid.stages > 1, "there is no shadow: a single stage is ahead of nobody"
                 yield from self.program(action.step)
 
     def program(self, step: int) -> Waits:
