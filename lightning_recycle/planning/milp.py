@@ -62,7 +62,11 @@ _REMEDIES = {
     "highs": "pip install 'highsbox>=1.10'",
     "gurobi": "install Gurobi and set GUROBI_HOME",
 }
-_FIRST_SHARE = 0.4  # of the remaining time for one length; if undecided then, the search turns to longer ones
+_FIRST_SHARE = 0.5  # of the remaining time for one length; if undecided then, the search turns to longer ones
+_SMALL = 2_500  # variables of a model that is usually decided in seconds
+_PROOF_SHARE = 0.5  # of the time for lengths from the bottom up if models are small; then corridors have their turn
+_REACH = 2  # mean operations: the first corridor around the known plan; each next one is wider by a half
+_CORRIDOR_SECONDS = 15.0  # at most, for one length
 
 
 class _InfeasibleError(Exception):
@@ -82,25 +86,47 @@ class _Search:
     def shorten(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, list[Placement]]:
-        """Decide lengths from ``low`` to below ``high``."""
-        proven = low  # no length below has a schedule
-        undecided = False
+        """Decide lengths from the bottom up; if that takes long, first look around the known plan."""
+        now, length = time.monotonic(), None
+        if problem.parts > 1:  # fractions of a slot are for the proof alone
+            length, _, _, known = self._prove(problem, low, high, known, deadline)
+            return length, known
+        if problem.variables(low) <= _SMALL:
+            length, low, high, known = self._prove(problem, low, high, known, now + _PROOF_SHARE * (deadline - now))
+        if length is None:
+            high, known = self._descend(problem, low, high, known, deadline)
+            length, _, _, known = self._prove(problem, low, high, known, deadline)
+        return length, known
+
+    def lighten(
+        self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
+    ) -> None:
+        """Minimise memory around ``known``, then anywhere."""
+        now = time.monotonic()
+        for reach, until in ((_REACH * problem.mean_duration, now + (deadline - now) / 2), (None, deadline)):
+            found = self._ask(problem, length, until, known, reach, makespan)
+            if found:
+                known = found
+
+    def _prove(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int | None, int, int, list[Placement]]:
+        """Decide lengths from ``low`` to below ``high``.
+
+        Returns:
+            The smallest feasible length (the given ``high``: none; None: undecided); the smallest one that is not
+            excluded, the length of the best plan, and that plan.
+        """
+        proven, undecided = low, False  # no length below ``proven`` has a schedule
         length, step = low, 1
-        high -= 1
-        while length <= high:
+        while length < high:
             remaining = deadline - time.monotonic()
             if remaining <= 0.1 or problem.variables(length) > self.task.max_variables:
-                return None, known
-            share = remaining if length == high else max(_FIRST_SHARE * remaining, min(5.0, remaining))
-            try:
-                model = _Model(problem, length, 2 * length, self.task)
-                found = self._optimize(model, time.monotonic() + share)
-            except _InfeasibleError:
-                found = False
+                return None, proven, high, known
+            share = remaining if length == high - 1 else max(_FIRST_SHARE * remaining, min(5.0, remaining))
+            found = self._ask(problem, length, time.monotonic() + share)
             if found:
-                known = model.placements()
-                self.report("solution", known)
-                high, step = length - 1, 1
+                high, known, step = length, found, 1
             elif found is None:
                 low, undecided = length + 1, True
             else:  # then no shorter length has a schedule either
@@ -108,16 +134,48 @@ class _Search:
                 undecided = False
                 self.report("bound", problem.bound(proven))
             # From the bottom, where bounds are usually tight, in growing steps: longer lengths have larger models.
-            length, step = min(low + step - 1, max(low, high)), 2 * step
-        return None if undecided else proven, known
+            length, step = min(low + step - 1, max(low, high - 1)), 2 * step
+        return None if undecided else proven, proven, high, known
 
-    def lighten(
-        self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
-    ) -> None:
-        """Report the plan of the least memory with this length, if there is one of less than the known one's."""
-        model = _Model(problem, length, makespan, self.task, known)
-        if self._optimize(model, deadline):
-            self.report("solution", model.placements())
+    def _descend(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int, list[Placement]]:
+        """Ask for a shorter length in corridors around the best plan, which keep its routes; length and plan."""
+        reach, step = float(_REACH * problem.mean_duration), max(1, min(problem.mean_duration // 4, high - low))
+        while high > low and reach <= high:
+            until = min(time.monotonic() + _CORRIDOR_SECONDS, deadline)
+            found = self._ask(problem, high - step, until, known, int(reach))
+            if found:
+                high, known = high - step, found
+                step = max(1, min(step, high - low))
+            elif step > 1:
+                step //= 2
+            elif found is None:
+                break
+            else:
+                reach *= 1.5
+        return high, known
+
+    def _ask(
+        self,
+        problem: TimeIndexedProblem,
+        length: int,
+        deadline: float,
+        known: list[Placement] | None = None,
+        reach: int | None = None,
+        makespan: int | None = None,
+    ) -> list[Placement] | None:
+        """A plan of this length, which is reported; an empty list if there is none, None if time is up."""
+        try:
+            model = _Model(problem, length, self.task, known if reach is not None else None, reach or 0, makespan)
+        except _InfeasibleError:
+            return []
+        feasible = self._optimize(model, deadline)
+        if not feasible:
+            return None if feasible is None else []
+        found = model.placements()
+        self.report("solution", found)
+        return found
 
     def _optimize(self, model: _Model, deadline: float) -> bool | None:
         """Whether the model has a solution, which its variables then hold; None when time is up."""
@@ -168,14 +226,16 @@ def _version(package: str) -> str:
 class _Model:
     """The model for one length; ``counts[g][k, s]`` is N[o,t] from the first slot of its window on.
 
-    With ``known``, a plan of this length, it has the second objective.
+    With ``known``, a plan, it is a corridor: routes are those of the plan, and an operation is the k-th of its route up
+    to ``reach`` slots earlier or later than there. With ``makespan`` it has the second objective.
     """
 
     problem: TimeIndexedProblem
     length: int
-    makespan: int
     task: SolverTask
     known: list[Placement] | None = None
+    reach: int = 0
+    makespan: int | None = None
     mip: Any = field(init=False)
     sizes: list[Any] = field(init=False)
     counts: list[dict[Step, list[Any]]] = field(init=False)
@@ -183,15 +243,32 @@ class _Model:
     def __post_init__(self) -> None:
         self.mip = _empty_model(self.task)
         self.routes = self.problem.routes()
-        self.windows = [self.problem.windows(route, self.length, self.makespan) for route in self.routes]
-        self._routing()
+        longest = 2 * self.length if self.makespan is None else self.makespan
+        self.windows = [self.problem.windows(route, self.length, longest) for route in self.routes]
+        if self.known is None:
+            self._routing()
+        else:
+            self.near = self._starts_of(self.known)
+            self.sizes = [len(starts[FORWARD, 0]) for starts in self.near]
         self.counts = [self._counts(g) for g in range(len(self.routes))]
         self._time_and_dependencies()
         self.held = [self._worker(rank) for rank in self.problem.workers]
         if self.problem.staggered:
             self._stages()
-        if self.known is not None:
+        if self.makespan is not None:
             self._least_memory()
+
+    def _starts_of(self, known: list[Placement]) -> list[dict[Step, list[int]]]:
+        """The starts of a plan, by route and step."""
+        rows = self.problem.in_whole_slots(known)
+        host = {(number, stage): rank for _, stage, number, rank, _ in rows}
+        found: list[dict[Step, list[int]]] = [{step: [] for step in self.problem.steps} for _ in self.routes]
+        place = {(route.family, route.hosts): starts for route, starts in zip(self.routes, found, strict=True)}
+        family = {number: f for f, each in enumerate(self.problem.families) for number in each.microbatches}
+        for kind, stage, number, _, start in rows:
+            hosts = tuple(host[number, s] for s in range(self.problem.stages))
+            place[family[number], hosts][kind, stage].append(start)
+        return found
 
     def _duration(self, g: int, step: Step) -> int:
         return self.problem.durations[step[0], self.routes[g].hosts[step[1]]]
@@ -221,13 +298,17 @@ class _Model:
     def _counts(self, g: int) -> dict[Step, list[Any]]:
         """N[o,t] of a route."""
         found: dict[Step, list[Any]] = {}
-        count, known = self._count(g), isinstance(self.sizes[g], int)
+        known = isinstance(self.sizes[g], int)
+        count = self.sizes[g] if known else self._count(g)
         for step, (first, last) in self.windows[g].items():
             row = found[step] = []
             lasts = self._duration(g, step)
             for t in range(first, last):
                 most = min(count, (t - first) // lasts + 1) if lasts else count
                 least = max(0, count + (t - last) // lasts) if lasts and known else 0
+                if self.known is not None:
+                    most = min(most, sum(start - self.reach <= t for start in self.near[g][step]))
+                    least = max(least, sum(start + self.reach <= t for start in self.near[g][step]))
                 if least > most:
                     raise _InfeasibleError
                 row.append(least if least == most else self.mip.add_var(lb=least, ub=most, var_type=mip.INTEGER))
@@ -272,7 +353,7 @@ class _Model:
         begin = min((self.windows[g][step][0] for g, step, _ in ops), default=0)
         end = max((self.windows[g][step][1] + lasts for g, step, lasts in ops), default=-1)
         held: Any = problem.most_held(rank)
-        if self.known is not None:
+        if self.makespan is not None:
             held = self.mip.add_var(lb=0, ub=held, var_type=mip.INTEGER)
         for t in range(begin, end + 1):
             self._at_most(self._running(ops, t), 1)
@@ -280,7 +361,7 @@ class _Model:
                 if lasts == 0:  # it may not start in the middle of another operation
                     starting = _minus(self._started(g, step, t), self._started(g, step, t - 1))
                     self._at_most(starting + self._count(g) * self._running(ops, t, since=1), self._count(g))
-            if self.known is not None or problem.limits is not None:
+            if self.makespan is not None or problem.limits is not None:
                 forwards = mip.xsum(self._started(g, step, t) for g, step, _ in ops if step[0] == FORWARD)
                 released = mip.xsum(
                     self._started(g, step, t - lasts) for g, step, lasts in ops if step[0] == problem.release
@@ -315,7 +396,7 @@ class _Model:
                 earlier = begun
 
     def _least_memory(self) -> None:
-        """The second objective, and the known plan as start."""
+        """The second objective."""
         problem = self.problem
         fixed, each = (
             [row[rank % problem.stages] for rank in problem.workers] for row in (problem.fixed, problem.held)

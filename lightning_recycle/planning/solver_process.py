@@ -1,8 +1,7 @@
 """A solver's task and its answer; each solve is a child process.
 
-Concept: solvers are native libraries. They crash, overrun their limits, and conflict (importing ortools before
-highspy breaks highspy). A solver reports bounds and solutions as it finds them, so nothing is lost when its process
-ends early.
+Concept: solvers are native libraries. They crash, overrun their limits, and conflict (importing ortools before highspy
+breaks highspy). A solver reports bounds and solutions as it finds them, so nothing is lost when its process ends early.
 
 Contract: :func:`run_solver` returns within the time limit plus ``GRACE`` seconds and never raises because of the
 solver.

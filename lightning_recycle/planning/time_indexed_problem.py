@@ -160,6 +160,11 @@ class TimeIndexedProblem:
             return ((FORWARD, stage), 0) if last else ((BACKWARD, stage + 1), self.communication)
         return ((FORWARD, stage - 1), self.communication) if stage else None
 
+    @property
+    def mean_duration(self) -> int:
+        """Of the kinds of operations on the workers, in slots; at least 1."""
+        return max(1, round(sum(self.durations.values()) / len(self.durations)))
+
     def most_held(self, rank: int) -> int:
         """The most micro-batches that a worker may hold."""
         total = sum(len(family.microbatches) for family in self.families)

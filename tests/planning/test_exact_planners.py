@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from test_running_example import TABLE as ONE_DEAD
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import exact as exact_module
-from lightning_recycle.planning.result import memory_demand
+from lightning_recycle.planning.result import best_schedule, memory_demand
 from lightning_recycle.planning.solver_progress import SolverProgress
 from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
@@ -225,6 +226,20 @@ def test_the_worker_with_the_least_room_is_relieved_first(backend: str) -> None:
 def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend: str) -> None:
     result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(COUPLED, None)))
     assert (result.schedule.period, memory_demand(result.schedule)[0]) == (27, 4)
+
+
+def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_one() -> None:
+    problem = p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=COUPLED)
+    wasteful, frugal = forwards_first(problem), p.heuristic(problem)
+    assert (memory_demand(wasteful), memory_demand(frugal)) == ((5, 15), (3, 6))
+    assert best_schedule([wasteful, frugal]) is frugal
+    assert best_schedule([frugal, wasteful]) is frugal
+    almost_equal, longer = (replace(frugal, period=factor * frugal.period) for factor in (1.0005, 1.002))
+    assert best_schedule([wasteful, almost_equal]) is almost_equal
+    assert best_schedule([wasteful, longer]) is wasteful
+    slow_to_end = one_at_a_time(problem)
+    assert memory_demand(slow_to_end) == (1, 3)
+    assert best_schedule([wasteful, replace(slow_to_end, period=wasteful.period)]) is wasteful, "its makespan is longer"
 
 
 TABLE = [
