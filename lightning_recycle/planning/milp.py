@@ -4,6 +4,8 @@ The mathematics. The length T of the iteration (with the staggered optimizer: it
 whether a schedule of that length exists. The smallest such T is found by a search between the lower bound and the
 best plan known: T below the bound is excluded, T from that plan's on is known. Asking for one T at a time keeps
 the model small, because T gives every operation a window, and the answer certain: an infeasible T is a proof.
+Models that are large are first asked for a plan in a *corridor*: with the routes of the best plan, and the k-th start
+of each operation at most some slots away from where it is there. Such a model is small, but its answer is no proof.
 
 Sets
     f, g, w, t   families of m[f] micro-batches; their routes; workers; slots
@@ -245,11 +247,8 @@ class _Model:
         self.routes = self.problem.routes()
         longest = 2 * self.length if self.makespan is None else self.makespan
         self.windows = [self.problem.windows(route, self.length, longest) for route in self.routes]
-        if self.known is None:
-            self._routing()
-        else:
-            self.near = self._starts_of(self.known)
-            self.sizes = [len(starts[FORWARD, 0]) for starts in self.near]
+        self.near = None if self.known is None else self._starts_of(self.known)
+        self._routing()
         self.counts = [self._counts(g) for g in range(len(self.routes))]
         self._time_and_dependencies()
         self.held = [self._worker(rank) for rank in self.problem.workers]
@@ -278,22 +277,23 @@ class _Model:
         return len(self.problem.families[self.routes[g].family].microbatches)
 
     def _routing(self) -> None:
-        """n[g], and their sums."""
+        """n[g], and their sums; what is known is no variable."""
         self.sizes = []
         for g in range(len(self.routes)):
             most = self._count(g)
             for step, (first, last) in self.windows[g].items():
                 lasts = self._duration(g, step)
                 most = max(0, min(most, (last - first) // lasts + 1 if lasts else most if last >= first else 0))
-            self.sizes.append(self.mip.add_var(lb=0, ub=most, var_type=mip.INTEGER))
+            size = None if self.near is None else len(self.near[g][FORWARD, 0])
+            if size is None and self.problem.families[self.routes[g].family].one_route:
+                size = self._count(g)
+            if size is not None and size > most:
+                raise _InfeasibleError
+            self.sizes.append(self.mip.add_var(lb=0, ub=most, var_type=mip.INTEGER) if size is None else size)
         for f, family in enumerate(self.problem.families):
-            groups = [g for g, route in enumerate(self.routes) if route.family == f]
-            if len(groups) == 1:  # then it is no variable
-                if self.sizes[groups[0]].ub < len(family.microbatches):
-                    raise _InfeasibleError
-                self.sizes[groups[0]] = len(family.microbatches)
-            else:
-                self.mip.add_constr(mip.xsum(self.sizes[g] for g in groups) == len(family.microbatches))
+            sizes = [size for size, route in zip(self.sizes, self.routes, strict=True) if route.family == f]
+            if not isinstance(sizes[0], int):
+                self.mip.add_constr(mip.xsum(sizes) == len(family.microbatches))
 
     def _counts(self, g: int) -> dict[Step, list[Any]]:
         """N[o,t] of a route."""
@@ -306,7 +306,7 @@ class _Model:
             for t in range(first, last):
                 most = min(count, (t - first) // lasts + 1) if lasts else count
                 least = max(0, count + (t - last) // lasts) if lasts and known else 0
-                if self.known is not None:
+                if self.near is not None:
                     most = min(most, sum(start - self.reach <= t for start in self.near[g][step]))
                     least = max(least, sum(start + self.reach <= t for start in self.near[g][step]))
                 if least > most:
