@@ -66,9 +66,9 @@ _REMEDIES = {
 }
 _FIRST_SHARE = 0.5  # of the remaining time for one length; if undecided then, the search turns to longer ones
 _SMALL = 2_500  # variables of a model that is usually decided in seconds
-_PROOF_SHARE = 0.5  # of the time for lengths from the bottom up if models are small; then corridors have their turn
+_GOOD = 1.25  # times the lower bound: plans up to this length are worth looking around
 _REACH = 2  # mean operations: the first corridor around the known plan; each next one is wider by a half
-_CORRIDOR_SECONDS = 15.0  # at most, for one length
+_CORRIDOR_SECONDS = 25.0  # at most, for one length
 
 
 class _InfeasibleError(Exception):
@@ -88,16 +88,16 @@ class _Search:
     def shorten(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, list[Placement]]:
-        """Decide lengths from the bottom up; if that takes long, first look around the known plan."""
-        now, length = time.monotonic(), None
-        if problem.parts > 1:  # fractions of a slot are for the proof alone
-            length, _, _, known = self._prove(problem, low, high, known, deadline)
-            return length, known
-        if problem.variables(low) <= _SMALL:
-            length, low, high, known = self._prove(problem, low, high, known, now + _PROOF_SHARE * (deadline - now))
-        if length is None:
+        """Decide lengths from the bottom up; around a known plan that is good, if that alone takes long."""
+        good = high <= _GOOD * low and problem.parts == 1  # fractions of a slot are for the proof alone
+        if good and problem.variables(low) <= _SMALL:
+            half = (time.monotonic() + deadline) / 2
+            length, low, high, known = self._prove(problem, low, high, known, half)
+            if length is not None:
+                return length, known
+        if good:
             high, known = self._descend(problem, low, high, known, deadline)
-            length, _, _, known = self._prove(problem, low, high, known, deadline)
+        length, _, _, known = self._prove(problem, low, high, known, deadline)
         return length, known
 
     def lighten(
@@ -143,15 +143,12 @@ class _Search:
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int, list[Placement]]:
         """Ask for a shorter length in corridors around the best plan, which keep its routes; length and plan."""
-        reach, step = float(_REACH * problem.mean_duration), max(1, min(problem.mean_duration // 4, high - low))
+        reach = float(_REACH * problem.mean_duration)
         while high > low and reach <= high:
             until = min(time.monotonic() + _CORRIDOR_SECONDS, deadline)
-            found = self._ask(problem, high - step, until, known, int(reach))
+            found = self._ask(problem, high - 1, until, known, int(reach))
             if found:
-                high, known = high - step, found
-                step = max(1, min(step, high - low))
-            elif step > 1:
-                step //= 2
+                high, known = high - 1, found
             elif found is None:
                 break
             else:
