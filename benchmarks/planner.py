@@ -53,6 +53,7 @@ from lightning_recycle.planning import (
     solve,
     validate,
 )
+from lightning_recycle.planning.result import memory_demand
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
@@ -345,9 +346,9 @@ def sides_table(seconds: float) -> Table:
 
 
 def hard_table(backends: Iterable[str], seconds: float) -> Table:
-    """The period that each solver makes of the heuristic's."""
+    """Period, and most micro-batches in flight of a worker, that each solver makes of the heuristic's."""
     table = Table(title=f"Solvers from the heuristic's plan, {seconds:g} s", title_justify="left", box=None)
-    for name in ("problem", "planner", "heuristic", "found", "gain", "bound", "calls", "seconds"):
+    for name in ("problem", "planner", "heuristic", "found", "gain", "bound", "in flight", "calls", "seconds"):
         table.add_column(name, no_wrap=True)
     for name, problem in HARD.items():
         schedule = heuristic(problem)
@@ -358,6 +359,7 @@ def hard_table(backends: Iterable[str], seconds: float) -> Table:
             table.add_row(
                 *(name, backend, f"{schedule.period:.6g}", f"{period:.6g}"),
                 *(f"{100 * (schedule.period / period - 1):.2f}%", f"{result.lower_bound:.6g}"),
+                f"{memory_demand(schedule)[0]:g} -> {memory_demand(result.schedule)[0]:g}",
                 *(str(result.solver.calls), f"{result.seconds:.1f}"),
             )
     return table

@@ -208,8 +208,11 @@ def _main(descriptor: int, entry: str) -> None:
 
     threading.Thread(target=end_with_the_parent, daemon=True).start()
 
+    sending = threading.Lock()  # a solver may report from several threads
+
     def report(kind: str, value: Any) -> None:
-        connection.send((kind, value))
+        with sending:
+            connection.send((kind, value))
 
     module, _, function = entry.partition(":")
     failure = None

@@ -1,26 +1,28 @@
-"""The model for OR-tools' CP-SAT: start times as integers, one interval for each operation and host.
-
-The mathematics, in the order of :mod:`milp`.
+"""The constraint model of a :class:`TimeIndexedProblem`, for OR-tools' CP-SAT.
 
 Sets
-    operations (o, k): the k-th micro-batch of family o's group through operation o; hosts of o with duration p_ow.
+    f, s, k, w    families, stages, kinds, workers; m: micro-batches; o: the k of micro-batch m at stage s
 Variables
-    start[o, k] in slots; period (with the staggered optimizer) or makespan; begin[s] of each stage (staggered).
-    on[k, s, w]: whether the k-th micro-batch of a family runs on host w at stage s; 1 where there is one host.
+    start[o]      in slots
+    on[m,s,w]     whether host w runs m at stage s; 1 where there is one host
+    begin[s]      with the staggered optimizer: when stage s begins; else 0
+    length        the period (without the staggered optimizer: the makespan)
+    held[w]       the most micro-batches that w holds at once; most: the most memory of a worker
 Constraints
-    routing       sum over w of on[k, s, w] = 1; of pipelines that are alike, the first runs the most
-    order         start[o, k] + p_o <= start[o, k+1] in a family with one route, else only at stage 0's forwards
-    dependencies  start[o, k] >= start[a(o), k] + p_a(o) + lag
+    routing       sum over w of on[m,s,w] = 1
+    order         in a family with one route, each kind of operation in the order of the micro-batches; else only the
+                  forwards of stage 0
+    dependencies  start[o] >= start[a(o)] + p[a(o)] + lag
     no overlap    the intervals of a worker, present if on
-    memory        the intervals from F to the end of W (BW), present if on, at most ``limit`` at once
-    REDUCE, STEP  after every W (BW) of the stage
-    staggered     begin[s] <= start of every F; begin[s] + period >= end of the stage's STEP
-Objective
-    minimise the period or makespan, which lies in ``lower .. upper``.
+    memory        the intervals from F to the end of W, present if on, at most held[w] <= L[s] at once;
+                  a[s] + h[s] held[w] <= most
+    period        begin[s] <= start of every F;  begin[s] + length >= end of W + r[s]
+Objectives
+    the least length; then, for that length, the least K most + sum over w of h[s] held[w], K large
 
-The plan known so far is a solution of the model, of length ``upper``, and the complete hint: CP-SAT finds its first
-solution there, and improves it by large neighbourhood search. (Asked for less than ``upper`` at once, it found nothing
-within minutes where durations are unequal, because it only begins to search neighbourhoods once it has a solution.)
+The plan known so far is a solution of the model, and the complete hint: CP-SAT finds its first solution there, and
+improves it by large neighbourhood search. (Asked for less than its length at once, it found nothing within minutes
+where durations are unequal, because it only begins to search neighbourhoods once it has a solution.)
 
 Contract: as :mod:`milp`; runs in the solver's process.
 """
@@ -29,12 +31,12 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.slots import Placement, SlotProblem, placements
-from lightning_recycle.planning.solver_process import Report, SolverTask, SolverUnavailableError, proven_length
-from lightning_recycle.planning.timing import BACKWARD, FORWARD
+from lightning_recycle.planning.solver_process import Report, SolverTask, SolverUnavailableError, improve
+from lightning_recycle.planning.time_indexed_problem import Placement, TimeIndexedProblem
+from lightning_recycle.planning.timing import FORWARD
 
 __all__ = ["solve"]
 
@@ -43,288 +45,192 @@ _THREADS_FOR_ALL = 8
 
 
 def solve(task: SolverTask, report: Report) -> None:
-    """Minimise the length from ``task.upper`` down; report bounds and solutions."""
-    deadline = time.monotonic() + task.time_limit
-    problem = task.problem
-    assert problem is not None
-    known = placements(task.schedule)
-    bound, best = _minimize(task, problem, task.lower, task.upper, deadline, report, 1, known)
-    parts = problem.stages
-    if bound is None or not problem.exact or not problem.staggered or parts == 1 or bound <= task.lower:
-        return
-    # Periods can be fractions of a slot, see milp.
-    if deadline - time.monotonic() > 0.1:
-        _minimize(task, problem.refined(parts), (bound - 1) * parts + 1, bound * parts, deadline, report, parts, best)
-
-
-def _minimize(
-    task: SolverTask,
-    problem: SlotProblem,
-    lower: int,
-    upper: int,
-    deadline: float,
-    report: Report,
-    parts: int,
-    known: list[Placement],
-) -> tuple[int | None, list[Placement]]:
-    """The smallest length in slots, at most ``upper``, or None when time ran out; and the best solution, ``known`` if
-    none is shorter than ``upper``. Starts of placements are in the unit of the costs."""
+    """See :func:`improve`."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise SolverUnavailableError(f"{error}; pip install 'lightning-recycle[cpsat]'") from error
+    improve(task, report, _Search(task, report, cp_model))
 
-    def prove(bound: int) -> None:
-        if problem.exact and problem.complete:
-            report("bound", proven_length(problem, bound, parts) * problem.slot * parts)
 
-    if lower > upper - 1 or any(window.last < window.first for window in problem.windows(upper - 1)):
-        prove(upper)
-        return upper, known
-    model = _Model(problem, task.schedule.grid, lower, upper, cp_model)
-    model.hint(known)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
-    solver.parameters.num_workers = task.threads
-    # Few threads take turns with all methods, neighbourhood search among them, instead of one each.
-    solver.parameters.interleave_search = task.threads < _THREADS_FOR_ALL
-    solver.parameters.random_seed = task.seed
-    solver.parameters.log_search_progress = task.log
-    best = known
+@dataclass
+class _Search:
+    task: SolverTask
+    report: Report
+    cp_model: Any
 
-    class Found(cp_model.CpSolverSolutionCallback):
-        def on_solution_callback(self) -> None:
-            nonlocal best
-            if self.value(model.length) < upper:
-                best = model.placements(self.value)
-                report("solution", best)
+    def shorten(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int | None, list[Placement]]:
+        """Minimise the length from ``high`` down."""
+        model = _Model(self.cp_model, problem, known, low, high)
+        model.cp.minimize(model.length)
 
-    report("call", 1)
-    started = time.monotonic()
-    status = solver.solve(model.cp, Found())
-    report("seconds", time.monotonic() - started)
-    if status == cp_model.MODEL_INVALID:
-        raise AssertionError(model.cp.validate())
-    # Without a solution none is as short as the known plan, which rounded durations can make longer.
-    bound = upper if status == cp_model.INFEASIBLE else round(solver.best_objective_bound)
-    if bound > lower:
-        prove(bound)
-    return (bound if status in (cp_model.OPTIMAL, cp_model.INFEASIBLE) else None), best
+        def prove(bound: float) -> None:
+            self.report("bound", problem.bound(math.ceil(bound - 1e-6)))
+
+        status, solver, found = self._optimize(model, model.length, high, deadline, prove)
+        # Without a solution none is as short as the known plan, which rounded durations can make longer.
+        bound = high if status == self.cp_model.INFEASIBLE else round(solver.best_objective_bound)
+        if bound > low:
+            prove(bound)
+        decided = status in (self.cp_model.OPTIMAL, self.cp_model.INFEASIBLE)
+        return (bound if decided else None), found or known
+
+    def lighten(
+        self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
+    ) -> None:
+        """Minimise memory from that of ``known`` down."""
+        model = _Model(self.cp_model, problem, known, length, length, makespan)
+        self._optimize(model, model.memory, model.known_memory, deadline)
+
+    def _optimize(
+        self, model: _Model, objective: Any, known: int, deadline: float, on_bound: Any = None
+    ) -> tuple[Any, Any, list[Placement] | None]:
+        """Solve; report what has a smaller ``objective`` than ``known``. Status, solver, and the best plan."""
+        solver = self.cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
+        solver.parameters.num_workers = self.task.threads
+        # Few threads take turns with all methods, neighbourhood search among them, instead of one each.
+        solver.parameters.interleave_search = self.task.threads < _THREADS_FOR_ALL
+        solver.parameters.random_seed = self.task.seed
+        solver.parameters.log_search_progress = self.task.log
+        solver.best_bound_callback = on_bound
+        report, best = self.report, None
+
+        class Found(self.cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined]
+            def on_solution_callback(self) -> None:
+                nonlocal best
+                if self.value(objective) < known:
+                    best = model.placements(self.value)
+                    report("solution", best)
+
+        report("call", 1)
+        started = time.monotonic()
+        status = solver.solve(model.cp, Found())
+        report("seconds", time.monotonic() - started)
+        if status == self.cp_model.MODEL_INVALID:
+            raise AssertionError(model.cp.validate())
+        return status, solver, best
 
 
 class _Model:
-    """The model for lengths from ``lower`` to ``longest``; ``starts[o][k]`` is start[o, k]."""
+    """The model for lengths from ``low`` to ``high``, with a known plan as hint; if ``makespan`` is given, with the
+    second objective.
+    """
 
-    def __init__(self, problem: SlotProblem, grid: Grid, lower: int, longest: int, cp_model: Any) -> None:
-        self.problem, self.grid, self.longest = problem, grid, longest
-        self.windows = problem.windows(longest)
-        self.cp = cp_model.CpModel()
-        self.length = self.cp.new_int_var(lower, longest, "length")
-        self.on: dict[tuple[int, int, int, int], Any] = {}
-        self.begin: list[Any] = [0] * problem.stages
-        self.held: list[tuple[Any, int, int, int]] = []
-        """How long a micro-batch is held, and the indices of its F and release and its place in them."""
-        self.starts: list[list[Any]] = []
-        self.ends: list[list[Any]] = []
-        self._hosts()
-        self._operations()
-        self._order_and_dependencies()
-        self._memory_and_period()
-        self.cp.minimize(self.length)
-
-    def _hosts(self) -> None:
-        problem = self.problem
-        for op in problem.ops:
-            if op.kind == FORWARD and len(op.hosts) > 1:
-                for k in range(op.count):
-                    chosen = [self.cp.new_bool_var("on") for _ in op.hosts]
-                    self.cp.add_exactly_one(chosen)
-                    self.on.update(
-                        ((op.group, k, op.stage, rank), on) for (rank, _), on in zip(op.hosts, chosen, strict=True)
-                    )
-        for one, other in problem.alike:
-            self.cp.add(self._share(one) >= self._share(other))
-
-    def _share(self, worker: int) -> Any:
-        """The number of micro-batches that a worker runs."""
-        alone = sum(
-            op.count for op in self.problem.ops if op.kind == FORWARD and len(op.hosts) == 1 and op.worker == worker
-        )
-        return alone + sum(on for (_, _, _, rank), on in self.on.items() if rank == worker)
-
-    def _operations(self) -> None:
-        by_worker: dict[int, list[Any]] = {}
-        for op, window in zip(self.problem.ops, self.windows, strict=True):
-            single = len(op.hosts) == 1
-            row: list[Any] = []
-            ends: list[Any] = []
-            for k in range(op.count):
-                # Within one route, those before and after it need their time on the worker too.
-                ahead = (k, op.count - 1 - k) if single and self._one_route(op.group) else (0, 0)
-                first = window.first + ahead[0] * op.duration
-                last = window.last - ahead[1] * op.duration
-                # An empty domain is a contradiction, which the solver reports as infeasible.
-                start = self.cp.new_int_var(min(first, last), last, f"start_{op.kind}_{op.stage}_{op.group}_{k}")
-                self.cp.add(start >= first)
-                row.append(start)
-                if len({duration for _, duration in op.hosts}) == 1:
-                    end: Any = start + op.duration
-                else:
-                    end = self.cp.new_int_var(first, last + max(duration for _, duration in op.hosts), "end")
-                ends.append(end)
-                for rank, duration in op.hosts:
-                    on = 1 if single else self.on[op.group, k, op.stage, rank]
-                    run = self.cp.new_optional_interval_var(start, duration, end, on, "run")
-                    by_worker.setdefault(rank, []).append(run)
-            self.starts.append(row)
-            self.ends.append(ends)
-        for intervals in by_worker.values():
+    def __init__(
+        self,
+        cp_model: Any,
+        problem: TimeIndexedProblem,
+        known: list[Placement],
+        low: int,
+        high: int,
+        makespan: int | None = None,
+    ) -> None:
+        self.problem, self.cp = problem, cp_model.CpModel()
+        self.horizon = 2 * high if makespan is None else makespan
+        rows = problem.in_whole_slots(known)
+        self.known = {(kind, stage, number): (rank, start) for kind, stage, number, rank, start in rows}
+        period, _, begins = problem.lengths(rows)
+        self.length = self._variable(low, high, period)
+        self.begin = [
+            self._variable(0, self.horizon, b) if s and problem.staggered else 0 for s, b in enumerate(begins)
+        ]
+        self.start: dict[tuple[int, int, int], Any] = {}
+        self.end: dict[tuple[int, int, int], Any] = {}
+        self.on: dict[tuple[int, int, int], Any] = {}
+        self.running: dict[int, list[Any]] = {rank: [] for rank in problem.workers}
+        self.holding: dict[int, list[Any]] = {rank: [] for rank in problem.workers}
+        for family in problem.families:
+            self._family(family.microbatches, family.hosts, family.one_route)
+        for intervals in self.running.values():
             self.cp.add_no_overlap(intervals)
+        if makespan is not None:
+            self._least_memory()
+        elif problem.limits is not None:
+            for rank, intervals in self.holding.items():
+                self.cp.add_cumulative(intervals, [1] * len(intervals), problem.most_held(rank))
 
-    def _one_route(self, group: int) -> bool:
-        return all(len(op.hosts) == 1 for op in self.problem.ops if op.group == group)
+    def _variable(self, low: int, high: int, known: int) -> Any:
+        """An integer with the value that it has in the known plan, which rounded durations can put above ``high``."""
+        variable = self.cp.new_int_var(low, max(low, high), "")
+        if low < high:
+            self.cp.add_hint(variable, known)
+        return variable
 
-    def _order_and_dependencies(self) -> None:
+    def _family(self, numbers: tuple[int, ...], hosts: tuple[tuple[int, ...], ...], one_route: bool) -> None:
         problem = self.problem
-        one_route = [self._one_route(group) for group in range(len(problem.groups))]
-        for op, row, ends in zip(problem.ops, self.starts, self.ends, strict=True):
-            for k in range(op.count - 1):
-                if one_route[op.group]:
-                    self.cp.add(ends[k] <= row[k + 1])
-                elif (op.kind, op.stage) == (FORWARD, 0):
-                    self.cp.add(row[k] <= row[k + 1])
-            if op.source is not None:
-                for k in range(op.count):
-                    self.cp.add(row[k] >= self.ends[op.source][k] + op.lag)
+        # The known plan in the order of the model; on one route micro-batches are interchangeable at each operation.
+        members = sorted(numbers, key=lambda number: self.known[FORWARD, 0, number][1])
+        like = {step: [self.known[(*step, number)] for number in members] for step in problem.steps}
+        if one_route:
+            like = {step: sorted(row, key=lambda each: each[1]) for step, row in like.items()}
+        for k, number in enumerate(numbers):
+            for stage, ranks in enumerate(hosts):
+                for rank in ranks:
+                    runs = like[FORWARD, stage][k][0] == rank
+                    self.on[number, stage, rank] = self._variable(0, 1, runs) if len(ranks) > 1 else 1
+                if len(ranks) > 1:
+                    self.cp.add_exactly_one(self.on[number, stage, rank] for rank in ranks)
+            for kind, stage in problem.steps:
+                self._operation(kind, stage, number, hosts[stage], like[kind, stage][k][1])
+                if k and (one_route or (kind, stage) == (FORWARD, 0)):
+                    before = self.end if one_route else self.start
+                    self.cp.add(before[kind, stage, numbers[k - 1]] <= self.start[kind, stage, number])
+            for stage, ranks in enumerate(hosts):
+                rank, release = like[problem.release, stage][k]
+                known = release + problem.durations[problem.release, rank] - like[FORWARD, stage][k][1]
+                self._held(stage, number, ranks, known)
 
-    def _memory_and_period(self) -> None:
-        problem, longest = self.problem, self.longest
-        releases = {(op.group, op.stage): i for i, op in enumerate(problem.ops) if op.kind == problem.release_kind}
-        if problem.staggered:
-            self.begin = [0, *(self.cp.new_int_var(0, 2 * longest, f"begin_{s}") for s in range(1, problem.stages))]
-        held: dict[int, list[Any]] = {}
-        for index, (op, row) in enumerate(zip(problem.ops, self.starts, strict=True)):
-            if op.kind != FORWARD:
-                continue
-            release = releases[op.group, op.stage]
-            ends = self.ends[release]
-            for k in range(op.count):
-                if problem.limits is not None:
-                    size = self.cp.new_int_var(0, 2 * longest, "size")
-                    self.held.append((size, index, release, k))
-                    for rank, _ in op.hosts:
-                        on = 1 if len(op.hosts) == 1 else self.on[op.group, k, op.stage, rank]
-                        hold = self.cp.new_optional_interval_var(row[k], size, ends[k], on, "hold")
-                        held.setdefault(rank, []).append(hold)
-                if problem.staggered:
-                    self.cp.add(self.begin[op.stage] <= row[k])
-                self.cp.add(self.length >= ends[k] + problem.tails[op.stage] - self.begin[op.stage])
-        for rank, intervals in held.items():
-            assert problem.limits is not None
-            limit = problem.limits[rank % problem.stages]
-            if len(intervals) > limit:
-                self.cp.add_cumulative(intervals, [1] * len(intervals), limit)
-
-    def hint(self, known: list[Placement]) -> None:
-        """A value for each variable from a plan with starts in the unit of the costs."""
+    def _operation(self, kind: int, stage: int, number: int, ranks: tuple[int, ...], known: int) -> None:
         problem = self.problem
-        rank_of, row_of = self._first_busiest(known)
-        at = {
-            (kind, stage, number): (rank_of.get(rank, rank), start)
-            for kind, stage, number, rank, start in self._in_whole_slots(known)
-        }
-        values: list[list[int]] = []
-        durations: list[list[int]] = []
-        for op in problem.ops:
-            family = [row_of.get(number, number) for number in problem.families[problem.groups[op.group]]]
-            family.sort(key=lambda number: at[FORWARD, 0, number][1])
-            placed = [at[op.kind, op.stage, number] for number in family]
-            if self._one_route(op.group):  # interchangeable at each operation
-                placed.sort(key=lambda rank_and_start: rank_and_start[1])
-            values.append([start for _, start in placed])
-            hosts = dict(op.hosts)
-            durations.append([hosts.get(rank, op.duration) for rank, _ in placed])
-            if op.kind == FORWARD and len(op.hosts) > 1:
-                for k, (rank, _) in enumerate(placed):
-                    for host, _ in op.hosts:
-                        self.cp.add_hint(self.on[op.group, k, op.stage, host], host == rank)
-        begin, length = [math.inf] * problem.stages, 0.0
-        for index, op in enumerate(problem.ops):
-            for k, start in enumerate(values[index]):
-                self.cp.add_hint(self.starts[index][k], start)
-                if len({duration for _, duration in op.hosts}) > 1:
-                    self.cp.add_hint(self.ends[index][k], start + durations[index][k])
-            if op.kind == FORWARD and problem.staggered and op.stage:
-                begin[op.stage] = min(begin[op.stage], *values[index])
-        for index, op in enumerate(problem.ops):
-            if op.kind == problem.release_kind:
-                since = begin[op.stage] if problem.staggered and op.stage else 0
-                end = max(start + lasts for start, lasts in zip(values[index], durations[index], strict=True))
-                length = max(length, end + problem.tails[op.stage] - since)
-        for size, forward, release, k in self.held:
-            self.cp.add_hint(size, values[release][k] + durations[release][k] - values[forward][k])
-        if problem.staggered:
-            for variable, first in zip(self.begin[1:], begin[1:], strict=True):
-                self.cp.add_hint(variable, int(first))
-        self.cp.add_hint(self.length, int(length))
+        start = self.start[kind, stage, number] = self._variable(0, self.horizon, known)
+        lasts = {rank: problem.durations[kind, rank] for rank in ranks}
+        for rank, slots in lasts.items():
+            on = self.on[number, stage, rank]
+            self.running[rank].append(self.cp.new_optional_fixed_size_interval_var(start, slots, on, ""))
+        self.end[kind, stage, number] = start + sum(self.on[number, stage, rank] * lasts[rank] for rank in ranks)
+        source = problem.source((kind, stage))
+        if source is not None:
+            self.cp.add(start >= self.end[(*source[0], number)] + source[1])
 
-    def _in_whole_slots(self, known: list[Placement]) -> list[tuple[int, int, int, int, int]]:
-        """The same order with starts in whole slots.
+    def _held(self, stage: int, number: int, ranks: tuple[int, ...], known: int) -> None:
+        """Memory and period."""
+        first, last = self.start[FORWARD, stage, number], self.start[self.problem.release, stage, number]
+        self.cp.add(self.begin[stage] <= first)
+        end = self.end[self.problem.release, stage, number] + self.problem.closing[stage]
+        self.cp.add(end <= self.begin[stage] + self.length)
+        self.cp.add(end <= self.horizon)
+        for rank in ranks:
+            on, lasts = self.on[number, stage, rank], self.problem.durations[self.problem.release, rank]
+            size = self._variable(0, self.horizon, known)
+            self.holding[rank].append(self.cp.new_optional_interval_var(first, size, last + lasts, on, ""))
 
-        Where durations are whole slots, it is enough to round starts down: that breaks no constraint. Where durations
-        are rounded, operations also wait for those before them.
-        """
-        stages, last = self.grid.stages, self.grid.stages - 1
-        lasts = {(op.kind, rank): duration for op in self.problem.ops for rank, duration in op.hosts}
-        lag = max((op.lag for op in self.problem.ops), default=0)
-        origin = min(row[-1] for row in known)
-        free: dict[int, int] = {}
-        ends: dict[tuple[int, int, int], int] = {}
-        found = []
-
-        def flow(row: Placement) -> tuple[float, bool, int]:
-            kind, stage, _, rank, start = row
-            return start, lasts[kind, rank] > 0, kind * stages + (stage if kind == FORWARD else stages - stage)
-
-        for kind, stage, number, rank, start in sorted(known, key=flow):
-            if kind == FORWARD:
-                ready = ends[FORWARD, stage - 1, number] + lag if stage else 0
-            elif kind == BACKWARD and stage < last:
-                ready = ends[BACKWARD, stage + 1, number] + lag
-            else:
-                ready = ends[kind - 1, stage, number]
-            begin = max(math.floor((start - origin) / self.problem.slot + 1e-6), ready, free.get(rank, 0))
-            ends[kind, stage, number] = free[rank] = begin + lasts[kind, rank]
-            found.append((kind, stage, number, rank, begin))
-        return found
-
-    def _first_busiest(self, known: list[Placement]) -> tuple[dict[int, int], dict[int, int]]:
-        """Exchange pipelines that are alike so that the first run the most, as the model asks.
-
-        Returns:
-            For a rank of the plan, the one that runs its part in the hint; for a micro-batch of the hint, the one of
-            the plan whose times it takes. Those that stay are missing.
-        """
-        alike = list(dict.fromkeys(rank for pair in self.problem.alike for rank in pair))
-        share = {rank: sum(row[0] == FORWARD and row[3] == rank for row in known) for rank in alike}
-        stages, count = self.grid.stages, self.grid.microbatches
-        rank_of: dict[int, int] = {}
-        row_of: dict[int, int] = {}
-        for new, old in zip(alike, sorted(alike, key=lambda rank: -share[rank]), strict=True):
-            if new != old:
-                to, source = new // stages, old // stages
-                rank_of.update((source * stages + s, to * stages + s) for s in range(stages))
-                row_of.update((to * count + m, source * count + m) for m in range(count))
-        return rank_of, row_of
+    def _least_memory(self) -> None:
+        """The second objective."""
+        problem, stages = self.problem, self.problem.stages
+        peaks = problem.peaks((*key, *at) for key, at in self.known.items())
+        memory = [(problem.fixed[rank % stages], problem.held[rank % stages]) for rank in problem.workers]
+        known = max(a + h * peaks[rank] for rank, (a, h) in zip(problem.workers, memory, strict=True))
+        most = self._variable(min(a for a, _ in memory), known, known)
+        total: Any = 0
+        known_total = 0
+        weight = 1
+        for rank, (a, h) in zip(problem.workers, memory, strict=True):
+            held = self._variable(0, problem.most_held(rank), peaks[rank])
+            self.cp.add_cumulative(self.holding[rank], [1] * len(self.holding[rank]), held)
+            self.cp.add(most >= a + h * held)
+            total += h * held
+            known_total += h * peaks[rank]
+            weight += h * problem.most_held(rank)
+        self.memory, self.known_memory = weight * most + total, weight * known + known_total
+        self.cp.minimize(self.memory)
 
     def placements(self, value: Any) -> list[Placement]:
         """The solution, with starts in the unit of the costs; ``value`` gives a variable's value."""
-        problem = self.problem
-        found: list[Placement] = []
-        for op, row in zip(problem.ops, self.starts, strict=True):
-            for k, number in enumerate(problem.families[problem.groups[op.group]]):
-                rank = op.worker
-                if len(op.hosts) > 1:
-                    rank = next(r for r, _ in op.hosts if value(self.on[op.group, k, op.stage, r]))
-                found.append((op.kind, op.stage, number, rank, problem.slot * value(row[k])))
-        return found
+        host = {(number, stage): rank for (number, stage, rank), on in self.on.items() if value(on)}
+        return [
+            (kind, stage, number, host[number, stage], self.problem.slot * value(start))
+            for (kind, stage, number), start in self.start.items()
+        ]

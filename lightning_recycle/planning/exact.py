@@ -5,10 +5,14 @@ analytic lower bound, no solver is needed; nor where it is as close as makes no 
 a solver to have a chance. Otherwise the solver searches between the two in its own process; what it
 finds counts only after its order of operations has been timed again, validated and compared.
 
-Contract: never worse than the heuristic, never longer than the time limit (plus the heuristic's own time and
-``solver_process.GRACE``), never an exception because of a solver: a solver that is missing, crashes or runs out of
-time is a warning, and the best plan so far is the result. Which peer runs a re-routed micro-batch is part of the
-decision, so "optimal" is for the problem. Only a solver that found the plan is credited with it.
+A solver that is asked shortens the period first. Then, for the same period and makespan, it lowers the memory of the
+worker with the most, and the sum of all.
+
+Contract: never worse than the heuristic (:func:`~lightning_recycle.planning.result.best_schedule`), never longer than
+the time limit (plus the heuristic's own time and ``solver_process.GRACE``), never an exception because of a solver: a
+solver that is missing, crashes or runs out of time is a warning, and the best plan so far is the result. Which peer
+runs a re-routed micro-batch is part of the decision, so "optimal" is for the problem. Only a solver that found the plan
+is credited with it.
 
 Must not know: the model (:mod:`milp`, :mod:`cpsat`).
 """
@@ -25,11 +29,11 @@ from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.heuristic import heuristic
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.result import TOLERANCE, PlanResult, SolverUse, proven
+from lightning_recycle.planning.result import PlanResult, SolverUse, best_schedule, proven
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.slots import SlotProblem, discretize, schedule_from_placements
 from lightning_recycle.planning.solver_process import SolverOutcome, SolverTask, run_solver
-from lightning_recycle.planning.validation import validate
+from lightning_recycle.planning.solver_progress import SolverProgress
+from lightning_recycle.planning.time_indexed_problem import TimeIndexedProblem, discretize
 
 __all__ = ["BACKENDS", "ExactPlanner"]
 
@@ -44,6 +48,7 @@ BACKENDS = {
 """Names of the exact planners, and the function that each runs in the solver's process."""
 
 _FINE = 100_000  # slots per iteration for a solver whose model does not grow with them
+_MOST_ROUTES = 24  # of a family, for a solver whose model grows with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,11 @@ class ExactPlanner:
         backend: the solver: "cbc", "highs", "gurobi" (python-mip) or "cpsat" (OR-tools, the extra ``cpsat``).
         time_limit: seconds the solver may take.
         threads: number of the solver's threads; by default 1, for CP-SAT one per core (at most 8).
-        max_variables: largest model in slots to build. Durations are rounded to longer slots to stay below it; if even
-            that is too large, only orders of operations are searched, which have no slots.
+        max_variables: largest model in slots to build (not for CP-SAT). Durations are rounded to longer slots to stay
+            below it; if even that is too large, no solver is asked.
         log: keep the solver's output in the result.
-        least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked.
+        least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked. None: a
+            solver is always asked, if only for a plan that holds less.
         max_operations: nor for a plan with more operations than this, the closing ones included.
 
     Raises:
@@ -69,7 +75,7 @@ class ExactPlanner:
     threads: int | None = None
     max_variables: int = 40_000
     log: bool = False
-    least_gap: float = 1e-3
+    least_gap: float | None = 1e-3
     max_operations: int = 8_000
 
     def __post_init__(self) -> None:
@@ -79,7 +85,8 @@ class ExactPlanner:
         if self.threads is not None:
             whole("ExactPlanner", "threads", self.threads, 1)
         whole("ExactPlanner", "max_variables", self.max_variables, 1)
-        at_least("ExactPlanner", "least_gap", self.least_gap)
+        if self.least_gap is not None:
+            at_least("ExactPlanner", "least_gap", self.least_gap)
         whole("ExactPlanner", "max_operations", self.max_operations)
 
     def plan(self, problem: Problem) -> Schedule:
@@ -106,34 +113,41 @@ class ExactPlanner:
         started = time.monotonic() - seconds
         first = proven(schedule, self.backend, found_by=found_by)
         reason = self._not_worth_asking(first)
-        if reason is not None:
-            use = SolverUse(reason=reason)
-            log.info("planner %s: not asked, %s.", self.backend, reason)
+        task = self._task(first) if reason is None else None
+        if task is None:
+            use = SolverUse(reason=reason or f"its model would be larger than max_variables={self.max_variables:,}")
+            log.info("planner %s: not asked, %s.", self.backend, use.reason)
             return replace(first, seconds=time.monotonic() - started, solver=use)
-        outcome = run_solver(BACKENDS[self.backend], self._task(first))
-        best = _best(schedule, outcome)
-        author = found_by if best is schedule else self.backend
-        # With memory in bytes the solver had less room than there is: its bound says nothing.
-        bound = outcome.bound if schedule.problem.memory is None else None
-        result = proven(best, self.backend, bound, found_by=author, solver=outcome.use)
+
+        def show(outcome: SolverOutcome) -> None:
+            best = min(each.period for each in (schedule, *outcome.schedules))
+            progress.show(min(best, max(first.lower_bound, outcome.bound or 0.0)), best)
+
+        with SolverProgress(self.backend, self.time_limit) as progress:
+            show(SolverOutcome())
+            outcome = run_solver(BACKENDS[self.backend], task, show)
+        best = best_schedule([schedule, *outcome.schedules])
+        result = proven(
+            best,
+            self.backend,
+            outcome.bound,
+            found_by=found_by if best is schedule else self.backend,
+            solver=outcome.use,
+            log=outcome.log if self.log else "",
+        )
         warning = None
         if outcome.failure is not None:
             kept = "the best plan it found" if best is not schedule else "the heuristic's plan"
             warning = f"planner {self.backend}: {outcome.failure}. Keeping {kept}, {_gap(result)}."
         elif result.status != "optimal" and time.monotonic() - started >= self.time_limit:
             warning = f"planner {self.backend}: not finished after {self.time_limit:g} s; the plan is {_gap(result)}."
-        use = outcome.use
-        log.info(
-            "planner %s: %d calls, %.1f s; found by %s, period %g, bound %g.",
-            *(self.backend, use.calls, use.seconds, author, best.period, result.lower_bound),
-        )
-        return replace(result, seconds=time.monotonic() - started, warning=warning, log=outcome.log if self.log else "")
+        return replace(result, seconds=time.monotonic() - started, warning=warning)
 
     def _not_worth_asking(self, first: PlanResult) -> str | None:
         """Why no solver is asked; None if one is."""
-        if first.status == "optimal":
+        if self.least_gap is not None and first.status == "optimal":
             return "the plan meets the lower bound"
-        if first.gap <= self.least_gap:
+        if self.least_gap is not None and first.gap <= self.least_gap:
             return f"the plan is {_gap(first)}, and least_gap={self.least_gap:g}"
         operations = first.schedule.num_operations
         if operations > self.max_operations:
@@ -149,67 +163,38 @@ class ExactPlanner:
             return f"it splits every backward, for which there is no memory ({error}); the plan is {_gap(first)}"
         return None
 
-    def _task(self, first: PlanResult) -> SolverTask:
-        threads = self.threads or (min(8, os.cpu_count() or 1) if self.backend == "cpsat" else 1)
-        slots = self._discretize(first)
-        lower = upper = 0
-        if slots is not None:
-            lower = math.ceil(first.lower_bound / slots.slot - 1e-6)
-            upper = _slots(first.schedule.period, slots)
-            if not slots.exact:
-                # Rounding moves both ends; what a length in slots amounts to is known once its order has been timed.
-                upper, lower = math.ceil(1.05 * upper) + 1, math.floor(0.95 * lower)
+    def _task(self, first: PlanResult) -> SolverTask | None:
+        """The task in slots; None where the model would be too large."""
+        problem = self._discretize(first)
+        if problem is None:
+            return None
+        lower = math.ceil(first.lower_bound / problem.slot - 1e-6)
+        upper = math.ceil(first.schedule.period / problem.slot - 1e-6)
+        if not problem.exact:
+            # Rounding moves both ends; what a length in slots amounts to is known once its order has been timed.
+            upper, lower = math.ceil(1.05 * upper) + 1, math.floor(0.95 * lower)
         return SolverTask(
             backend=self.backend,
             schedule=first.schedule,
-            problem=slots,
+            problem=problem,
             lower=lower,
             upper=upper,
             time_limit=self.time_limit,
-            threads=threads,
+            threads=self.threads or (min(8, os.cpu_count() or 1) if self.backend == "cpsat" else 1),
             max_variables=self.max_variables,
             log=self.log,
         )
 
-    def _discretize(self, first: PlanResult) -> SlotProblem | None:
-        """The slots to use; None where the model would be too large."""
-        schedule = first.schedule
+    def _discretize(self, first: PlanResult) -> TimeIndexedProblem | None:
         if self.backend == "cpsat":  # its variables are times: their number does not depend on the slots
-            return discretize(schedule, _FINE, coarse=False, spread=False)
+            return discretize(first.schedule, _FINE)
         # The search begins at the lower bound and stops at lengths whose models are too large.
-        max_slots, busiest = self.max_variables, max(len(ops) for ops in schedule.workers.values())
-        for _ in range(6):
-            problem = discretize(schedule, max_slots)
-            shortest = _slots(first.lower_bound, problem)
-            # With less than half a slot per operation, nothing of the durations is left.
-            if not problem.exact and shortest < 0.5 * busiest:
-                return None
-            # With rounded durations the search needs room above the bound.
-            length = shortest if problem.exact else math.ceil(1.15 * shortest)
-            shrink = self.max_variables / max(1, problem.variables(length))
-            if shrink >= 1.0:
+        for slots in (self.max_variables, None):
+            problem = discretize(first.schedule, slots, _MOST_ROUTES)
+            fits = problem.variables(math.ceil(first.lower_bound / problem.slot)) <= self.max_variables
+            if fits and (problem.exact or slots is None):
                 return problem
-            max_slots = int(0.9 * shrink * schedule.makespan / problem.slot)
         return None
-
-
-def _slots(period: float, slots: SlotProblem) -> int:
-    return math.ceil(period / slots.slot - 1e-6)
-
-
-def _best(schedule: Schedule, outcome: SolverOutcome) -> Schedule:
-    """The better of the heuristic's schedule and the solver's, the former if they are equal."""
-    best = schedule
-    for placements in outcome.solutions:
-        try:
-            candidate = schedule_from_placements(schedule, placements)
-            if candidate.period < best.period * (1.0 - TOLERANCE):
-                validate(candidate)
-                best = candidate
-        except PlanningError as error:
-            # Possible where rounding or operations without duration leave an order open; the plan so far stands.
-            log.info("A solution of the solver was not usable: %s", error)
-    return best
 
 
 def _gap(result: PlanResult) -> str:

@@ -1,37 +1,35 @@
-"""The mixed-integer model, through python-mip: CBC, HiGHS or Gurobi.
+"""The mixed-integer model of a :class:`TimeIndexedProblem`, through python-mip: CBC, HiGHS or Gurobi.
 
 The mathematics. The length T of the iteration (with the staggered optimizer: its period) is fixed, and the model asks
 whether a schedule of that length exists. The smallest such T is found by a search between the lower bound and the
 best plan known: T below the bound is excluded, T from that plan's on is known. Asking for one T at a time keeps
 the model small, because T gives every operation a window, and the answer certain: an infeasible T is a proof.
+Models that are large are first asked for a plan in a *corridor*: with the routes of the best plan, and the k-th start
+of each operation at most some slots away from where it is there. Such a model is small, but its answer is no proof.
 
 Sets
-    families f of m_f interchangeable micro-batches; groups g, the routes of a family; operations o: (group, F / B / W
-    / BW, stage), see :mod:`slots`, with family f(o), group g(o), duration p_o, worker w(o), and source a(o) whose
-    result it needs after a lag; slots t.
+    f, g, w, t   families of m[f] micro-batches; their routes; workers; slots
+    o            operations: the k of route g at stage s, on its worker w(o), with duration p[o], and the source a(o)
+                 whose result they need after a lag
 Variables
-    n[g]: how many micro-batches of its family take route g (integer).
-    N[o, t]: how many of them have started o by slot t (integer): start times and order in one. Outside the window of o
-    it is 0 or n[g(o)].
-    begun[s, t] (staggered only): whether stage s has begun its iteration by slot t (binary).
+    n[g]         how many micro-batches of its family take route g (integer)
+    N[o,t]       how many of them have started o by slot t (integer): start times and order in one; outside the window
+                 of o it is 0 or n[g]
+    begun[s,t]   with the staggered optimizer: whether stage s has begun its iteration by slot t (binary)
+    held[w]      the most micro-batches that w holds at once; most: the most memory of a worker
 Constraints
-    routing       sum over the groups of family f of n[g] = m_f; of pipelines that are alike, the first runs the most
-    time          N[o, t-1] <= N[o, t]
-    dependencies  N[o, t] <= N[a(o), t - lag - p_a(o)]       within a stage, and across stages with communication
-    no overlap    sum over o of worker w of N[o, t] - N[o, t - p_o] <= 1
-    memory        sum over groups on w of N[F, t] - N[W, t - p_W] <= limit           (BW for W when fused)
-    REDUCE, STEP  part of the windows: every W ends before the stage's REDUCE and STEP fit into T
-    staggered     N[F, t] <= m_f * begun[s, t];   n[g] - N[W, t + T - tail_s - p_W] <= m_f * (1 - begun[s, t])
+    routing       sum over the routes of family f of n[g] = m[f]
+    time          N[o,t-1] <= N[o,t]
+    dependencies  N[o,t] <= N[a(o), t - lag - p[a(o)]]
+    no overlap    sum over o of worker w of N[o,t] - N[o, t - p[o]] <= 1
+    memory        sum over g on w of N[F,t] - N[W, t - p[W]] <= held[w] <= L[s];  a[s] + h[s] held[w] <= most
+    period        part of the windows: every W ends before the stage's REDUCE and STEP fit into T
+    staggered     N[F,t] <= m[f] begun[s,t];   n[g] - N[W, t + T - r[s] - p[W]] <= m[f] (1 - begun[s,t])
                   a stage ends REDUCE and STEP at most T after its start, where its next iteration begins
-Objective
-    the smallest T; for one T there is none.
+Objectives
+    the smallest T, and for one T none; then, for that T, the least K most + sum over w of h[s] held[w], K large
 
-It proves, but grows with the slots. Where durations have no long common slot, or it does not finish, the time is better
-spent on orders (:mod:`order_search`), which have no slots: so each gets its share. Small models in slots come first;
-before large ones come the orders, because a better plan also leaves fewer lengths to exclude.
-
-Contract: runs in the solver's process (:mod:`solver_process`); reports bounds and solutions as it finds them, so a
-time limit loses nothing.
+Contract: runs in the solver's process (:mod:`solver_process`); every call of the solver is reported.
 
 Must not know: costs in seconds, how the caller uses the result.
 
@@ -41,27 +39,36 @@ Artigues (Operations Research Letters 45, 2017), merged over identical jobs.
 
 from __future__ import annotations
 
+import gc
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import mip
 
-from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.mip_models import new_model, optimize
-from lightning_recycle.planning.order_search import improve_orders
-from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.slots import Placement, SlotProblem, schedule_from_placements
-from lightning_recycle.planning.solver_process import Report, SolverTask, proven_length
+from lightning_recycle.planning.solver_process import (
+    Report,
+    SolverTask,
+    SolverUnavailableError,
+    improve,
+)
+from lightning_recycle.planning.time_indexed_problem import Placement, Step, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
 __all__ = ["solve"]
 
-_FIRST_SHARE = 0.4  # of the remaining time for one length; if undecided then, the search turns to longer ones
-_SMALL = 2_500  # variables of a model in slots that is usually decided in seconds: then the slots come first
-_ORDERS_FIRST = 0.25  # of the time, for orders before the slots; what the slots leave goes to orders again
-_SLOTS, _ROUNDED_SLOTS = 0.75, 0.2  # of the time that is left then; rounded durations prove nothing
+_NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
+_REMEDIES = {
+    "cbc": "pip install --force-reinstall mip",
+    "highs": "pip install 'highsbox>=1.10'",
+    "gurobi": "install Gurobi and set GUROBI_HOME",
+}
+_FIRST_SHARE = 0.5  # of the remaining time for one length; if undecided then, the search turns to longer ones
+_SMALL = 2_500  # variables of a model that is usually decided in seconds
+_GOOD = 1.25  # times the lower bound: plans up to this length are worth looking around
+_REACH = 2  # mean operations: the first corridor around the known plan; each next one is wider by a half
+_CORRIDOR_SECONDS = 25.0  # at most, for one length
 
 
 class _InfeasibleError(Exception):
@@ -69,244 +76,361 @@ class _InfeasibleError(Exception):
 
 
 def solve(task: SolverTask, report: Report) -> None:
-    """Search for a schedule with a period below that of ``task.schedule``; report bounds and solutions."""
-    deadline = time.monotonic() + task.time_limit
-    began = time.monotonic()
-    best, finished = task.schedule, False
-    in_slots = task.problem
-    if in_slots is None or not in_slots.exact or in_slots.variables(task.lower) > _SMALL:
-        best, finished = improve_orders(task, best, began + _ORDERS_FIRST * task.time_limit, report)
-    if in_slots is not None and not finished:
-        share = _SLOTS if in_slots.exact else _ROUNDED_SLOTS
-        search = _Search(task, report, time.monotonic() + share * (deadline - time.monotonic()))
-        finished = search.prove(in_slots, task.slots_below(best.period))
-        best = min([best, *search.found], key=lambda schedule: schedule.period)
-    if not finished:
-        improve_orders(task, best, deadline, report)
+    """See :func:`improve`."""
+    improve(task, report, _Search(task, report))
 
 
 @dataclass
 class _Search:
     task: SolverTask
     report: Report
-    deadline: float
-    found: list[Schedule] = field(default_factory=list)
 
-    def prove(self, problem: SlotProblem, upper: int) -> bool:
-        """Decide the lengths below ``upper``; whether the best plan found, or the one known, is optimal."""
-        bound = self.run(problem, self.task.lower, upper - 1, 1)
-        if bound is None or not problem.exact or not problem.complete:
-            return False
-        parts = problem.stages
-        if not problem.staggered or bound <= self.task.lower or parts == 1:
-            return True
-        # A period is the mean of a cycle through at most S stages, so that fractions of a slot down to 1/S can occur.
-        return self.run(problem.refined(parts), (bound - 1) * parts + 1, bound * parts - 1, parts) is not None
+    def shorten(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int | None, list[Placement]]:
+        """Decide lengths from the bottom up; around a known plan that is good, if that alone takes long."""
+        good = high <= _GOOD * low and problem.parts == 1  # fractions of a slot are for the proof alone
+        if good and problem.variables(low) <= _SMALL:
+            half = (time.monotonic() + deadline) / 2
+            length, low, high, known = self._prove(problem, low, high, known, half)
+            if length is not None:
+                return length, known
+        if good:
+            high, known = self._descend(problem, low, high, known, deadline)
+        length, _, _, known = self._prove(problem, low, high, known, deadline)
+        return length, known
 
-    def run(self, problem: SlotProblem, low: int, high: int, parts: int) -> int | None:
-        """Decide lengths from ``low`` to ``high``; the smallest feasible one (``high`` + 1: none; None: undecided)."""
-        proven = low  # no length below has a schedule
-        undecided: int | None = None
+    def lighten(
+        self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
+    ) -> None:
+        """Minimise memory around ``known``, then anywhere."""
+        now = time.monotonic()
+        for reach, until in ((_REACH * problem.mean_duration, now + (deadline - now) / 2), (None, deadline)):
+            found = self._ask(problem, length, until, known, reach, makespan)
+            if found:
+                known = found
+
+    def _prove(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int | None, int, int, list[Placement]]:
+        """Decide lengths from ``low`` to below ``high``.
+
+        Returns:
+            The smallest feasible length (the given ``high``: none; None: undecided); the smallest one that is not
+            excluded, the length of the best plan, and that plan.
+        """
+        proven, undecided = low, False  # no length below ``proven`` has a schedule
         length, step = low, 1
-        while length <= high:
-            remaining = self.deadline - time.monotonic()
+        while length < high:
+            remaining = deadline - time.monotonic()
             if remaining <= 0.1 or problem.variables(length) > self.task.max_variables:
-                return None
-            share = remaining if length == high else max(_FIRST_SHARE * remaining, min(5.0, remaining))
-            placements = self._decide(problem, length, share)
-            if placements is None:
-                undecided = length
-                low = length + 1
-            elif placements:
-                self.report("solution", placements)
-                with suppress(PlanningError):  # rounded durations can leave an order open; the caller looks at it too
-                    self.found.append(schedule_from_placements(self.task.schedule, placements))
-                high, step = length - 1, 1
+                return None, proven, high, known
+            share = remaining if length == high - 1 else max(_FIRST_SHARE * remaining, min(5.0, remaining))
+            found = self._ask(problem, length, time.monotonic() + share)
+            if found:
+                high, known, step = length, found, 1
+            elif found is None:
+                low, undecided = length + 1, True
             else:  # then no shorter length has a schedule either
-                proven, undecided = length + 1, None
-                low = length + 1
-                if problem.exact and problem.complete:
-                    self.report("bound", proven_length(problem, proven, parts) * problem.slot * parts)
+                proven = low = length + 1
+                undecided = False
+                self.report("bound", problem.bound(proven))
             # From the bottom, where bounds are usually tight, in growing steps: longer lengths have larger models.
-            length, step = min(low + step - 1, max(low, high)), 2 * step
-        return proven if undecided is None else None
+            length, step = min(low + step - 1, max(low, high - 1)), 2 * step
+        return None if undecided else proven, proven, high, known
 
-    def _decide(self, problem: SlotProblem, length: int, seconds: float) -> list[Placement] | None:
-        """A schedule of this length; an empty list if there is none, None if time is up."""
-        started = time.monotonic()
+    def _descend(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int, list[Placement]]:
+        """Ask for a shorter length in corridors around the best plan, which keep its routes; length and plan."""
+        reach = float(_REACH * problem.mean_duration)
+        while high > low and reach <= high:
+            until = min(time.monotonic() + _CORRIDOR_SECONDS, deadline)
+            found = self._ask(problem, high - 1, until, known, int(reach))
+            if found:
+                high, known = high - 1, found
+            elif found is None:
+                break
+            else:
+                reach *= 1.5
+        return high, known
+
+    def _ask(
+        self,
+        problem: TimeIndexedProblem,
+        length: int,
+        deadline: float,
+        known: list[Placement] | None = None,
+        reach: int | None = None,
+        makespan: int | None = None,
+    ) -> list[Placement] | None:
+        """A plan of this length, which is reported; an empty list if there is none, None if time is up."""
         try:
-            model = _Model(problem, length, self.task)
+            model = _Model(problem, length, self.task, known if reach is not None else None, reach or 0, makespan)
         except _InfeasibleError:
             return []
-        seconds -= time.monotonic() - started
-        if seconds <= 0.0:
-            return None
-        feasible = optimize(model.mip, seconds, self.report)
-        if feasible is None:
-            return None
-        return problem.placements(model.starts()) if feasible else []
+        feasible = self._optimize(model, deadline)
+        if not feasible:
+            return None if feasible is None else []
+        found = model.placements()
+        self.report("solution", found)
+        return found
+
+    def _optimize(self, model: _Model, deadline: float) -> bool | None:
+        """Whether the model has a solution, which its variables then hold; None when time is up."""
+        self.report("call", 1)
+        started = time.monotonic()
+        status = model.mip.optimize(max_seconds=max(0.0, deadline - started))
+        self.report("seconds", time.monotonic() - started)
+        if status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
+            return True
+        if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
+            return False
+        return None
+
+
+def _empty_model(task: SolverTask) -> Any:
+    """A model of the solver that the task names.
+
+    Raises:
+        SolverUnavailableError: when python-mip cannot load the solver.
+    """
+    # A model that is collected while cffi parses a declaration waits forever for cffi's lock, which this thread
+    # holds: so the automatic collector is off while models are built and solved, and old ones are collected here.
+    gc.disable()
+    gc.collect()
+    try:
+        model = mip.Model(solver_name=_NAMES[task.backend])
+    except (ImportError, OSError, mip.exceptions.MipBaseException) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+        found = ", ".join(f"{name} {_version(name)}" for name in ("highsbox", "highspy") if task.backend == "highs")
+        remedy = _REMEDIES[task.backend]
+        raise SolverUnavailableError(
+            f"python-mip {_version('mip')} cannot load it ({reason}{found and '; '}{found}): {remedy}"
+        ) from error
+    model.verbose = int(task.log)
+    model.threads = task.threads
+    model.seed = task.seed
+    return model
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "is not installed"
 
 
 @dataclass
 class _Model:
-    """The model for one length; ``counts[o][t - first]`` is N[o, t]."""
+    """The model for one length; ``counts[g][k, s]`` is N[o,t] from the first slot of its window on.
 
-    problem: SlotProblem
+    With ``known``, a plan, it is a corridor: routes are those of the plan, and an operation is the k-th of its route up
+    to ``reach`` slots earlier or later than there. With ``makespan`` it has the second objective.
+    """
+
+    problem: TimeIndexedProblem
     length: int
     task: SolverTask
+    known: list[Placement] | None = None
+    reach: int = 0
+    makespan: int | None = None
     mip: Any = field(init=False)
-    sizes: list[Any] = field(init=False, default_factory=list)
-    counts: list[list[Any]] = field(init=False, default_factory=list)
+    sizes: list[Any] = field(init=False)
+    counts: list[dict[Step, list[Any]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mip = new_model(self.task)
-        self.windows = self.problem.windows(self.length)
-        self._sizes()
-        self._variables()
+        self.mip = _empty_model(self.task)
+        self.routes = self.problem.routes()
+        longest = 2 * self.length if self.makespan is None else self.makespan
+        self.windows = [self.problem.windows(route, self.length, longest) for route in self.routes]
+        self.near = None if self.known is None else self._starts_of(self.known)
+        self._routing()
+        self.counts = [self._counts(g) for g in range(len(self.routes))]
         self._time_and_dependencies()
-        self._workers()
+        self.held = [self._worker(rank) for rank in self.problem.workers]
         if self.problem.staggered:
             self._stages()
+        if self.makespan is not None:
+            self._least_memory()
 
-    def _sizes(self) -> None:
-        """n[g], their sums, and the symmetry between pipelines."""
-        problem = self.problem
-        most = [len(problem.families[family]) for family in problem.groups]
-        for op, window in zip(problem.ops, self.windows, strict=True):
-            fit = (window.last - window.first) // op.duration + 1 if op.duration else op.count
-            most[op.group] = min(most[op.group], fit) if window.last >= window.first else 0
-        of_family: dict[int, list[int]] = {}
-        for group, family in enumerate(problem.groups):
-            of_family.setdefault(family, []).append(group)
-        self.sizes = [0] * len(most)
-        for family, groups in of_family.items():
-            count = len(problem.families[family])
-            if sum(max(0, most[group]) for group in groups) < count:
+    def _starts_of(self, known: list[Placement]) -> list[dict[Step, list[int]]]:
+        """The starts of a plan, by route and step."""
+        rows = self.problem.in_whole_slots(known)
+        host = {(number, stage): rank for _, stage, number, rank, _ in rows}
+        found: list[dict[Step, list[int]]] = [{step: [] for step in self.problem.steps} for _ in self.routes]
+        place = {(route.family, route.hosts): starts for route, starts in zip(self.routes, found, strict=True)}
+        family = {number: f for f, each in enumerate(self.problem.families) for number in each.microbatches}
+        for kind, stage, number, _, start in rows:
+            hosts = tuple(host[number, s] for s in range(self.problem.stages))
+            place[family[number], hosts][kind, stage].append(start)
+        return found
+
+    def _duration(self, g: int, step: Step) -> int:
+        return self.problem.durations[step[0], self.routes[g].hosts[step[1]]]
+
+    def _count(self, g: int) -> int:
+        """m[f]."""
+        return len(self.problem.families[self.routes[g].family].microbatches)
+
+    def _routing(self) -> None:
+        """n[g], and their sums; what is known is no variable."""
+        self.sizes = []
+        for g in range(len(self.routes)):
+            most = self._count(g)
+            for step, (first, last) in self.windows[g].items():
+                lasts = self._duration(g, step)
+                most = max(0, min(most, (last - first) // lasts + 1 if lasts else most if last >= first else 0))
+            size = None if self.near is None else len(self.near[g][FORWARD, 0])
+            if size is None and self.problem.families[self.routes[g].family].one_route:
+                size = self._count(g)
+            if size is not None and size > most:
                 raise _InfeasibleError
-            if len(groups) == 1:
-                self.sizes[groups[0]] = count
-                continue
-            for group in groups:
-                self.sizes[group] = self.mip.add_var(lb=0, ub=max(0, most[group]), var_type=mip.INTEGER)
-            self.mip.add_constr(mip.xsum(self.sizes[group] for group in groups) == count)
-        for one, other in problem.alike:
-            self._at_most(self._share(other), self._share(one))
+            self.sizes.append(self.mip.add_var(lb=0, ub=most, var_type=mip.INTEGER) if size is None else size)
+        for f, family in enumerate(self.problem.families):
+            sizes = [size for size, route in zip(self.sizes, self.routes, strict=True) if route.family == f]
+            if not isinstance(sizes[0], int):
+                self.mip.add_constr(mip.xsum(sizes) == len(family.microbatches))
 
-    def _share(self, worker: int) -> Any:
-        """The number of micro-batches that a worker runs."""
-        groups = {op.group for op in self.problem.ops if op.worker == worker}
-        return mip.xsum(self.sizes[group] for group in sorted(groups))
-
-    def _variables(self) -> None:
-        for op, window in zip(self.problem.ops, self.windows, strict=True):
-            size = self.sizes[op.group]
-            known = isinstance(size, int)
-            row: list[Any] = []
-            for t in range(window.first, window.last):
-                least, most = 0, op.count
-                if op.duration:
-                    most = min(most, (t - window.first) // op.duration + 1)
-                    least = max(least, op.count + (t - window.last) // op.duration) if known else 0
+    def _counts(self, g: int) -> dict[Step, list[Any]]:
+        """N[o,t] of a route."""
+        found: dict[Step, list[Any]] = {}
+        known = isinstance(self.sizes[g], int)
+        count = self.sizes[g] if known else self._count(g)
+        for step, (first, last) in self.windows[g].items():
+            row = found[step] = []
+            lasts = self._duration(g, step)
+            for t in range(first, last):
+                most = min(count, (t - first) // lasts + 1) if lasts else count
+                least = max(0, count + (t - last) // lasts) if lasts and known else 0
+                if self.near is not None:
+                    most = min(most, sum(start - self.reach <= t for start in self.near[g][step]))
+                    least = max(least, sum(start + self.reach <= t for start in self.near[g][step]))
                 if least > most:
                     raise _InfeasibleError
                 row.append(least if least == most else self.mip.add_var(lb=least, ub=most, var_type=mip.INTEGER))
-            self.counts.append(row)
+        return found
 
-    def _started(self, index: int, t: int) -> Any:
-        """N[index, t]."""
-        window = self.windows[index]
-        if t < window.first:
+    def _started(self, g: int, step: Step, t: int) -> Any:
+        """N[o,t]."""
+        first, last = self.windows[g][step]
+        if t < first:
             return 0
-        if t >= window.last:
-            return self.sizes[self.problem.ops[index].group]
-        return self.counts[index][t - window.first]
+        return self.sizes[g] if t >= last else self.counts[g][step][t - first]
 
     def _at_most(self, left: Any, right: Any) -> None:
         difference = _minus(left, right)
-        if isinstance(difference, (int, float)):
-            if difference > 1e-9:
-                raise _InfeasibleError
-        elif not difference.expr:
-            if difference.const > 1e-9:
-                raise _InfeasibleError
-        else:
+        if isinstance(difference, mip.LinExpr) and difference.expr:
             self.mip.add_constr(difference <= 0)
+        elif (difference.const if isinstance(difference, mip.LinExpr) else difference) > 1e-9:
+            raise _InfeasibleError
 
     def _time_and_dependencies(self) -> None:
-        for index, (op, window) in enumerate(zip(self.problem.ops, self.windows, strict=True)):
-            for t in range(window.first, window.last + 1):
-                now = self._started(index, t)
-                if t > window.first:
-                    self._at_most(self._started(index, t - 1), now)
-                if op.source is not None:
-                    source = self.problem.ops[op.source]
-                    self._at_most(now, self._started(op.source, t - op.lag - source.duration))
+        for g, windows in enumerate(self.windows):
+            for step, (first, last) in windows.items():
+                source = self.problem.source(step)
+                for t in range(first, last + 1):
+                    now = self._started(g, step, t)
+                    if t > first:
+                        self._at_most(self._started(g, step, t - 1), now)
+                    if source is not None:
+                        before, lag = source
+                        self._at_most(now, self._started(g, before, t - lag - self._duration(g, before)))
 
-    def _workers(self) -> None:
-        """No overlap and memory."""
-        problem = self.problem
-        by_worker: dict[int, list[int]] = {}
-        for index, op in enumerate(problem.ops):
-            by_worker.setdefault(op.worker, []).append(index)
-        for indices in by_worker.values():
-            ops = [problem.ops[index] for index in indices]
-            stage = ops[0].stage
-            begin = min(self.windows[index].first for index in indices)
-            end = max(self.windows[index].last + op.duration for index, op in zip(indices, ops, strict=True))
-            for t in range(begin, end + 1):
-                self._at_most(self._running(indices, t), 1)
-                for index, op in zip(indices, ops, strict=True):
-                    if op.duration == 0:  # it may not start in the middle of another operation
-                        starting = _minus(self._started(index, t), self._started(index, t - 1))
-                        self._at_most(starting + op.count * self._running(indices, t, since=1), op.count)
-                if problem.limits is not None:
-                    held = mip.xsum(
-                        self._started(index, t) if op.kind == FORWARD else -1 * self._started(index, t - op.duration)
-                        for index, op in zip(indices, ops, strict=True)
-                        if op.kind in (FORWARD, problem.release_kind)
-                    )
-                    self._at_most(held, problem.limits[stage])
+    def _worker(self, rank: int) -> Any:
+        """No overlap and memory of a worker; returns held[w]."""
+        problem, stage = self.problem, rank % self.problem.stages
+        ops = [
+            (g, step, self._duration(g, step))
+            for g, route in enumerate(self.routes)
+            if route.hosts[stage] == rank
+            for step in problem.steps
+            if step[1] == stage
+        ]
+        begin = min((self.windows[g][step][0] for g, step, _ in ops), default=0)
+        end = max((self.windows[g][step][1] + lasts for g, step, lasts in ops), default=-1)
+        held: Any = problem.most_held(rank)
+        if self.makespan is not None:
+            held = self.mip.add_var(lb=0, ub=held, var_type=mip.INTEGER)
+        for t in range(begin, end + 1):
+            self._at_most(self._running(ops, t), 1)
+            for g, step, lasts in ops:
+                if lasts == 0:  # it may not start in the middle of another operation
+                    starting = _minus(self._started(g, step, t), self._started(g, step, t - 1))
+                    self._at_most(starting + self._count(g) * self._running(ops, t, since=1), self._count(g))
+            if self.makespan is not None or problem.limits is not None:
+                forwards = mip.xsum(self._started(g, step, t) for g, step, _ in ops if step[0] == FORWARD)
+                released = mip.xsum(
+                    self._started(g, step, t - lasts) for g, step, lasts in ops if step[0] == problem.release
+                )
+                self._at_most(forwards - released, held)
+        return held
 
-    def _running(self, indices: list[int], t: int, since: int = 0) -> Any:
+    def _running(self, ops: list[tuple[int, Step, int]], t: int, since: int = 0) -> Any:
         """Operations that run during slot t and have started by ``t - since``."""
         return mip.xsum(
-            _minus(self._started(index, t - since), self._started(index, t - self.problem.ops[index].duration))
-            for index in indices
-            if self.problem.ops[index].duration > since
+            _minus(self._started(g, step, t - since), self._started(g, step, t - lasts))
+            for g, step, lasts in ops
+            if lasts > since
         )
 
     def _stages(self) -> None:
         """The staggered optimizer: each stage's iteration ends at most ``length`` after its start."""
-        problem, length = self.problem, self.length
+        problem, groups = self.problem, range(len(self.routes))
         for stage in range(problem.stages):
-            forwards = [i for i, op in enumerate(problem.ops) if op.stage == stage and op.kind == FORWARD]
-            releases = [i for i, op in enumerate(problem.ops) if op.stage == stage and op.kind == problem.release_kind]
-            begin = min(self.windows[index].first for index in forwards)
-            end = max(self.windows[index].last for index in forwards)
+            forward, release = (FORWARD, stage), (problem.release, stage)
+            begin = min(self.windows[g][forward][0] for g in groups)
+            end = max(self.windows[g][forward][1] for g in groups)
             earlier: Any = 0
             for t in range(begin, end + 1):
                 begun = 1 if stage == 0 else self.mip.add_var(var_type=mip.BINARY)
                 self._at_most(earlier, begun)
-                for index in forwards:
-                    self._at_most(self._started(index, t), problem.ops[index].count * begun)
-                for index in releases:
-                    op = problem.ops[index]
-                    size = self.sizes[op.group]
-                    done = self._started(index, t + length - problem.tails[stage] - op.duration)
-                    self._at_most(_minus(size, done), op.count * (1 - begun))
+                due = t + self.length - problem.closing[stage]
+                for g in groups:
+                    self._at_most(self._started(g, forward, t), self._count(g) * begun)
+                    done = self._started(g, release, due - self._duration(g, release))
+                    self._at_most(_minus(self.sizes[g], done), self._count(g) * (1 - begun))
                 earlier = begun
 
-    def starts(self) -> list[list[int]]:
-        """For each operation, the starts of its micro-batches in ascending order."""
-        found: list[list[int]] = []
-        for index, window in enumerate(self.windows):
-            times: list[int] = []
-            for t in range(window.first, max(window.first, window.last) + 1):
-                count = self._started(index, t)
-                count = count if isinstance(count, int) else round(count.x)
-                times += [t] * (count - len(times))
-            found.append(times)
+    def _least_memory(self) -> None:
+        """The second objective."""
+        problem = self.problem
+        fixed, each = (
+            [row[rank % problem.stages] for rank in problem.workers] for row in (problem.fixed, problem.held)
+        )
+        most = self.mip.add_var(lb=min(fixed))
+        for a, h, held in zip(fixed, each, self.held, strict=True):
+            self.mip.add_constr(most >= a + h * held)
+        total = mip.xsum(h * held for h, held in zip(each, self.held, strict=True))
+        largest = 1 + sum(h * held.ub for h, held in zip(each, self.held, strict=True))
+        self.mip.objective = mip.minimize(largest * most + total)
+
+    def placements(self) -> list[Placement]:
+        """The solution, with starts in the unit of the costs."""
+        starts = [{step: self._starts(g, step) for step in windows} for g, windows in enumerate(self.windows)]
+        found: list[Placement] = []
+        for f, family in enumerate(self.problem.families):
+            groups = [g for g, route in enumerate(self.routes) if route.family == f]
+            members: dict[int, list[int]] = {g: [] for g in groups}
+            arrivals = sorted((t, g) for g in groups for t in starts[g][FORWARD, 0])
+            for number, (_, g) in zip(family.microbatches, arrivals, strict=True):
+                members[g].append(number)
+            found += [
+                (*step, number, self.routes[g].hosts[step[1]], self.problem.slot * t)
+                for g in groups
+                for step, times in starts[g].items()
+                for number, t in zip(members[g], times, strict=True)
+            ]
         return found
+
+    def _starts(self, g: int, step: Step) -> list[int]:
+        """The starts of the micro-batches of a route, in ascending order."""
+        times: list[int] = []
+        first, last = self.windows[g][step]
+        for t in range(first, max(first, last) + 1):
+            count = self._started(g, step, t)
+            times += [t] * ((count if isinstance(count, int) else round(count.x)) - len(times))
+        return times
 
 
 def _minus(left: Any, right: Any) -> Any:

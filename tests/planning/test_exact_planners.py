@@ -1,14 +1,17 @@
 """Exact planners: they find the optimum by themselves, agree with each other, and nothing a solver does can hurt."""
 
 import importlib.util
+import io
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,9 @@ from test_running_example import TABLE as ONE_DEAD
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import exact as exact_module
-from lightning_recycle.planning.slots import common_slot, discretize
+from lightning_recycle.planning.result import best_schedule, memory_demand
+from lightning_recycle.planning.solver_progress import SolverProgress
+from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 # Found, not imported: in one process, importing ortools before highspy makes highspy fail to load.
@@ -51,6 +56,15 @@ def lopsided() -> p.Schedule:
     codes = Codes(problem, [homes, peers], fused=False)
     order = [(FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0), (WEIGHT, 0), (WEIGHT, 1)]
     sequence = [codes.code(kind, stage, number) for number in range(codes.n) for kind, stage in order]
+    return assemble(codes, sequence, best_timing(codes, sequence))
+
+
+def forwards_first(problem: p.Problem) -> p.Schedule:
+    """GPipe: as long as 1F1B without decoupling, but every micro-batch is in flight."""
+    codes = Codes(problem, p.reroute(problem.grid, problem.failed), fused=True)
+    numbers, stages = range(codes.n), range(problem.grid.stages)
+    sequence = [codes.code(FORWARD, stage, number) for number in numbers for stage in stages]
+    sequence += [codes.code(BACKWARD, stage, number) for number in numbers for stage in reversed(stages)]
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
@@ -141,11 +155,11 @@ HINT_ALONE = """
     from ortools.sat.python import cp_model
 
     from lightning_recycle.planning import cpsat
-    from lightning_recycle.planning.slots import placements
+    from lightning_recycle.planning.time_indexed_problem import placements
 
     def solve(task, report):
-        model = cpsat._Model(task.problem, task.schedule.grid, task.lower, task.upper, cp_model)
-        model.hint(placements(task.schedule))
+        model = cpsat._Model(cp_model, task.problem, placements(task.schedule), task.lower, task.upper)
+        model.cp.minimize(model.length)
         open_ = {at for at, variable in enumerate(model.cp.proto.variables) if variable.domain[0] < variable.domain[-1]}
         assert open_ <= set(model.cp.proto.solution_hint.vars)
         solver = cp_model.CpSolver()
@@ -185,6 +199,47 @@ def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatev
     result = p.ExactPlanner(backend, time_limit=100.0).improve(start)
     p.validate(result.schedule)
     assert (result.schedule.period, result.lower_bound, result.found_by) == (16, 16, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_among_plans_of_equal_length_a_solver_finds_the_one_that_holds_least(backend: str) -> None:
+    start = forwards_first(p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=COUPLED))
+    assert (start.period, memory_demand(start)) == (p.lower_bound(start.problem), (5, 15))
+    result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
+    p.validate(result.schedule)
+    assert (result.schedule.period, result.schedule.makespan) == (start.period, start.makespan)
+    assert memory_demand(result.schedule) == (3, 3 + 2 + 1), "as 1F1B"
+    assert (result.found_by, result.status) == (backend, "optimal")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_worker_with_the_least_room_is_relieved_first(backend: str) -> None:
+    """The first of two workers needs two micro-batches in flight for this period, the second one."""
+    memory = p.Memory((1000.0, 450.0), (100.0, 100.0), (10.0, 80.0), (10.0, 80.0))
+    start = forwards_first(p.Problem(p.Grid(1, 2, 4), p.Costs.uniform(2), technique=COUPLED, memory=memory))
+    assert memory_demand(start) == (-30.0, 140.0 + 420.0)
+    result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
+    assert (result.schedule.period, memory_demand(result.schedule)) == (start.period, (-270.0, 120.0 + 180.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend: str) -> None:
+    result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(COUPLED, None)))
+    assert (result.schedule.period, memory_demand(result.schedule)[0]) == (27, 4)
+
+
+def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_one() -> None:
+    problem = p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=COUPLED)
+    wasteful, frugal = forwards_first(problem), p.heuristic(problem)
+    assert (memory_demand(wasteful), memory_demand(frugal)) == ((5, 15), (3, 6))
+    assert best_schedule([wasteful, frugal]) is frugal
+    assert best_schedule([frugal, wasteful]) is frugal
+    almost_equal, longer = (replace(frugal, period=factor * frugal.period) for factor in (1.0005, 1.002))
+    assert best_schedule([wasteful, almost_equal]) is almost_equal
+    assert best_schedule([wasteful, longer]) is wasteful
+    slow_to_end = one_at_a_time(problem)
+    assert memory_demand(slow_to_end) == (1, 3)
+    assert best_schedule([wasteful, replace(slow_to_end, period=wasteful.period)]) is wasteful, "its makespan is longer"
 
 
 TABLE = [
@@ -267,12 +322,18 @@ FAKES = """
         time.sleep(600)
 
     def nonsense(task, report):
-        from lightning_recycle.planning.slots import placements
+        from lightning_recycle.planning.time_indexed_problem import placements
         report("solution", [(*row[:4], 0.0) for row in placements(task.schedule)])
 
     def backwards(task, report):
-        from lightning_recycle.planning.slots import placements
+        from lightning_recycle.planning.time_indexed_problem import placements
         report("solution", [(*row[:4], -row[4]) for row in placements(task.schedule)])
+
+    def corridors_alone(task, report):
+        from lightning_recycle.planning import milp
+        milp._SMALL = 0
+        milp._Search._prove = lambda self, problem, low, high, known, deadline: (None, low, high, known)
+        milp.solve(task, report)
 
     def good_then_crash(task, report):
         from lightning_recycle.planning.milp import solve
@@ -320,6 +381,68 @@ def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name: str, re
             os.kill(int(Path(os.environ["FAKE_PID"]).read_text()), 0)
 
 
+NO_C_INTERFACE = """
+    import _cffi_backend
+    __file__ = _cffi_backend.__file__  # a library without HiGHS' C interface, as that of highspy 1.16
+"""
+
+
+@pytest.fixture
+def highspy_without_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "highspy").mkdir()
+    (tmp_path / "highspy" / "__init__.py").touch()
+    (tmp_path / "highspy" / "_core.py").write_text(textwrap.dedent(NO_C_INTERFACE))
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_highs_is_found_whichever_highspy_is_installed(highspy_without_c: Path) -> None:
+    result = p.ExactPlanner("highs").improve(one_at_a_time(example(COUPLED, None, 2)))
+    assert (result.warning, result.status, result.found_by) == (None, "optimal", "highs")
+
+
+def test_without_a_library_of_highs_the_warning_names_versions_and_remedy(highspy_without_c: Path) -> None:
+    (highspy_without_c / "highsbox.py").write_text("raise ImportError('broken')")
+    start = one_at_a_time(example(COUPLED, None, 2))
+    result = p.ExactPlanner("highs").improve(start)
+    assert result.schedule is start
+    assert result.warning is not None
+    assert re.search(
+        r"python-mip [\d.]+ cannot load it \(.*; highsbox [\d.]+, highspy .*\): pip install 'highsbox>=1.10'",
+        result.warning,
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_line_shows_how_far_the_solver_is(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with caplog.at_level("INFO"), SolverProgress("highs", 60.0) as progress:
+        progress.show(26.0, 28.0)
+        assert wait_for(lambda: "highs: period 28, bound 26, gap 7.7 %" in terminal.getvalue())
+        assert re.search(r"\b(60|59|5\d) s left", terminal.getvalue())
+    assert "planner highs" not in caplog.text
+
+
+def test_elsewhere_the_log_has_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with caplog.at_level("INFO"), SolverProgress("cbc", 60.0) as progress:
+        for seconds in range(12):
+            now[0] = float(seconds)
+            progress.show(26.0, 30.0 - seconds / 4)
+    assert caplog.messages == [
+        "planner cbc: period 30, bound 26, gap 15 %, 60 s left",
+        "planner cbc: period 28.75, bound 26, gap 11 %, 55 s left",
+        "planner cbc: period 27.5, bound 26, gap 5.8 %, 50 s left",
+    ]
+
+
 def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -> None:
     problem = example(STAGGERED, 2, 4)  # 29, while no arithmetic bound is above 28
     assert fake("missing").plan(problem) == p.heuristic(problem)
@@ -340,6 +463,14 @@ def test_what_a_solver_found_before_it_crashed_counts(fake) -> None:
     assert (result.schedule.period, result.status) == (28, "optimal")
     assert result.warning is not None
     assert "signal 9" in result.warning
+
+
+def test_a_solver_finds_a_shorter_plan_around_the_known_one(fake) -> None:
+    start = p.heuristic(example(DECOUPLED, 2, 4), 0)
+    assert start.period == 30
+    result = fake("corridors_alone").improve(start)
+    p.validate(result.schedule)
+    assert (result.schedule.period, result.found_by, result.warning) == (29, "highs", None)
 
 
 def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) -> None:
@@ -366,19 +497,12 @@ def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason() -> None
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpsat"])
-def test_without_a_model_in_slots_the_orders_are_searched(backend: str) -> None:
+def test_a_model_that_is_too_large_is_not_built(backend: str) -> None:
     start = one_at_a_time(example(DECOUPLED, 1))
-    result = p.ExactPlanner(backend, max_variables=20, time_limit=5.0).improve(start)
-    p.validate(result.schedule)
-    assert result.schedule.period < start.period
-    assert (result.found_by, result.lower_bound) == (backend, 28.0)
-
-
-@pytest.mark.timeout(700)
-def test_the_search_of_orders_ends_at_the_optimum() -> None:
-    """Some seconds alone; what counts is that it ends, not when."""
-    start = one_at_a_time(example(DECOUPLED, 1))
-    assert p.ExactPlanner("highs", max_variables=2_000, time_limit=600.0).improve(start).schedule.period == 28
+    result = p.ExactPlanner(backend, max_variables=20).improve(start)
+    assert result.schedule is start
+    assert (result.found_by, result.solver.calls, result.warning) == ("given", 0, None)
+    assert "larger than max_variables=20" in result.solver.reason
 
 
 def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
