@@ -50,7 +50,7 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
     the stages up to a number, as far as ``library_plans`` allows, the likeliest first and those after normalization
     always.
 
-    Without a limit on memory, they have that of a run without one, so that their plans are those that run.
+    Each is there twice, within the limits that a run asks for before and after it has measured its memory.
     """
     base = _without_failures(config)
     failures, most = config["failures"], config["library_plans"]
@@ -65,9 +65,15 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
         problems = sorted(list(found)[: max(most, len(normalized))], key=lambda p: (len(p.failed), p == normalized[-1]))
     else:
         problems = [base, _with(base, _workers(failures))]
-    if base.memories:
-        return problems
-    return [replace(problem, in_flight_limit=usual_limit(problem.grid, problem.failed)) for problem in problems]
+    return list(dict.fromkeys(_limited(problem, measured) for problem in problems for measured in (False, True)))
+
+
+def _limited(problem: Problem, measured: bool) -> Problem:
+    """``problem`` within the limits of a run, too."""
+    usual, given = usual_limit(problem.grid, problem.failed, measured=measured), problem.in_flight_limit
+    if usual is None or given is None:
+        return replace(problem, in_flight_limit=given if usual is None else usual)
+    return replace(problem, in_flight_limit=tuple(map(min, given, usual)))
 
 
 def _with(base: Problem, failed: frozenset[Worker]) -> Problem:
