@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -53,6 +52,7 @@ from lightning_recycle.planning.schedule import BODIES, PLAN_SCHEMA, Schedule, p
 from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
+from lightning_recycle.version import __version__
 
 __all__ = ["LIBRARY_SCHEMA", "PlanLibrary"]
 
@@ -108,8 +108,7 @@ class PlanLibrary:
         self.planner = get_planner(planner)
         self.tolerance = at_least("PlanLibrary", "tolerance", tolerance)
         self._planner_description = _describe(self.planner)
-        # Dynamically: planning imports nothing above itself.
-        self._package = importlib.import_module("lightning_recycle").__version__
+        self._package = __version__
         self._known: OrderedDict[Problem, PlanResult] = OrderedDict()  # the newest last
         self._index: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}  # with the file's time and size
         self._reported: set[Path] = set()

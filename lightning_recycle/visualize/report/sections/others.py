@@ -19,7 +19,7 @@ def others_section(results: Results) -> Section:
         "Other failures",
         "Published failure rates, lifetimes, correlated failures, and outages given one by one.",
         _others(found) if found else None,
-        "recycle-simulate -m failures=llama3,rsc1,weibull,correlated policy=recycle,restart",
+        "recycle-simulate -m failures=llama3,rsc1,weibull,correlated policy=recycle,restart output=results",
     )
 
 
