@@ -1,7 +1,8 @@
 # Everything runs in this checkout's virtual environment; no target requires another one to be run first.
 PYTHON ?= python3
 VENV ?= .venv
-# The versions to install; constraints-oldest.txt has the oldest that pyproject.toml allows.
+# The versions to install; constraints-oldest.txt has the oldest that pyproject.toml allows, constraints-newest.txt no bounds
+# of its own but for torch.
 CONSTRAINTS ?= constraints.txt
 ROUNDS ?= 20
 # Processes that run tests; much of a test's time is waiting. 0: one, without pytest-xdist.
@@ -20,7 +21,7 @@ FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-oldest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
+.PHONY: help install demo test test-long test-oldest test-newest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -46,6 +47,9 @@ test-ray: $(STAMP) ## run the tests on Ray clusters of several nodes, some minut
 
 test-oldest: ## run a smoke set with the oldest versions that are allowed (PYTHON=python3.10 for the oldest Python)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt ARGS="$(SMOKE_TESTS) $(ARGS)"
+
+test-newest: ## run the smoke set, planners and commands with the newest versions that are allowed, whatever constraints.txt says
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=constraints-newest.txt ARGS="$(SMOKE_TESTS) tests/commands $(ARGS)"
 
 test-exhaustive: $(STAMP) ## run every case of the matrices that `make test` samples
 	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)

@@ -10,11 +10,22 @@ Importing this package, which Hydra does for ``pkg://``, registers what they are
 - ``${recycle.part:400,0.5}``: the step after that part of the run;
 - ``${recycle.pipeline:3,2}`` and ``${recycle.stage:3,2}``: position of rank 3 where pipelines have 2 stages;
 - ``${recycle.last_stage:2}``: the last one's index.
+
+And for the commands, that write nothing unless they are asked to, and show the comments of their files in ``--help``:
+
+- ``${recycle.folder:FOLDER,...}``: the folder, or a temporary one while all that follows is null or "auto";
+- ``${recycle.settings:FILE,GROUP,...}``: the groups with their options, and the settings with their comments.
 """
 
+import functools
+import itertools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+_HERE = Path(__file__).parent
 
 
 def _whole(meaning: str, value: Any) -> int:
@@ -42,10 +53,53 @@ def _last_stage(stages: Any) -> int:
     return _whole("strategy.pipeline_parallel_size", stages) - 1
 
 
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="recycle-")  # removed when this process ends
+
+
+def _folder(folder: Any, *wanted: Any) -> str:
+    return _scratch().name if all(value in (None, "auto") for value in wanted) else str(folder)
+
+
+def _settings(file: str, *groups: str, _root_: Any) -> str:
+    chosen = _root_.hydra.runtime.choices
+    lines = ["Groups: GROUP=OPTION (* is chosen)"]
+    settings = ["", "Settings: NAME=VALUE", *_body(_HERE / file)]
+    for group in groups:
+        lines += ["", f"  {group}"]
+        for path in sorted((_HERE / file).parent.joinpath(group).glob("*.yaml")):
+            comment = _comment(path)
+            lines.append(f"  {'*' if path.stem == chosen.get(group) else ' '} {path.stem:<16} {comment}")
+            if path.stem == chosen.get(group):
+                settings += ["", f"  # {comment}", f"  {group}:", *(f"  {line}" for line in _body(path))]
+    return "\n".join([*lines, *settings]).replace("$", "$$")  # Hydra takes it for a template
+
+
+def _comment(path: Path) -> str:
+    """The comment at the top of a file."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.removeprefix("#").strip() for line in lines)
+
+
+def _body(path: Path) -> list[str]:
+    """A file without the comment at its top, its defaults, classes, and Hydra's own settings."""
+    found, skips = [], False
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for line in itertools.dropwhile(lambda line: line.startswith("#"), lines):
+        if line and not line.startswith((" ", "-")):
+            skips = line.startswith(("defaults:", "hydra:", "_target_:"))
+        if not skips and line:
+            found.append(f"  {line}")
+    return found
+
+
 for _name, _resolver in (
     ("part", _part),
     ("pipeline", _pipeline),
     ("stage", _stage),
     ("last_stage", _last_stage),
+    ("folder", _folder),
+    ("settings", _settings),
 ):
     OmegaConf.register_new_resolver(f"recycle.{_name}", _resolver, replace=True)

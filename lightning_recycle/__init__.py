@@ -22,14 +22,13 @@ from lightning_recycle.errors import (
     StageLostError,
     UnsupportedFeatureError,
 )
+from lightning_recycle.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_recycle.launch.ray_recycle import RayReCycle, ray_worker
     from lightning_recycle.model.module import LayerSpec, PipelineModule
     from lightning_recycle.runtime.deferred import defer_weight_grad
     from lightning_recycle.strategy import ReCycleStrategy
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",

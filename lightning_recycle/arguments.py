@@ -1,4 +1,4 @@
-"""Checks of arguments: what counts as an integer or a number, and the error for what does not.
+"""Checks of arguments: what counts as an integer or a number, and the error for what does not; parsers of commands.
 
 Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake.
 
@@ -7,12 +7,29 @@ In the functions that raise, ``owner`` is the class that was given the value; ""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.version import __version__
 
-__all__ = ["at_least", "fraction", "is_integer", "is_number", "whole"]
+__all__ = ["at_least", "command_parser", "fraction", "is_integer", "is_number", "whole"]
+
+
+def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> argparse.ArgumentParser:
+    """The parser of the command ``name``, with its purpose and examples in ``--help``, and ``--version``.
+
+    ``options`` are those of :class:`argparse.ArgumentParser`.
+    """
+    parser = argparse.ArgumentParser(
+        name,
+        description="\n  ".join([f"{purpose}\n", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
+    parser.add_argument("--version", action="version", version=f"{name} {__version__}")
+    return parser
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:

@@ -1,12 +1,15 @@
 """What is installed is what the repository holds: packages, configuration files, type marker."""
 
 import importlib.resources
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,3 +67,35 @@ def test_configuration_is_importable_from_the_wheel(wheel: Path, tmp_path: Path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lightning_recycle.conf as c; print(c.__file__)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert Path(imported.stdout.strip()) == tmp_path / "lightning_recycle" / "conf" / "__init__.py"
+
+
+def requirements() -> list[Requirement]:
+    """All that pyproject.toml names with a bound."""
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    found = [re.match(r'    "([\w.-]+(?:\[[\w,]+\])?[>=<!~][^"]*)",', line) for line in lines]
+    return [Requirement(match[1]) for match in found if match]
+
+
+def test_withdrawn_versions_of_lightning_are_never_installed() -> None:
+    """GHSA-w37p-236h-pfx3: both were malicious."""
+    names = [each for each in requirements() if each.name in ("lightning", "pytorch-lightning")]
+    assert {each.name for each in names} == {"lightning", "pytorch-lightning"}
+    for each in names:
+        allowed = [
+            version for version in ("2.5.6", "2.6.0", "2.6.2", "2.6.3", "2.6.6", "2.7.0") if version in each.specifier
+        ]
+        assert allowed == ["2.6.0", "2.6.6"]
+
+
+def test_the_oldest_constraints_are_the_lower_bounds() -> None:
+    pins = {}
+    for line in (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            name, _, version = line.partition("==")
+            pins[name] = Version(version)
+    bounds = {
+        each.name: Version(next(part.version for part in each.specifier if part.operator == ">="))
+        for each in requirements()
+        if each.name in pins
+    }
+    assert bounds == pins

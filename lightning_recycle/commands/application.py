@@ -25,6 +25,7 @@ from omegaconf.errors import (
 from rich.console import Console, RenderableType
 
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.version import __version__
 
 __all__ = ["bad_input_ends", "run_application", "run_command"]
 
@@ -56,6 +57,9 @@ def run_application(name: str, application: Callable[[], object]) -> None:
         name: name of the command, which begins the line.
         application: the function to run.
     """
+    if "--version" in sys.argv[1:]:  # Hydra's is its own
+        print(name, __version__)
+        return
     # Otherwise Hydra prints errors itself, over several lines, and exits with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

@@ -1,18 +1,18 @@
 """``recycle-report``: results of ``recycle-simulate`` as one self-contained HTML page.
 
-    recycle-report multirun/simulate/2026-11-20_12-00-00 -o report.html
+    recycle-report results -o report.html
 
 Reads every ``result.json`` below the folder. Sections without results say how to make some.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from lightning_recycle.arguments import command_parser
 from lightning_recycle.commands.application import bad_input_ends
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
@@ -25,7 +25,13 @@ _NAME = "recycle-report"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
-    parser = argparse.ArgumentParser(prog=_NAME, description="A page of the results of recycle-simulate.")
+    parser = command_parser(
+        _NAME,
+        "Renders the results of recycle-simulate as one HTML page.",
+        "recycle-simulate experiment=quick output=results && recycle-report results",
+        "recycle-report results -o report.html",
+        "recycle-report results --title 'Spot instances, July'",
+    )
     parser.add_argument("folder", type=Path, help="output folder of a run, a sweep or an experiment")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: %(default)s")
     parser.add_argument("--title", default="ReCycle simulation report", help="default: %(default)s")

@@ -1,11 +1,11 @@
 """``recycle-plan``: plan an iteration on paper, for any cluster, on a laptop.
 
-    recycle-plan grid.pipelines=3 grid.stages=4 grid.microbatches=6 'failures=[[1,2]]' planner=highs output=plan.json
+    recycle-plan grid.pipelines=3 grid.stages=4 grid.microbatches=6 'failures=[[1,2]]' output=plan.json
     recycle-plan -m planner=heuristic,cbc,highs failures=0,1,2
-    recycle-plan costs=profile costs.path=profile.json memory.in_flight=4 technique.staggered=false
+    recycle-plan library=plans failures=2 costs=profile costs.path=profile.json
 
-Prints a table, writes the plan and a picture of it. The configuration is ``conf/plan.yaml``, explained in
-docs/planner.md.
+Prints a table; with ``output=FILE``, writes the plan and a picture of it. The configuration is ``conf/plan.yaml``,
+explained in docs/planner.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lightning_recycle.commands.layout_tables import layers_from, layout_table, 
 from lightning_recycle.commands.plan_tables import Row, comparison, row, single
 from lightning_recycle.commands.settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import PlanLibrary, Planner, PlanResult, save_plan, solve
+from lightning_recycle.planning import PlanLibrary, Planner, PlanResult, Problem, save_plan, solve
+from lightning_recycle.planning.torch_csv import check_torch_runs, save_torch_csv
 from lightning_recycle.visualize import save_gantt
 
 __all__ = ["main"]
@@ -42,6 +43,7 @@ def plan_and_show(config: DictConfig) -> float:
     problem = problem_from(settings)
     planner: Planner = instantiate(settings["planner"], _convert_="all")
     output = _path(settings, "output")
+    _check_format(settings["format"], output, problem)
     picture = _picture(settings, output)
     console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     movable = layers_from(settings["layers"], problem)
@@ -65,21 +67,34 @@ def plan_and_show(config: DictConfig) -> float:
     if result.warning is not None:
         errors.print(f"warning: {result.warning}", markup=False)
     unit = "s" if "path" in settings["costs"] else "slots"
-    _write(console, result, output, picture, automatic=settings["picture"] == "auto", unit=unit)
+    written = []
+    if output is not None and settings["format"] == "csv":
+        save_torch_csv(output, result.schedule)
+        written.append(str(output))
+    elif output is not None:
+        save_plan(output, result)
+        written.append(str(output))
+    written += _drawn(result, picture, automatic=settings["picture"] == "auto", unit=unit)
+    if written:
+        console.print("wrote " + ", ".join(written), soft_wrap=True, highlight=False, markup=False)
     return result.schedule.period
 
 
-def _write(
-    console: Console, result: PlanResult, output: Path | None, picture: Path | None, automatic: bool, unit: str
-) -> None:
-    written = []
-    if output is not None:
-        save_plan(output, result)
-        written.append(str(output))
+def _check_format(name: Any, output: Path | None, problem: Problem) -> None:
+    if name not in ("json", "csv"):
+        raise ConfigurationError(f"format={name!r}: give json or csv.")
+    if name == "csv":
+        if output is None:
+            raise ConfigurationError("format=csv is for a file: give its name, e.g. output=schedule.csv.")
+        check_torch_runs(problem)
+
+
+def _drawn(result: PlanResult, picture: Path | None, automatic: bool, unit: str) -> list[str]:
+    """The picture that was written, or why it was not, for the last line."""
     operations = result.schedule.num_operations
     if picture is not None and automatic and operations > _LARGEST_PICTURE:
-        written.append(f"no picture of {operations:,} operations (picture=FILE forces it)")
-    elif picture is not None:
+        return [f"no picture of {operations:,} operations (picture=FILE forces it)"]
+    if picture is not None:
         title = f"{result.schedule.grid}, {len(result.schedule.failed)} failed, {result.backend} ({result.status})"
         iterations = 2 if result.schedule.problem.technique.staggered else 1
         try:
@@ -87,9 +102,8 @@ def _write(
             save_gantt(picture, result.schedule, [title], iterations=iterations, unit=unit)
         except OSError as error:
             raise ConfigurationError(f"cannot write the picture to {picture}: {error.strerror or error}.") from error
-        written.append(str(picture))
-    if written:
-        console.print("wrote " + ", ".join(written), soft_wrap=True, highlight=False, markup=False)
+        return [str(picture)]
+    return []
 
 
 def _path(settings: dict[str, Any], name: str) -> Path | None:

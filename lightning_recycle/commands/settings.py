@@ -26,7 +26,7 @@ from lightning_recycle.planning import (
 from lightning_recycle.planning.contingencies import contingencies, usual_limit
 from lightning_recycle.planning.memory import Memory
 
-__all__ = ["problem_from", "problems_ahead"]
+__all__ = ["grid_from", "problem_from", "problems_ahead", "workers_from"]
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
@@ -42,7 +42,7 @@ def problem_from(config: Mapping[str, Any]) -> Problem:
     failures = config["failures"]
     if is_integer(failures):
         return normalized_problem(base, failures)
-    return _with(base, _workers(failures))
+    return replace(base, failed=_failures(config))
 
 
 def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
@@ -50,7 +50,7 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
     the stages up to a number, as far as ``library_plans`` allows, the likeliest first and those after normalization
     always.
 
-    Without a limit on memory, they have that of a run without one, so that their plans are those that run.
+    Each is there twice, within the limits that a run asks for before and after it has measured its memory.
     """
     base = _without_failures(config)
     failures, most = config["failures"], config["library_plans"]
@@ -64,18 +64,20 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
         # The plan after normalization is the last one.
         problems = sorted(list(found)[: max(most, len(normalized))], key=lambda p: (len(p.failed), p == normalized[-1]))
     else:
-        problems = [base, _with(base, _workers(failures))]
-    if base.memories:
-        return problems
-    return [replace(problem, in_flight_limit=usual_limit(problem.grid, problem.failed)) for problem in problems]
+        problems = [base, replace(base, failed=_failures(config))]
+    return list(dict.fromkeys(_limited(problem, measured) for problem in problems for measured in (False, True)))
 
 
-def _with(base: Problem, failed: frozenset[Worker]) -> Problem:
-    return replace(base, failed=failed)
+def _limited(problem: Problem, measured: bool) -> Problem:
+    """``problem`` within the limits of a run, too."""
+    usual, given = usual_limit(problem.grid, problem.failed, measured=measured), problem.in_flight_limit
+    if usual is None or given is None:
+        return replace(problem, in_flight_limit=given if usual is None else usual)
+    return replace(problem, in_flight_limit=tuple(map(min, given, usual)))
 
 
 def _without_failures(config: Mapping[str, Any]) -> Problem:
-    grid = Grid(**{name: config["grid"][name] for name in ("pipelines", "stages", "microbatches")})
+    grid = grid_from(config["grid"])
     costs, profile = _costs(config["costs"], grid)
     technique = Technique(**{name: _switch(config, name) for name in ("decoupled", "staggered")})
     limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
@@ -170,18 +172,28 @@ def _in_flight(memory: Mapping[str, Any], grid: Grid) -> tuple[int, ...] | None:
     return limits
 
 
-def _workers(failures: Any) -> frozenset[Worker]:
-    found = set()
-    valid = isinstance(failures, Sequence) and not isinstance(failures, str)
-    for pair in failures if valid else ():
-        whole = isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_integer, pair))
-        if not whole:
-            valid = False
-            break
-        found.add(Worker(*pair))
-    if not valid:
-        raise ConfigurationError(
-            f"failures={failures!r}: give the number of failed workers, or a list of [pipeline,stage], "
-            "e.g. 'failures=[[1,2]]'."
-        )
-    return frozenset(found)
+def grid_from(settings: Mapping[str, Any]) -> Grid:
+    """The grid of a group ``grid``.
+
+    Raises:
+        ConfigurationError: when it is impossible.
+    """
+    return Grid(settings["pipelines"], settings["stages"], settings["microbatches"])
+
+
+def workers_from(name: str, pairs: Any, instead: str = "") -> frozenset[Worker]:
+    """Workers given as [pipeline, stage]; ``instead``: what else the setting ``name`` may be, for the error.
+
+    Raises:
+        ConfigurationError: when they are given in any other form.
+    """
+    fine = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
+    )
+    if not fine:
+        raise ConfigurationError(f"{name}={pairs!r}: give {instead}a list of [pipeline,stage], e.g. '{name}=[[1,2]]'.")
+    return frozenset(Worker(*pair) for pair in pairs)
+
+
+def _failures(config: Mapping[str, Any]) -> frozenset[Worker]:
+    return workers_from("failures", config["failures"], "the number of failed workers, or ")

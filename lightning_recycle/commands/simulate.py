@@ -3,9 +3,9 @@
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
     recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min
     recycle-simulate failures=trace failures.trace=gcp-a100 policy=elastic_layers
-    recycle-simulate experiment=paper
+    recycle-simulate experiment=paper output=results
 
-Prints throughput and losses by cause, writes ``result.json`` and a timeline to Hydra's output folder;
+Prints throughput and losses by cause; with ``output=FOLDER``, writes ``result.json`` and a timeline there.
 ``recycle-report`` turns a folder of results into a page. The configuration is ``conf/simulation/``, explained in
 docs/simulation.md.
 """
@@ -47,7 +47,9 @@ def simulate_and_show(config: DictConfig) -> float:
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     console = Console()
-    given = list(job.overrides.task)
+    given = [override for override in job.overrides.task if not override.startswith("output=")]
+    if config.get("experiment") and config.output is None:
+        raise ConfigurationError("an experiment is for recycle-report: give output=FOLDER for its results.")
     if config.get("experiment"):
         return _experiment(OmegaConf.to_container(config.experiment), given, folder, console)  # type: ignore[arg-type]
     result, written = _point(config, given, folder)
@@ -55,7 +57,8 @@ def simulate_and_show(config: DictConfig) -> float:
         console.print(f"{job.job.num:>4}  {line(result)}", soft_wrap=True, highlight=False, markup=False)
     else:
         console.print(single(result))
-        console.print(f"\nwrote {', '.join(written)}", soft_wrap=True, highlight=False, markup=False)
+        if written:
+            console.print(f"\nwrote {', '.join(written)}", soft_wrap=True, highlight=False, markup=False)
     _sweep.append(result)
     return _objective(result)
 
@@ -74,7 +77,7 @@ def _experiment(sections: Mapping[str, Any], given: Sequence[str], folder: Path,
 
 
 def _composed(point: Point) -> DictConfig:
-    overrides = [*point.overrides, f"section={point.section}", "timeline=false"]
+    overrides = [*point.overrides, f"section={point.section}", "timeline=false", "output=."]
     return hydra.compose(_CONFIG, overrides=overrides)
 
 
@@ -83,6 +86,8 @@ def _point(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[
     if not isinstance(settings["timeline"], bool):
         raise ConfigurationError(f"timeline={settings['timeline']!r}: give true or false.")
     result = run_task(settings, shlex.join([_NAME, *overrides]))
+    if settings["output"] is None:
+        return result, []
     file = folder / "result.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,8 @@ from typing import Any
 
 from hydra.utils import instantiate
 
-from lightning_recycle.arguments import is_integer, whole
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.simulation import (
     Cluster,
     FailureSource,
@@ -31,7 +30,7 @@ from lightning_recycle.simulation import (
 )
 from lightning_recycle.traces import load_trace
 
-__all__ = ["Scenario", "grid_from", "model_from", "scenario_from", "workers_from"]
+__all__ = ["Scenario", "model_from", "scenario_from"]
 
 _USUAL_DURATION = 86400.0
 
@@ -86,29 +85,6 @@ def model_from(settings: Mapping[str, Any]) -> TrainingModel:
     if "throughput" not in changes:
         raise ConfigurationError(f"the model {name} is not calibrated: give model.throughput or model.efficiency.")
     return TrainingModel(name=name, **changes)
-
-
-def grid_from(settings: Mapping[str, Any]) -> Grid:
-    """The grid of ``task.grid``.
-
-    Raises:
-        ConfigurationError: when it is impossible.
-    """
-    return Grid(settings["pipelines"], settings["stages"], settings["microbatches"])
-
-
-def workers_from(name: str, pairs: Any) -> frozenset[Worker]:
-    """Workers given as [pipeline, stage].
-
-    Raises:
-        ConfigurationError: when they are given in any other form.
-    """
-    fine = isinstance(pairs, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
-    )
-    if not fine:
-        raise ConfigurationError(f"{name}={pairs!r}: give a list of [pipeline,stage], e.g. '{name}=[[1,2]]'.")
-    return frozenset(Worker(*pair) for pair in pairs)
 
 
 def _scheduled(policy: Mapping[str, Any], schedule: Any) -> Mapping[str, Any]:

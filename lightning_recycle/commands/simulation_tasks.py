@@ -15,7 +15,8 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_recycle.arguments import at_least, is_number
-from lightning_recycle.commands.simulation_settings import Scenario, grid_from, scenario_from, workers_from
+from lightning_recycle.commands.settings import grid_from, workers_from
+from lightning_recycle.commands.simulation_settings import Scenario, scenario_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, HeuristicPlanner, Problem, normalized_problem, solve
 from lightning_recycle.simulation import Cause, SimulationResult, ablation, repeat

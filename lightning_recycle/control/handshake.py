@@ -14,17 +14,17 @@ Must not know: sockets, clocks, messages.
 from __future__ import annotations
 
 import hmac
-import importlib
 import os
 import struct
 from enum import Enum
 
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
+from lightning_recycle.version import __version__
 
 __all__ = ["KEY_BYTES", "VERSION", "Handshake", "Refused", "Role", "VersionMismatch", "check_key"]
 
 # Dynamically: this package imports nothing above itself.
-VERSION: str = importlib.import_module("lightning_recycle").__version__
+VERSION = __version__
 """The version of this package."""
 
 KEY_BYTES = 16

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.addresses import address_from, http_address, http_address_from_environment, shown
 from lightning_recycle.control.coordinator import Coordinator
 from lightning_recycle.control.journal import Journal, SupersededError, default_path
@@ -219,9 +220,12 @@ def _given(options: argparse.Namespace) -> Given:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_parser(
         "recycle-coordinator",
-        description="The coordinator alone, for workers elsewhere. What is not said here, the workers' script says.",
+        "Runs the coordinator for workers started elsewhere. Settings that are not given are those of their script.",
+        "recycle-coordinator --listen 10.0.0.1:29400",
+        "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
+        "recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --runs 1",
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the workers find it")
     parser.add_argument("--pipelines", type=int, metavar="D", help="data-parallel size")

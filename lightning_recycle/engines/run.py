@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.addresses import address_from
 from lightning_recycle.control.keys import key_from_environment
 from lightning_recycle.engines.agent import Agent
@@ -244,10 +245,13 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command_parser(
         "recycle-run",
+        "Starts the workers of a run, and replaces those that die.",
+        "recycle-run --nproc-per-node 4 python train.py",
+        "recycle-run --hosts hosts.txt python train.py",
+        "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
-        description="Starts the workers of a run, and again those that die.",
         allow_abbrev=False,
     )
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on each machine (default 1)")

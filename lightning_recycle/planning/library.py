@@ -1,21 +1,21 @@
 """The plan library: plans computed ahead and kept on disk, ready in milliseconds when workers fail.
 
-Concept: a directory with one file for each question, compressed: a line that says what the plan is for, and a line with
-the operations. A question is a problem and the planner with its settings. A stored plan answers it if it was made
+Concept: a directory with one compressed file for each plan: a line that says what the plan is for, and a line with its
+operations. A stored plan is found by what it needs. It serves a problem if it was made
 
 - by the same planner, for the same grid and techniques;
 - for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
   (:mod:`~lightning_recycle.planning.renaming`);
-- for costs that differ by at most ``tolerance``; the nearest is taken, and timed again with those asked for. A common
-  factor is no difference: it changes no plan;
-- for the same memory limit; or for another one, if the plan keeps to the one asked for and is proven to be good under
-  it.
+- for costs that differ by at most ``tolerance``; it is timed again with those of the problem. A common factor is no
+  difference: it changes no plan;
+
+and if its workers hold no more than the problem allows, whatever limits it was made for. Of several the one for the
+nearest costs is taken, then the shortest.
 
 Contract: nothing in the directory is trusted. A file counts if it was written by this version of the package, its
 checksum is right and its schedule passes the validator; otherwise it is reported once and treated as absent, so that
 the next :meth:`PlanLibrary.compute` or :meth:`~PlanLibrary.put` replaces it. :meth:`PlanLibrary.miss` says why there
-is no plan. Files appear whole or not at all; several processes may share a directory. Files of older versions, one
-object for each operation, are still read.
+is no plan. Files appear whole or not at all; several processes may share a directory.
 
 Must not know: who needs a plan, and when.
 """
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -42,7 +41,6 @@ from typing import Any
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.planfile import plan_to_json, read_plan
@@ -54,18 +52,18 @@ from lightning_recycle.planning.schedule import BODIES, PLAN_SCHEMA, Schedule, p
 from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
+from lightning_recycle.version import __version__
 
 __all__ = ["LIBRARY_SCHEMA", "PlanLibrary"]
 
 log = logging.getLogger(__name__)
 
 LIBRARY_SCHEMA = 2
-"""Version of the entries' format. Version 1 (``*.json``) is read, not written."""
+"""Version of the entries' format."""
 
 _SUFFIX = ".plan.gz"
 _TOLERANCE = 0.25  # of the mean operation
-_GOOD = 1.05  # of the lower bound: a plan for another memory limit that takes longer is not used
-_TRIED = 4  # of the plans that may serve, the nearest ones
+_SAME_COSTS = 1e-9  # of the mean operation
 _KEPT_OPERATIONS = 1_000_000  # in the plans that stay in memory; about 180 bytes each
 _COMPRESSION = 3  # of 9: the rest costs ten times the time for a few percent
 _DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError, ReCycleError)
@@ -81,12 +79,14 @@ class _Entry:
         package: version of the package that wrote it.
         planner: the planner's description.
         problem: the representative of the problem.
+        period: the plan's, as a multiple of the time that the operations of a micro-batch take.
     """
 
     path: Path
     package: Any
     planner: Any
     problem: Problem
+    period: float
 
 
 class PlanLibrary:
@@ -108,8 +108,7 @@ class PlanLibrary:
         self.planner = get_planner(planner)
         self.tolerance = at_least("PlanLibrary", "tolerance", tolerance)
         self._planner_description = _describe(self.planner)
-        # Dynamically: planning imports nothing above itself.
-        self._package = importlib.import_module("lightning_recycle").__version__
+        self._package = __version__
         self._known: OrderedDict[Problem, PlanResult] = OrderedDict()  # the newest last
         self._index: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}  # with the file's time and size
         self._reported: set[Path] = set()
@@ -125,10 +124,14 @@ class PlanLibrary:
         with self._lock:
             known = self._known.get(problem)
         if known is None:
-            known = self._find(problem, self.tolerance)
+            known = self._find(problem)
             if known is not None:
                 self._keep(known)
         return known
+
+    def has(self, problem: Problem) -> bool:
+        """Whether a plan for exactly these costs and limits is stored: the planner has nothing to add to it."""
+        return any(entry.problem == representative(problem) for entry in self._matching(problem))
 
     def miss(self, problem: Problem) -> str:
         """Why :meth:`lookup` finds nothing for ``problem``, in a few words."""
@@ -143,8 +146,7 @@ class PlanLibrary:
         difference = min(cost_difference(problem.costs, entry.problem.costs) for entry in entries)
         if difference > self.tolerance:
             return f"costs differ by {100 * difference:.0f} %"
-        limits = " or ".join(sorted({_shown(_limits(entry.problem)) for entry in entries}))
-        return f"other memory limit: its plan is for {limits}, {_shown(_limits(problem))} is asked for"
+        return "workers would hold more than they may"
 
     def put(self, result: PlanResult | Schedule) -> Path:
         """Store a plan of this library's planner; returns its file.
@@ -189,7 +191,7 @@ class PlanLibrary:
         """
         wanted = list(problems)
         first = {representative(problem): problem for problem in reversed(wanted)}
-        results = {common: self._find(problem, None) for common, problem in first.items()}
+        results = {common: self._find(problem, exact=True) for common, problem in first.items()}
         missing = [common for common, result in results.items() if result is None]
         errors: list[ReCycleError] = []
         at_once = max(1, min(processes or os.cpu_count() or 1, len(missing)))
@@ -215,17 +217,17 @@ class PlanLibrary:
 
     # ------------------------------------------------------------------ finding
 
-    def _find(self, problem: Problem, tolerance: float | None) -> PlanResult | None:
-        """The nearest plan within ``tolerance``; None for one that was made for exactly these costs and limits."""
-        candidates = []
-        for entry in self._entries():
-            if all(fits(entry) for fits, _ in self._conditions(problem)):
-                difference = cost_difference(problem.costs, entry.problem.costs)
-                same_limits = _limits(entry.problem) == _limits(problem)
-                exact = same_limits and entry.problem.costs == problem.costs
-                if exact if tolerance is None else difference <= tolerance:
-                    candidates.append(((not exact, not same_limits, difference, entry.path.name), entry))
-        for _, entry in sorted(candidates, key=lambda candidate: candidate[0])[:_TRIED]:
+    def _find(self, problem: Problem, exact: bool = False) -> PlanResult | None:
+        """The plan made for ``problem``; unless ``exact``, else the shortest that serves, for the nearest costs."""
+        ranked = []
+        asked = representative(problem)
+        for entry in self._matching(problem):
+            other = entry.problem != asked
+            difference = cost_difference(problem.costs, entry.problem.costs)
+            if not other if exact else difference <= self.tolerance:
+                difference = 0.0 if difference < _SAME_COSTS else difference  # the same costs in two units of time
+                ranked.append(((other, difference, entry.period, entry.path.name), entry))
+        for _, entry in sorted(ranked, key=lambda each: each[0]):
             try:
                 found = _adapted(_read(entry.path), problem)
             except _DAMAGE as error:
@@ -234,6 +236,11 @@ class PlanLibrary:
             if found is not None:
                 return found
         return None
+
+    def _matching(self, problem: Problem) -> list[_Entry]:
+        """The plans that have all in common with ``problem`` but costs and limits."""
+        conditions = self._conditions(problem)
+        return [entry for entry in self._entries() if all(fits(entry) for fits, _ in conditions)]
 
     def _conditions(self, problem: Problem) -> list[tuple[Callable[[_Entry], bool], str]]:
         """What a stored plan must have in common with ``problem``, and what to say of a library without such plans."""
@@ -261,7 +268,7 @@ class PlanLibrary:
         found: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}
         try:
             with os.scandir(self.path) as files:
-                listed = [(Path(file.path), file.stat()) for file in files if file.name.endswith((_SUFFIX, ".json"))]
+                listed = [(Path(file.path), file.stat()) for file in files if file.name.endswith(_SUFFIX)]
         except OSError:  # there is no directory before the first plan is stored
             listed = []
         with self._lock:
@@ -314,18 +321,17 @@ def _to_bytes(result: PlanResult, package: str, planner: Any) -> bytes:
 
 def _entry(path: Path) -> _Entry:
     """What the plan in a file is for; reads no more of it than that."""
-    header = _header(path)
-    question = header.get("question", header)
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        header = _header(file.readline())
     problem = problem_of(header["plan"])  # the operations are not needed to know it
-    return _Entry(path, question["package"], question["planner"], representative(problem))
+    costs = problem.costs
+    work = sum(costs.forward) + sum(costs.backward_input) + sum(costs.backward_weight)
+    period = header["plan"]["period"] / (work or 1.0)
+    return _Entry(path, header["package"], header["planner"], representative(problem), period)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    if path.suffix == ".json":  # version 1: everything in one object
-        header = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            header = json.loads(file.readline())
+def _header(line: str) -> dict[str, Any]:
+    header = json.loads(line)
     if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
         raise PlanningError("it is not an entry of a plan library.")
     return header
@@ -333,13 +339,8 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> PlanResult:
     """The validated plan in a file."""
-    header = _header(path)
-    if path.suffix == ".json":
-        if header.get("checksum") != _digest(header["plan"]):
-            raise PlanningError("its checksum is wrong.")
-        return read_plan(header["plan"])
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        file.readline()
+        header = _header(file.readline())
         workers = file.read().rstrip("\n")
     checksum = header.pop("checksum", None)
     if checksum != _checksum(header, workers):
@@ -359,39 +360,20 @@ def _json(value: Any) -> str:
 
 
 def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
-    """A stored plan as one for ``problem``; None if it is not good enough for it."""
+    """A stored plan as a plan for ``problem``; None if a worker would hold more than it may."""
     schedule, stored = result.schedule, result.schedule.problem
     # First the names, for which all else must be equal; then costs and limits.
     mapped = renamed(schedule, replace(stored, failed=problem.failed, worker_factors=problem.worker_factors))
-    same_limits = _limits(stored) == _limits(problem)
-    if same_limits and stored.costs == problem.costs:
-        return replace(result, schedule=mapped.under(problem))
     if stored.costs != problem.costs:
         mapped = retime(mapped, problem.costs)
+    elif mapped.problem == problem:
+        return replace(result, schedule=mapped)
     mapped = mapped.under(problem)
-    if not same_limits:
-        try:
-            validate(mapped)
-        except InvalidScheduleError:  # it holds more than it may
-            return None
-        # Bytes that it keeps to, beside the limit that it was made for, only exclude other plans.
-        narrower = _limits(stored) == _limits(replace(problem, memory=None))
-        if not narrower and mapped.period > _GOOD * lower_bound(problem):
-            return None
+    try:
+        validate(mapped)
+    except InvalidScheduleError:
+        return None
     return proven(mapped, result.backend, found_by=result.found_by, solver=result.solver)
-
-
-_NO_LIMITS = {"grid", "costs", "failed", "technique", "worker_factors"}
-
-
-def _limits(problem: Problem) -> dict[str, Any]:
-    """What ``problem`` says about memory: whatever else it has."""
-    limits = {item.name: getattr(problem, item.name) for item in fields(problem) if item.name not in _NO_LIMITS}
-    return {name: limit for name, limit in limits.items() if limit is not None or name == "in_flight_limit"}
-
-
-def _shown(limits: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in limits.items())
 
 
 def _describe(value: Any) -> Any:

@@ -97,16 +97,16 @@ def read_plan(data: Any) -> PlanResult:
         raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")
     if status == "optimal" and bound < schedule.period * (1 - TOLERANCE):
         raise PlanningError("the plan is damaged (called optimal above its lower_bound): compute it again.")
-    found_by = data.get("found_by", backend if backend == "heuristic" else "unknown")
+    found_by = data.get("found_by")
     if not isinstance(found_by, str):
         raise PlanningError(f"the plan is damaged (found_by {found_by!r}): compute it again.")
-    solver = _solver_use(data.get("solver", {}))
+    solver = _solver_use(data.get("solver"))
     # The bound is not computed again: that takes longer than all else here.
     return PlanResult(schedule, backend, status, float(bound), found_by=found_by, solver=solver)
 
 
 def _solver_use(data: Any) -> SolverUse:
-    """What the file says of the solver; files of older versions say nothing."""
+    """What the file says of the solver."""
     try:
         use = SolverUse(**data)
     except TypeError as error:

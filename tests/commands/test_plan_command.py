@@ -10,6 +10,7 @@ from command_driver import check_refused, run, run_all
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
+from lightning_recycle import __version__
 from lightning_recycle.planning import (
     Grid,
     Memory,
@@ -46,6 +47,32 @@ def test_the_installed_script_plans_the_running_example(tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
+    for arguments in (["failures=1"], ["-m", "failures=0,1"], ["--help"], ["--version"]):
+        plan(tmp_path, *arguments)
+        assert list(tmp_path.iterdir()) == [], arguments
+
+
+def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path) -> None:
+    shown = plan(tmp_path, "planner=highs", "--help")
+    first, _, *examples = shown.splitlines()[:5]
+    assert first.startswith("recycle-plan: plans one iteration of training")
+    assert all(line.startswith("  recycle-plan ") for line in examples)
+    assert "\n  * highs            HiGHS through python-mip.\n" in shown
+    assert "# Seconds, after which the best plan so far is used.\n    time_limit: 60.0" in shown
+    assert "    # Per pipeline and iteration.\n    microbatches: 6\n" in shown
+    for foreign in ("trainer", "hydra", "_target_", "${", "$$"):
+        assert foreign not in shown
+    assert plan(tmp_path, "--version") == f"recycle-plan {__version__}\n"
+
+
+def test_a_plan_for_torch_has_a_line_for_each_stage(tmp_path: Path) -> None:
+    assert "wrote torch.csv, torch.svg" in plan(tmp_path, "format=csv", "output=torch.csv", "technique.decoupled=false")
+    lines = (tmp_path / "torch.csv").read_text().splitlines()
+    assert lines[-1].startswith("3F0,3B0,3F1,3B1")
+    assert [line[:3] for line in lines] == ["0F0", "1F0", "2F0", "3F0"]
+
+
 def test_costs_memory_and_technique_reach_the_plan(tmp_path: Path) -> None:
     plan(
         tmp_path,
@@ -74,7 +101,8 @@ def test_costs_memory_and_technique_reach_the_plan(tmp_path: Path) -> None:
 def test_costs_and_memory_of_a_profile(tmp_path: Path) -> None:
     stage = StageProfile(0.010, 0.011, 0.009, activation_bytes=1000, output_bytes=500)
     save_profile(tmp_path / "profile.json", Profile((stage, stage), latency=0.001, bandwidth=1e6))
-    out = plan(tmp_path, "grid.stages=2", "costs=profile", "costs.path=profile.json", "memory.bytes=4500")
+    arguments = ["grid.stages=2", "costs=profile", "costs.path=profile.json", "memory.bytes=4500"]
+    out = plan(tmp_path, *arguments, "output=plan.json")
     problem = load_plan(tmp_path / "plan.json").schedule.problem
     assert problem.costs.forward == (0.010, 0.010)
     assert problem.costs.communication == pytest.approx(0.0015)
@@ -87,7 +115,7 @@ def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path: Pa
     """As in a run: a number of micro-batches is not the limit, but what each of them holds at the time."""
     stage = StageProfile(1.0, 1.0, 1.0, activation_bytes=1000, waiting_bytes=250)
     save_profile(tmp_path / "profile.json", Profile((stage,) * 4))
-    settings = ("costs=profile", "costs.path=profile.json", "memory.bytes=4000")
+    settings = ("costs=profile", "costs.path=profile.json", "memory.bytes=4000", "output=plan.json")
     plan(tmp_path, *settings, "failures=[[1,2]]")
     one = load_plan(tmp_path / "plan.json").schedule
     assert max(map(one.peak_in_flight, one.live_workers)) > 4
@@ -104,7 +132,9 @@ def test_a_number_of_failures_is_carried_where_it_costs_least(tmp_path: Path) ->
 
 
 def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path: Path) -> None:
-    out = plan(tmp_path, "-m", "planner=heuristic,cbc,highs", "failures=0,1", "hydra.sweep.dir=jobs")
+    out = plan(
+        tmp_path, "-m", "planner=heuristic,cbc,highs", "failures=0,1", "output=plan.json", "hydra.sweep.dir=jobs"
+    )
     assert sorted(file.name for file in (tmp_path / "jobs").iterdir() if file.is_dir()) == list("012345")
     plans = [load_plan(tmp_path / "jobs" / str(job) / "plan.json") for job in range(6)]
     assert [plan.backend for plan in plans] == ["heuristic"] * 2 + ["cbc"] * 2 + ["highs"] * 2
@@ -121,9 +151,9 @@ def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     assert first[0] == second[0] == 0
     assert first[1] == second[1] or "Plan library" in second[1]
     files = sorted((tmp_path / "plans").iterdir())
-    assert len(files) == 1 + 4 + 10, "the distributions of no, one and two failures over four stages"
+    assert len(files) == 2 * (1 + 4 + 10), "for none, one and two failures in four stages, with two limits on memory"
     shown = [line.split() for line in second[1].splitlines() if line.startswith("heuristic")]
-    assert len(shown) == 15
+    assert len(shown) == len(files)
     assert [shown[0][1], shown[-1][1]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
 
 
@@ -131,7 +161,9 @@ def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path: Path)
     arguments = ["failures=3", "library=plans", "library_plans=6", "output=null", "planner.effort=0"]
     ((code, out, _),) = run_all("recycle-plan", tmp_path, arguments)
     assert code == 0
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("heuristic")] == [
+    shown = [line.split()[1] for line in out.splitlines() if line.startswith("heuristic")]
+    assert shown[::2] == shown[1::2]
+    assert shown[::2] == [
         "0/0/0/0",
         *("0/0/0/1", "1/0/0/0", "0/1/0/0"),
         "0/0/1/1",
@@ -150,7 +182,7 @@ def test_settings_of_planners_are_those_of_a_run_without_settings() -> None:
 def test_a_solver_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     if os.environ.get("GUROBI_HOME"):
         pytest.skip("Gurobi is there")
-    arguments = ["planner=gurobi", "failures=[[1,2]]", "memory.in_flight=4"]
+    arguments = ["planner=gurobi", "failures=[[1,2]]", "memory.in_flight=4", "output=plan.json"]
     ((code, out, err),) = run_all("recycle-plan", tmp_path, arguments)
     assert code == 0
     assert load_plan(tmp_path / "plan.json").schedule.period <= 30
@@ -191,6 +223,9 @@ BAD = [
     (["output=bad.json/plan.json"], "cannot write the plan to bad.json/plan.json"),
     (["output=[]"], "output=[]"),
     (["picture=plan.gif"], "ends with .svg or .png"),
+    (["format=xml"], "format='xml': give json or csv"),
+    (["format=csv"], "format=csv is for a file"),
+    (["format=csv", "failures=1", "output=plan.csv"], "binds each stage to one rank"),
     (["failures=["], "input"),
 ]
 
@@ -202,7 +237,8 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 
 def test_the_plan_that_is_written_is_valid(tmp_path: Path) -> None:
-    plan(tmp_path, "failures=3", "memory.in_flight=4", "costs.reduce=0.5", "costs.optimizer=0.2", "picture=gantt.svg")
+    costs = ["costs.reduce=0.5", "costs.optimizer=0.2"]
+    plan(tmp_path, "failures=3", "memory.in_flight=4", *costs, "output=plan.json", "picture=gantt.svg")
     validate(load_plan(tmp_path / "plan.json").schedule)
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "gantt.svg"}
 
@@ -248,7 +284,7 @@ def test_layouts_after_the_next_failure_are_shown_and_kept(tmp_path: Path) -> No
     assert sizes[0] < sizes[1]
     assert float(first[6]) > 1.05
     stored = len(list((tmp_path / "plans").iterdir()))
-    assert stored == 3  # without failures, and with the layout after one in each stage
+    assert stored == 4  # without failures before and after memory is measured, and the layout after one in each stage
 
 
 def test_bad_settings_of_layers_are_refused(tmp_path: Path) -> None:

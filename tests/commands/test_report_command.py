@@ -1,5 +1,6 @@
 """``recycle-report``: one self-contained page, whose numbers are those of the results."""
 
+import importlib
 import json
 import re
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from command_driver import run, run_all
 
+from lightning_recycle import __version__
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.report import load_results, render_report
 from lightning_recycle.visualize.report.names import duration_text, number
@@ -90,9 +92,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of the quick experiment, and a sweep with other failures."""
     directory = tmp_path_factory.mktemp("sweep")
     calls = [
-        ["experiment=quick", "hydra.run.dir=results/quick"],
+        ["experiment=quick", "output=results/quick"],
         ["-m", "model=gpt3_medium", "failures=llama3,weibull", "failures.repair=1h", "policy=restart", "seeds=2",
-         "hydra.sweep.dir=results/others"],
+         "output=results/others"],
     ]  # fmt: skip
     answers = run_all("recycle-simulate", directory, *calls)
     assert [(code, err) for code, _, err in answers] == [(0, "")] * 2
@@ -378,7 +380,7 @@ def test_shapes_lie_within_their_pictures(page: Page) -> None:
 
 
 def test_sections_without_results_say_how_to_make_them(tmp_path: Path) -> None:
-    run("recycle-simulate", tmp_path, "task=techniques", "hydra.run.dir=results")
+    run("recycle-simulate", tmp_path, "task=techniques", "output=results")
     page = Page(render_report(load_results(tmp_path / "results")))
     commands = {}
     for name in SECTIONS:
@@ -387,7 +389,8 @@ def test_sections_without_results_say_how_to_make_them(tmp_path: Path) -> None:
     assert [name for name, command in commands.items() if not command] == ["ablation"]
     conf = Path(__file__).parents[2] / "conf" / "simulation"
     for name, command in commands.items():
-        for word in command[1:]:
+        assert command[-1:] in ([], ["output=results"]), "without it nothing is kept"
+        for word in command[1:-1]:
             key, _, values = word.partition("=")
             for value in values.split(",") if values else ():
                 assert (conf / key / f"{value}.yaml").is_file(), (name, word)
@@ -477,7 +480,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(content)
     (tmp_path / "empty").mkdir()
-    run("recycle-simulate", tmp_path, "task=techniques", "hydra.run.dir=good")
+    run("recycle-simulate", tmp_path, "task=techniques", "output=good")
     bad = [
         (["nowhere"], "there is no folder nowhere"),
         (["empty"], "there is no result.json in empty"),
@@ -490,3 +493,28 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     for (_, message), (code, _, err) in zip(bad, answers, strict=True):
         assert (code, err.count("\n")) == (2, 1), err
         assert err.startswith(f"recycle-report: {message}"), err
+
+
+@pytest.mark.parametrize(
+    ("command", "parser"),
+    [
+        ("recycle-coordinator", "lightning_recycle.control.standalone"),
+        ("recycle-report", "lightning_recycle.commands.make_report"),
+        ("recycle-run", "lightning_recycle.engines.run"),
+        ("recycle-status", "lightning_recycle.control.monitoring.status_command"),
+    ],
+)
+def test_every_command_says_its_version_and_gives_examples(
+    command: str, parser: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = importlib.import_module(parser).main
+    shown = {}
+    for option in ("--version", "--help"):
+        monkeypatch.setattr("sys.argv", [command, option])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 0
+        shown[option] = capsys.readouterr().out
+    assert shown["--version"] == f"{command} {__version__}\n"
+    assert shown["--help"].startswith(f"usage: {command} ")
+    assert shown["--help"].count(f"\n  {command}") + shown["--help"].count(f"\n  srun {command}") >= 2

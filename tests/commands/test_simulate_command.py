@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
+from lightning_recycle import __version__
 from lightning_recycle.commands.experiments import points_of
 from lightning_recycle.commands.simulation_settings import model_from
 from lightning_recycle.simulation import Cluster, FailureRate, Poisson, Restart, available_models, get_model, repeat
@@ -57,9 +58,7 @@ def test_the_installed_script_simulates(tmp_path: Path) -> None:
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What one run prints, and its folder."""
     directory = tmp_path_factory.mktemp("one")
-    out = simulate(
-        directory, *SMALL, "policy=restart", "policy.restart=2min", "failures.mtbf=30min", "hydra.run.dir=here"
-    )
+    out = simulate(directory, *SMALL, "policy=restart", "policy.restart=2min", "failures.mtbf=30min", "output=here")
     return out, directory / "here"
 
 
@@ -122,9 +121,7 @@ def test_the_trace_has_no_gap_and_the_picture_is_svg(one: tuple[str, Path]) -> N
 
 
 def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path: Path) -> None:
-    out = simulate(
-        tmp_path, "-m", *SMALL, "seeds=1", "policy=glob(*)", "failures.mtbf=2h,30min", "hydra.sweep.dir=jobs"
-    )
+    out = simulate(tmp_path, "-m", *SMALL, "seeds=1", "policy=glob(*)", "failures.mtbf=2h,30min", "output=jobs")
     policies = options("policy")
     found = [result_in(tmp_path / "jobs" / str(job)) for job in range(2 * len(policies))]
     classes = [str(OmegaConf.load(CONF / "policy" / f"{name}.yaml")._target_).split(".")[-1] for name in policies]
@@ -137,7 +134,7 @@ def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path: P
 
 
 def test_a_sweep_over_all_failure_sources(tmp_path: Path) -> None:
-    simulate(tmp_path, "-m", *SMALL, "policy=drop_replica", "failures=glob(*)", "hydra.sweep.dir=jobs")
+    simulate(tmp_path, "-m", *SMALL, "policy=drop_replica", "failures=glob(*)", "output=jobs")
     found = [result_in(tmp_path / "jobs" / str(job)) for job in range(len(options("failures")))]
     assert [len(each["runs"]) for each in found] == [
         1 if name in ("trace", "scripted") else 3 for name in options("failures")
@@ -148,16 +145,39 @@ def test_a_sweep_over_all_failure_sources(tmp_path: Path) -> None:
     assert rates["trace"]["node_failures"] > 10
 
 
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
+    few = [*SMALL, "seeds=1", "policy=restart"]
+    for arguments in (few, ["-m", *few, "failures.mtbf=1h,2h"], ["--help"], ["--version"]):
+        assert "wrote" not in simulate(tmp_path, *arguments)
+        assert list(tmp_path.iterdir()) == [], arguments
+    check_refused("recycle-simulate", tmp_path, [(["experiment=quick"], "give output=FOLDER")])
+
+
+def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path) -> None:
+    shown = simulate(tmp_path, "policy=restart", "--help")
+    first, _, *examples = shown.splitlines()[:5]
+    assert first.startswith("recycle-simulate: simulates training runs")
+    assert all(line.startswith("  recycle-simulate ") for line in examples)
+    for group in ("model", "policy", "failures", "task", "experiment"):
+        assert f"\n  {group}\n" in shown
+    assert "\n  * restart          Restart from the newest checkpoint.\n" in shown
+    for foreign in ("callbacks", "hydra.", "_target_", "${", "$$"):
+        assert foreign not in shown
+    assert simulate(tmp_path, "--version") == f"recycle-simulate {__version__}\n"
+
+
 def test_one_schedule_for_all_policies(tmp_path: Path) -> None:
-    simulate(tmp_path, "-m", *SMALL, "seeds=1", "policy=merge,recycle,fault_free", "schedule=planned,1f1b")
-    found = [result_in(folder) for folder in sorted(tmp_path.glob("multirun/simulate/*/[0-9]"))]
+    simulate(
+        tmp_path, "-m", *SMALL, "seeds=1", "policy=merge,recycle,fault_free", "schedule=planned,1f1b", "output=jobs"
+    )
+    found = [result_in(folder) for folder in sorted(tmp_path.glob("jobs/[0-9]"))]
     assert [each["policy"]["settings"]["schedule"] for each in found] == ["planned", "1f1b"] * 3
     assert all(fast["ratio"] > slow["ratio"] for fast, slow in zip(found[::2], found[1::2], strict=True))
 
 
 def test_a_trace_is_replayed_to_its_end(tmp_path: Path) -> None:
     arguments = ["model=gpt3_medium", "policy=oobleck", "failures=trace", "failures.trace=aws-p3"]
-    simulate(tmp_path, *arguments, "failures.start=10min", "hydra.run.dir=here")
+    simulate(tmp_path, *arguments, "failures.start=10min", "output=here")
     assert result_in(tmp_path / "here")["duration"] == pytest.approx(11.4 * 3600 - 600, rel=0.01)
 
 
@@ -165,7 +185,7 @@ def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path: Path) -> Non
     code = (
         "import sys; from lightning_recycle.commands import simulate as s; f = s.simulate_and_show\n"
         "s.simulate_and_show = lambda config: print('VALUE', repr(f(config)))\n"
-        "sys.argv = ['x', 'hydra.run.dir=here', 'hydra.sweep.dir=jobs', *sys.argv[1:]]; s.main()"
+        "sys.argv = ['x', 'output=here', *sys.argv[1:]]; s.main()"
     )
     for arguments, value in (([*SMALL, "policy=fault_free"], 27.58), (["task=techniques"], 27.0)):
         done = subprocess.run(
@@ -176,7 +196,7 @@ def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path: Path) -> Non
 
 
 def test_the_running_example_has_the_papers_slots(tmp_path: Path) -> None:
-    out = simulate(tmp_path, "task=techniques", "hydra.run.dir=here")
+    out = simulate(tmp_path, "task=techniques", "output=here")
     slots = {"one_f_one_b": 27, "zero_bubble": 21, "adaptive": 36, "decoupled": 29, "staggered": 27}
     assert result_in(tmp_path / "here")["slots"] == slots
     assert "36 slots" in out
@@ -186,20 +206,20 @@ def test_an_experiment_takes_values_from_the_command_line_and_each_point_can_be_
     # The command line wins over the lines of the experiment: one model and one run where the file has more.
     arguments = ["experiment=layers", "model=gpt3_medium", "policy=recycle", "policy.effort=0", "schedule=planned"]
     arguments += ["failures=fraction", "failures.part=0.0625"]
-    out = simulate(tmp_path, *arguments, "hydra.run.dir=here")
+    out = simulate(tmp_path, *arguments, "output=here")
     found = result_in(tmp_path / "here" / "layers" / "000")
     assert not (tmp_path / "here" / "layers" / "001").exists()
     assert found["section"] == "layers"
     assert found["policy"]["settings"]["effort"] == 0
     assert "1/1" in out
     again = [argument for argument in shlex.split(found["command"])[1:] if not argument.startswith("hydra")]
-    simulate(tmp_path, *again, "hydra.run.dir=again")
+    simulate(tmp_path, *again, "output=again")
     assert result_in(tmp_path / "again")["throughput"] == found["throughput"]
 
 
 def test_an_experiment_on_the_command_line(tmp_path: Path) -> None:
     lines = "model=gpt3_medium failures=llama3,rsc1 policy=restart,fault_free"
-    simulate(tmp_path, f'+experiment.others=["{lines}"]', "duration=6h", "seeds=2", "hydra.run.dir=here")
+    simulate(tmp_path, f'+experiment.others=["{lines}"]', "duration=6h", "seeds=2", "output=here")
     found = [result_in(tmp_path / "here" / "others" / f"{place:03d}") for place in range(4)]
     expected = [(rate, policy) for rate in ("llama3", "rsc1") for policy in ("restart", "fault_free")]
     assert [each["command"].split()[2:4] for each in found] == [
@@ -285,12 +305,12 @@ BAD = [
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    check_refused("recycle-simulate", tmp_path, BAD, "hydra.run.dir=here")
+    check_refused("recycle-simulate", tmp_path, BAD, "output=here")
     assert not (tmp_path / "here" / "result.json").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "here" / "result.json").mkdir(parents=True)
-    ((code, _, err),) = run_all("recycle-simulate", tmp_path, ["task=techniques", "hydra.run.dir=here"])
+    ((code, _, err),) = run_all("recycle-simulate", tmp_path, ["task=techniques", "output=here"])
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("recycle-simulate: cannot write to ")

@@ -160,7 +160,7 @@ def test_every_installed_command_is_documented() -> None:
 def test_the_options_of_the_commands_are_all_there(table: str, command: Any) -> None:
     documented = {option.split()[0] for row in table_under("operations.md", table) for option in names_in(row[0])}
     actions = [a for a in command._parser()._actions if a.option_strings and a.help != argparse.SUPPRESS]
-    assert documented == {a.option_strings[0] for a in actions if a.option_strings[0] != "-h"}
+    assert documented == {a.option_strings[0] for a in actions if a.option_strings[0] not in ("-h", "--version")}
 
 
 # ---------------------------------------------------------------------- links

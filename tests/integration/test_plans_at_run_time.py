@@ -32,6 +32,7 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.coded import CodedSchedule, coded
 from lightning_recycle.planning.lanes import Lane, lane_problem
+from lightning_recycle.planning.library import _entry
 from lightning_recycle.planning.profile import load_profile
 
 pytestmark = pytest.mark.long
@@ -62,7 +63,9 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> Non
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60, strategy={"plan_library": library})
     stored = sorted(library.glob("*.plan.gz"))
-    assert len(stored) == 4  # fault-free, one lost in either stage, one in each
+    plans = [found.problem for found in map(_entry, stored)]
+    assert {len(problem.failed) for problem in plans} == {0, 1, 2}, "fault-free, one lost in either stage, one in each"
+    assert {problem.memory is None for problem in plans} == {True, False}, "also those for the memory that was measured"
     times = [path.stat().st_mtime_ns for path in stored]
     run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 1, 0, step=5)], strategy={"plan_library": library})
     assert failures(run) == [(1, 0)]
@@ -91,7 +94,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run(
         [*command, "library=plans", "failures=2", "output=null"], cwd=folder, check=True, capture_output=True
     )
-    assert len(list((folder / "plans").iterdir())) == 1 + 2 + 3
+    assert len(list((folder / "plans").iterdir())) == 2 * (1 + 2 + 3), "before and after memory is measured"
     return {"profile": folder / "profile.json", "plan_library": folder / "plans"}
 
 

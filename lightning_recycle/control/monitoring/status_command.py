@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.monitoring.own_runs import connect_to, sockets
 
 __all__ = ["main"]
@@ -102,7 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("recycle-status", description="How a run is.")
+    parser = command_parser(
+        "recycle-status",
+        "Shows the state of a run: workers, plan, steps, failures.",
+        "recycle-status",
+        "recycle-status 10.0.0.1:8080 --watch",
+        "recycle-status 10.0.0.1:8080 --json",
+    )
     parser.add_argument(
         "address",
         nargs="?",

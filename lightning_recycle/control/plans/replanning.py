@@ -13,8 +13,8 @@ profile or, without one, from what the run has measured so far; once a plan for 
 (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's.
 
 Memory limits every plan: at first the number of micro-batches that fault-free 1F1B holds, then the bytes that the
-workers have measured. What runs then is compared with a plan for the memory there is. Plans of the library, made for
-the same number of micro-batches, stay as they are if they fit.
+workers have measured. What runs then is compared with a plan for the memory there is. The library is asked for the same
+plans as a planner: whatever fits is used at once, and improved later if it was made for other costs or limits.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import distributions
 from lightning_recycle.planning.renaming import alike, representative
+from lightning_recycle.planning.result import proven
 from lightning_recycle.planning.split_costs import SplitTrial
 from lightning_recycle.planning.turns import Turns
 
@@ -74,6 +75,7 @@ OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 
 _END_SECONDS = 10.0  # for a plan that is not wanted any more to be given up
 _SECONDS_FOR_TWO = 20.0  # that planning for two more failures may take; for one there is no bound but memory
+_AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
 _QUICK_OPERATIONS = 5_000  # of a schedule that is timed again while the coordinator waits
@@ -109,8 +111,7 @@ class RunPlanner:
         technique: what the runtime can do.
         in_flight_limit: the limit per worker; by default :func:`~lightning_recycle.planning.contingencies.usual_limit`.
         costs: of the operations, in seconds; measured by default (one slot each before anything is measured).
-        library: where plans are looked for and stored. Its plans are found by their costs, so without ``costs`` plans
-            are made for one slot each.
+        library: where plans are looked for and stored.
         memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`; with
             ``in_flight_limit`` only that counts.
         recompute: whether forwards may be computed again where memory makes a plan slow.
@@ -149,7 +150,7 @@ class RunPlanner:
         elif chooses_split and library is None:
             self._splitting = Splitting(grid)
         self._in_flight_limit = in_flight_limit
-        self._costs = Costs.uniform(grid.stages) if costs is None and library is not None else costs
+        self._costs = costs
         self._costs_fused = False  # whether they are of fused backwards
         self._library = library
         self._factors: _Factors = ()
@@ -204,7 +205,9 @@ class RunPlanner:
         """The plan that was made ahead, or is stored."""
         found = self._ready.find(problem)
         if found is None or not _keeps_to(found.schedule, problem):
-            return self._stored(problem, needed=True)
+            found = self._stored(problem, needed=True)
+            if found is not None:
+                self._ready.keep(found)
         return found
 
     def _made_in_need(self, schedule: Schedule) -> ReadyPlan:
@@ -304,9 +307,8 @@ class RunPlanner:
             problem = self._splitting.asked(problem, self._fused_stages(seconds))
         if self._in_flight_limit is not None:
             return replace(problem, in_flight_limit=(self._in_flight_limit,) * stages)
-        if not self._footprints and self._assumed is None:
-            return replace(problem, in_flight_limit=usual_limit(self._grid, failed))
-        limit = usual_limit(self._grid, failed, measured=self._library is None)
+        measured = bool(self._footprints) or self._assumed is not None
+        limit = usual_limit(self._grid, failed, measured=measured)
         if not self._footprints:
             return replace(problem, in_flight_limit=limit, memory=self._assumed)
         try:
@@ -329,19 +331,17 @@ class RunPlanner:
         return tuple({"B", "W"} > seconds.get(stage, {}).keys() & {"B", "W"} for stage in range(self._grid.stages))
 
     def _stored(self, problem: Problem, needed: bool = False) -> ReadyPlan | None:
-        """The plan in the library, which is then ready; ``needed``: workers wait for it."""
+        """The plan in the library; ``needed``: workers wait for it."""
         library = self._library  # another thread may adopt a plan meanwhile
         if library is None:
             return None
-        schedule = library.get(problem)
-        if schedule is None:
+        stored = library.lookup(problem)
+        if stored is None:
             failed = ", ".join(map(str, sorted(problem.failed))) or "no failure"
             level = logging.WARNING if needed else logging.INFO
             log.log(level, "The plan library has none for %s: %s.", failed, library.miss(problem))
             return None
-        found = ReadyPlan(schedule, "library", final=True)
-        self._ready.keep(found)
-        return found
+        return ReadyPlan(stored.schedule, "library", final=stored.gap <= _AS_GOOD or library.has(problem))
 
     def _apart(self, problem: Problem, planner: Any, urgent: bool = False) -> PlanResult:
         """The plan of ``planner``, from the planning process if there is one; otherwise, and where that is no use, made
@@ -369,7 +369,7 @@ class RunPlanner:
         """The plan of ``planner``; ``make`` says where it is made, ``chooses``, whether the one with fused backwards if
         that is better.
 
-        Plans of the planner that the user chose are stored in the library.
+        Plans of the planner that the user chose are stored in the library, unless it has one as good.
         """
         is_chosen = planner is self._chosen
         if self._turns is not None and isinstance(planner, HeuristicPlanner):
@@ -381,10 +381,11 @@ class RunPlanner:
         if result.warning is not None:
             log.warning("%s", result.warning)
         library = self._library
-        if library is not None and is_chosen and problem.memory is None:
-            # What this run measured is for no other run to ask for.
+        if library is not None and is_chosen:
             try:
-                library.put(result)
+                stored = library.get(problem)
+                if stored is None or result.schedule.period < stored.period * (1 - _AS_GOOD):
+                    library.put(result)
             except PlanningError as error:  # the plan is good, whether it can be stored or not
                 log.warning("%s", error)
         return result
@@ -517,7 +518,7 @@ class RunPlanner:
                 break
             self._get_ready(problem)
             yield
-        if self.improves:
+        if self.improves or self._library is not None:
             for problem in [*([] if running is None else [present]), *one_more[:kept]]:
                 self._improve(problem, offer=running is not None and problem is present)
                 yield
@@ -528,9 +529,11 @@ class RunPlanner:
         if ready is not None and self._will_do(ready.schedule, problem):
             return
         try:
-            if self._stored(problem) is None:
+            found = self._stored(problem)
+            if found is None:
                 made = self._made(problem, self._quick, self._apart)
-                self._ready.keep(ReadyPlan(made.schedule, "ahead", final=not self.improves))
+                found = ReadyPlan(made.schedule, "ahead", final=not self.improves)
+            self._ready.keep(found)
         except Exception as error:  # a failure without a plan gets one at once: this thread must go on
             log.warning("No plan could be made ahead for the failure of %s: %s", _names(problem.failed), error)
 
@@ -546,21 +549,23 @@ class RunPlanner:
         splitting costs, and offers it.
         """
         try:
-            if self._stored(problem) is not None:
-                return  # it is the one that runs, or as good
-            found = self._made(problem, self._quick, self._apart)
+            found = self._stored(problem)
+            if found is not None:
+                result = proven(found.schedule, found.source)
+            else:
+                result = self._made(problem, self._quick, self._apart)
+                found = ReadyPlan(result.schedule, "better", final=not self.improves)
         except Exception as error:  # the plan that runs goes on
             log.warning("No plan was found for what was measured: %s", error)
             return
         ready = self._ready.find(problem)
-        if (
-            ready is None
-            or ready.schedule.problem.technique != found.schedule.problem.technique
-            or not _keeps_to(ready.schedule, problem)
-            or _shorter(found.schedule, ready.schedule)
-        ):
-            self._ready.keep(ReadyPlan(found.schedule, "better", final=not self.improves))
-        self._better.put(found)
+        if ready is None or _replaces(found.schedule, ready.schedule, problem):
+            self._ready.keep(found)
+        self._offer(result)
+
+    def _offer(self, result: PlanResult) -> None:
+        """Offers a plan to those who train now."""
+        self._better.put(result)
         self.on_better()
 
     def _improve(self, problem: Problem, offer: bool) -> None:
@@ -578,10 +583,12 @@ class RunPlanner:
             if ready is not None:
                 self._ready.keep(replace(ready, final=True))  # it is not asked again
             return
+        if ready is not None and not _replaces(found.schedule, ready.schedule, problem):
+            self._ready.keep(replace(ready, final=True))
+            return
         self._ready.keep(ReadyPlan(found.schedule, "better" if offer else "ahead", final=True))
         if offer:
-            self._better.put(found)
-            self.on_better()
+            self._offer(found)
 
 
 def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
@@ -592,6 +599,12 @@ def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
 def _shorter(schedule: Schedule, other: Schedule) -> bool:
     """Whether ``schedule`` has a shorter period than ``other`` has under the same costs."""
     return schedule.period < retime(other, schedule.problem.costs).period * (1 - 1e-9)
+
+
+def _replaces(schedule: Schedule, ready: Schedule, problem: Problem) -> bool:
+    """Whether ``schedule``, made for ``problem``, is to be kept instead of the plan that is ready."""
+    other_technique = ready.problem.technique != schedule.problem.technique
+    return other_technique or not _keeps_to(ready, problem) or _shorter(schedule, ready)
 
 
 def _names(workers: Iterable[Worker]) -> str:

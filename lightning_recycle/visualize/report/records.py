@@ -86,10 +86,10 @@ def load_results(folder: str | Path) -> Results:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ConfigurationError(f"there is no folder {root}: give the output folder of recycle-simulate.")
+        raise ConfigurationError(f"there is no folder {root}: give the folder of recycle-simulate output=FOLDER.")
     files = sorted(root.rglob("result.json"), key=_in_order)
     if not files:
-        raise ConfigurationError(f"there is no result.json in {root}: make some with recycle-simulate -m.")
+        raise ConfigurationError(f"there is no result.json in {root}: make some with recycle-simulate output=FOLDER.")
     found = Results(str(root))
     for file in files:
         record = _load(file)

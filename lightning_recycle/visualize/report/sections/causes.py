@@ -30,7 +30,7 @@ def causes_section(results: Results) -> Section:
         "GPU time by cause",
         "At any moment every GPU is in exactly one state; the parts add up to the whole time.",
         _body(found) if found else None,
-        "recycle-simulate experiment=intervals",
+        "recycle-simulate experiment=intervals output=results",
     )
 
 

@@ -52,7 +52,7 @@ def choices_section(results: Results) -> Section:
         "What the policy that chooses went on with after every failure and return: the colour says which way, the "
         "height is the throughput.",
         _body([run for run in results.training if choices(run)]),
-        "recycle-simulate experiment=choices",
+        "recycle-simulate experiment=choices output=results",
     )
 
 

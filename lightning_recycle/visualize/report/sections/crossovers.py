@@ -29,7 +29,7 @@ def spares_section(results: Results) -> Section:
         "How many hot spares equal ReCycle?",
         "Spares are extra GPUs. The broken lines are ReCycle, which has none, with the same schedule.",
         _spares(found) if {"Spares", "Recycle"} <= kinds else None,
-        "recycle-simulate experiment=spares",
+        "recycle-simulate experiment=spares output=results",
     )
 
 
@@ -110,7 +110,7 @@ def restart_section(results: Results) -> Section:
         "At which failure rate does restart fall behind?",
         "For each failure rate, restart has the best of the checkpoint intervals tried.",
         _restart(found) if {"Restart", "Recycle"} <= kinds else None,
-        "recycle-simulate experiment=restart",
+        "recycle-simulate experiment=restart output=results",
     )
 
 
@@ -174,7 +174,7 @@ def layers_section(results: Results) -> Section:
         "When does re-routing alone fall behind moving layers?",
         "Steady state with some GPUs failed: re-routing alone, and moving layers between stages on top of it.",
         _layers(found) if found else None,
-        "recycle-simulate experiment=layers",
+        "recycle-simulate experiment=layers output=results",
     )
 
 

@@ -32,7 +32,7 @@ def same_section(results: Results) -> Section:
         "Policies with the same schedule",
         "All policies have the same schedule, checkpoints and recovery: what differs is who does a dead worker's work.",
         join(parts) if parts else None,
-        "recycle-simulate experiment=same",
+        "recycle-simulate experiment=same output=results",
     )
 
 

@@ -21,7 +21,7 @@ def fractions_section(results: Results) -> Section:
         "Throughput with part of the GPUs failed",
         "Steady state with 1, 5 or 10 % of the GPUs gone for good, by model size.",
         _body(found) if found else None,
-        "recycle-simulate experiment=fractions",
+        "recycle-simulate experiment=fractions output=results",
     )
 
 

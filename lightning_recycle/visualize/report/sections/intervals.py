@@ -37,7 +37,7 @@ def intervals_section(results: Results) -> Section:
         "Throughput by failure interval",
         "A node of the cluster fails at this interval on average; more failures to the right.",
         join(_group(group) for group in groups.values()) if groups else None,
-        "recycle-simulate experiment=intervals",
+        "recycle-simulate experiment=intervals output=results",
     )
 
 

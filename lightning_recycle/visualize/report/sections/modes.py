@@ -32,7 +32,7 @@ def modes_section(results: Results) -> Section:
         "Modes over time",
         "What each policy does while nodes fail: the colour says what the GPUs do, the height is the throughput.",
         _body(_chosen(results)),
-        "recycle-simulate experiment=traces",
+        "recycle-simulate experiment=traces output=results",
     )
 
 

@@ -19,7 +19,7 @@ def others_section(results: Results) -> Section:
         "Other failures",
         "Published failure rates, lifetimes, correlated failures, and outages given one by one.",
         _others(found) if found else None,
-        "recycle-simulate -m failures=llama3,rsc1,weibull,correlated policy=recycle,restart",
+        "recycle-simulate -m failures=llama3,rsc1,weibull,correlated policy=recycle,restart output=results",
     )
 
 
@@ -66,7 +66,7 @@ def runs_section(results: Results) -> Section:
         "Spread: standard deviation of the ratio from run to run. Of ideal: of what the live GPUs could do. Goodput: "
         "part of all GPU time spent on samples that count. ETTR: part of the time in which kept steps were trained.",
         _runs(results.training) if results.training else None,
-        "recycle-simulate",
+        "recycle-simulate output=results",
     )
 
 

@@ -20,7 +20,7 @@ def planner_section(results: Results) -> Section:
         "Planner latency by cluster size",
         "Seconds of one core for one plan: the distribution of failures and the schedule of every worker.",
         _body(results.planner) if results.planner else None,
-        "recycle-simulate experiment=planner",
+        "recycle-simulate experiment=planner output=results",
     )
 
 

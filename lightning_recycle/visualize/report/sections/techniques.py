@@ -39,7 +39,7 @@ def ablation_section(results: Results) -> Section:
         "Ablation of the three techniques",
         "Adaptive pipelining, decoupled back-propagation and the staggered optimizer, switched on one after the other.",
         join(parts) if parts else None,
-        "recycle-simulate experiment=ablation",
+        "recycle-simulate experiment=ablation output=results",
     )
 
 

@@ -26,7 +26,7 @@ def traces_section(results: Results) -> Section:
         "Trace replay",
         "Nodes come and go as they did in a public cloud: availability above, throughput below.",
         _body(found) if found else None,
-        "recycle-simulate experiment=traces",
+        "recycle-simulate experiment=traces output=results",
     )
 
 
