@@ -47,14 +47,12 @@ class Judgement:
         fill: extra seconds of the first step, which begins with empty pipelines.
         lead: how long before the end of a step the first worker begins the next one.
         schedule: the plan, if it was made.
-        spans: for each stage, when it begins and when it has stepped, if that is known.
     """
 
     period: float
     fill: float = 0.0
     lead: float = 0.0
     schedule: Schedule | None = None
-    spans: tuple[tuple[float, float], ...] = ()
 
 
 Judge: TypeAlias = Callable[[Problem, Turns | None], Judgement]
