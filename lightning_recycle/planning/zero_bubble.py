@@ -1,10 +1,10 @@
-"""Zero bubble: the fault-free schedules with a decoupled backward, as a fixed pattern.
+"""ZB-H1: the fault-free schedule with a decoupled backward, as a fixed pattern.
 
-Concept: like 1F1B, but a weight gradient waits until its memory is needed. Stage s warms up with a number of forwards,
-then alternates one backward, one forward, with a W in between once the stage holds as many micro-batches as it may;
-when the forwards are done, backwards and weight gradients alternate. With S - s forwards of warm-up and S
-micro-batches held this is ZB-H1, which takes 3M + S - 1 slots at equal costs; with 2 (S - s) - 1 of both it is ZB-H2,
-which has no bubble in steady state.
+Concept: like 1F1B, but a weight gradient waits until its memory is needed. Stage s warms up with S - s forwards, then
+alternates one backward, one forward, with a W in between once the stage holds as many micro-batches as it may; when the
+forwards are done, backwards and weight gradients alternate. With S micro-batches held it takes 3M + S - 1 slots at
+equal costs. At unequal costs no list schedule is as short, because a W that fills a short idle time is in the way of
+the next backward.
 
 Contract: without failures, every worker runs the micro-batches of its own pipeline in order. Internal to ``planning``:
 a start for the heuristic's search.
@@ -23,20 +23,18 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, 
 __all__ = ["zero_bubble"]
 
 
-def zero_bubble(codes: Codes, warmup: Sequence[int], held: Sequence[int]) -> list[int]:
+def zero_bubble(codes: Codes, held: Sequence[int]) -> list[int]:
     """The operations of the schedule in an order that respects their dependencies.
 
     Args:
         codes: the operations of a decoupled problem without failures.
-        warmup: forwards before the first backward, per stage; reduced so that no stage warms up further than the one
-            before it, which would deadlock, or than it may hold.
         held: the most micro-batches a worker holds, per stage.
     """
     grid = codes.problem.grid
     programs: dict[int, list[int]] = {}
     most = grid.microbatches
     for stage in range(grid.stages):
-        most = max(1, min(most, warmup[stage], held[stage]))
+        most = min(most, grid.stages - stage, held[stage])  # no further than the stage before, which would deadlock
         order = _pattern(grid.microbatches, most, held[stage])
         for pipeline in range(grid.pipelines):
             first = pipeline * grid.microbatches
