@@ -26,11 +26,11 @@ from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.coupling import coupled
+from lightning_recycle.planning.fixed_patterns import one_f_one_b, zero_bubble
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.lane_planning import CODED_FROM, LanePlanner, good_enough, worth_coding
 from lightning_recycle.planning.local_search import local_search
 from lightning_recycle.planning.memory_descent import with_least_memory
-from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.preference import is_better
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.recomputation import with_recomputation
@@ -39,7 +39,6 @@ from lightning_recycle.planning.rule_search import Solution, goal_of, search
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Codes, Timing, assemble, best_timing, operations_of
 from lightning_recycle.planning.turns import Turns
-from lightning_recycle.planning.zero_bubble import zero_bubble
 
 __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "PlannerInTurns", "heuristic", "heuristic_in_turns"]
 
