@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes
 
 __all__ = ["NO_EXPRESS", "Express", "Rule", "play"]
@@ -80,7 +81,11 @@ class Rule:
 
 
 def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
-    """One list schedule: its operations in order of start, and the sum of the workers' peaks of micro-batches held."""
+    """One list schedule: its operations in order of start, and the sum of the workers' peaks of micro-batches held.
+
+    Raises:
+        PlanningError: when micro-batches differ and a worker has no room for one of them.
+    """
     grid, comm = codes.problem.grid, codes.problem.costs.communication
     n, stages, last = codes.n, codes.stages, codes.stages - 1
     ranks, times, fused = codes.ranks, codes.times, codes.fused
@@ -221,6 +226,8 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             heappush(events, (now + times[key][number], code))
         awake.clear()
         if not events:
+            if any(forwards):
+                raise PlanningError("a worker has no room for a micro-batch: it takes more than the mean one.")
             return sequence, sum(peak)
         now = events[0][0]
         while events and events[0][0] <= now + together:

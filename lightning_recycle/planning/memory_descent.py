@@ -86,14 +86,14 @@ class _Descent:
 
     def found(self, limits: Sequence[float], plays: int) -> bool:
         """Whether there is a plan that is as fast, with these peaks at most; it becomes the best one."""
+        plays = min(plays, self.plays)
         try:
             problem = self.limited(limits)
+            if self.codes.turns is None and lower_bound(problem) > self.goal[0]:
+                return False
+            found = search(self.codes.under(problem), plays * self.operations, goal=self.goal, first=self.best.rule)
         except PlanningError:  # not even one micro-batch
             return False
-        if self.codes.turns is None and lower_bound(problem) > self.goal[0]:
-            return False
-        plays = min(plays, self.plays)
-        found = search(self.codes.under(problem), plays * self.operations, goal=self.goal, first=self.best.rule)
         self.plays -= found.plays
         if found.score[0] > self.goal[0] or found.score[1] > self.goal[1]:
             return False

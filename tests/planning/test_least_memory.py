@@ -95,6 +95,22 @@ def test_micro_batches_that_differ_are_held_by_their_own_bytes() -> None:
     assert max(peaks(schedule)) <= 4
 
 
+def test_a_limit_below_the_largest_micro_batch_is_no_plan() -> None:
+    """The mean one has room; a plan that left out the others would be far shorter than the bound."""
+    grid, cuts, slots = p.Grid(3, 3, 6), (0, 4.94, 12.65, 15), (0.01,) * 15
+    bytes_ = (1e8,) * 15
+    layers = LayerCosts(
+        slots, slots, slots, held_bytes=bytes_, waiting_bytes=(5e7,) * 15, parameter_bytes=bytes_, memory_limit=1.875e9
+    )
+    failed = frozenset(p.Worker(*place) for place in ((0, 2), (1, 2), (2, 0)))
+    problem = p.Problem(grid, layers.costs(cuts), failed, memory=layers.memory(cuts))
+    turns = layers.turns(cuts, grid)
+    assert turns is not None
+    schedule, timing = heuristic_in_turns(p.heuristic(problem), turns)
+    assert timing.period >= 0.03 * 18 * 2.35
+    p.validate(schedule)
+
+
 def test_the_plan_of_a_lane_is_calm_too() -> None:
     """64 stages, 26,000 operations in a lane: a few plays suffice for half."""
     schedule = p.heuristic(p.Problem(p.Grid(8, 32, 64), p.Costs.uniform(32)), coded_from=10_000)
