@@ -1,4 +1,4 @@
-"""Planning problems to judge planners by: small random ones, whose optimum can be proven, and chosen hard ones."""
+"""Planning problems to judge planners by: random ones, of which the small have a proven optimum, and hard ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from optimum import Instance
 
-from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
+from lightning_recycle.planning import Costs, Grid, Memory, Problem, Technique, Worker
 from lightning_recycle.planning.child_process import run_in_child
 
-__all__ = ["HARD", "judged", "random_problem"]
+__all__ = ["HARD", "judged", "planning_problem", "random_problem"]
 
 
 def judged(problem: Problem, seconds: float, known: float | None = None) -> tuple[float, float]:
@@ -102,3 +102,45 @@ def random_problem(seed: int) -> Problem:
         )
     technique = Technique(decoupled=draw.random() < 0.75, staggered=draw.random() < 0.6)
     return Problem(grid, costs, frozenset(failed), technique, limit)
+
+
+def planning_problem(seed: int, *, slow: bool = False) -> Problem:
+    """A grid up to 4 x 6 x 10 with up to three dead workers; equal, nearly equal and unequal costs; for most, memory is
+    short, in micro-batches or in bytes, and in some of these forwards may be computed again.
+
+    Args:
+        seed: of the random numbers.
+        slow: whether one worker takes 1.3 to 2 times as long.
+    """
+    draw = Random(seed)
+    grid = Grid(draw.randint(2, 4), draw.randint(3, 6), draw.randint(3, 10))
+    stages, count = range(grid.stages), grid.stages
+    none, kind = (0.0,) * count, draw.random()
+    if kind < 0.4:
+        costs = Costs.uniform(count)
+    elif kind < 0.6:
+        costs = Costs.uniform(count, 1.0, 1.1, 0.9, communication=0.1)
+    else:
+        forward = tuple(round(draw.uniform(0.8, 1.2), 3) for _ in stages)
+        backward, weight = (tuple(round(share * each, 3) for each in forward) for share in (1.1, 0.9))
+        costs = Costs(forward, backward, weight, none, none, draw.choice((0.0, 0.1)))
+    failed: set[Worker] = set()
+    for _ in range(draw.choice((0, 1, 1, 2, 3))):
+        worker = Worker(draw.randrange(grid.pipelines), draw.randrange(count))
+        if {Worker(d, worker.stage) for d in range(grid.pipelines)} - failed - {worker}:
+            failed.add(worker)
+    limit, memory, kind = None, None, draw.random()
+    if kind < 0.4:
+        extra = draw.choice((0, 0, 1))
+        limit = tuple(count - stage + extra for stage in stages)
+    elif kind < 0.85:
+        waiting, room = 10 * draw.choice((0.3, 1.0, 1.5)), 10 * count * draw.choice((0.7, 1.0, 1.3))
+        fixed = tuple(round(draw.uniform(80, 100), 1) for _ in stages)
+        checkpoint = (1.0,) * count if draw.random() < 0.4 else None
+        memory = Memory((100.0 + room,) * count, fixed, (10.0,) * count, (waiting,) * count, checkpoint)
+    factors: dict[Worker, float] = {}
+    if slow:
+        live = [worker for worker in grid.workers() if worker not in failed]
+        factors[draw.choice(live)] = draw.choice((1.3, 1.5, 2.0))
+    technique = Technique(decoupled=draw.random() < 0.75, staggered=draw.random() < 0.7)
+    return Problem(grid, costs, frozenset(failed), technique, limit, tuple(factors.items()), memory)

@@ -5,9 +5,8 @@
 
 Three models on 32 GPUs, 1 to 12 of them lost, batches of 128 and 1,024: throughput over (live GPUs x bubble-free rate),
 mean and least. *By load*: no schedule of any layout with one cut for all pipelines is faster. *Reached*: planned
-schedules, by the policy ``Auto`` with one cut for all pipelines, of whole layers and with layers that stages share, as
-in a run, and with pipelines of different depth. With a batch of 128 the planner has the effort that it has in a run;
-with 1,024 an eighth of that, as elsewhere in the simulator.
+schedules, by the policy ``Auto``, of whole layers and with layers that stages share, as in a run. With a batch of 128
+the planner has the effort that it has in a run; with 1,024 an eighth of that, as elsewhere in the simulator.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def main() -> None:
     parser.add_argument("--bounds", action="store_true", help="only what loads allow")
     bounds = parser.parse_args().bounds
     table = Table(title="Fraction of ideal, mean and least over 1 to 12 of 32 lost", title_justify="left", box=None)
-    for name in ("model", "batch", "layers", "by load", *(() if bounds else ("whole", "shared", "other depths"))):
+    for name in ("model", "batch", "layers", "by load", *(() if bounds else ("whole", "shared"))):
         table.add_column(name, no_wrap=True)
     for name in MODELS:
         for batch in (128, 1024):
@@ -66,7 +65,7 @@ def main() -> None:
                 model = cut_in(name, batch, parts)
                 cells = [shown(by_load(model))]
                 if not bounds:
-                    ways = ({"shares": False}, {}, {"shares": False, "depths": True})
+                    ways = ({"shares": False}, {})
                     cells += [
                         shown(ideal(model, Auto(checkpoint="memory", effort=EFFORT[batch], **way))) for way in ways
                     ]

@@ -7,6 +7,8 @@
     .venv/bin/python benchmarks/planner.py --hard       # problems where a solver finds more than the heuristic
     .venv/bin/python benchmarks/planner.py --sides      # small grids, short memory: is the plan loose, or the bound?
     .venv/bin/python benchmarks/planner.py --scale      # 1,536 to 16,384 workers: planning, storing, loading, using
+    .venv/bin/python benchmarks/planner.py --ablation   # what each search of the heuristic is worth; a few minutes
+    .venv/bin/python benchmarks/planner.py --ablation HEAD~5  # the same, and plans of that revision
 
 Every plan is made in a process of its own, on one core, which also reports its peak memory; the time is that of
 ``solve``, validation included. The gap is to the proven lower bound: the optimum is at most that
@@ -30,6 +32,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ablation import ablation_table, run_ablation_case
 from instances import HARD, judged, random_problem
 from rich.console import Console
 from rich.table import Table
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--hard", action="store_true", help="each solver against the heuristic")
     parser.add_argument("--sides", action="store_true", help="bound, optimum and heuristic of small grids")
     parser.add_argument("--scale", action="store_true", help="plans for thousands of workers")
+    parser.add_argument("--ablation", nargs="*", metavar="REVISION", help="searches switched off; older revisions")
     parser.add_argument("--quick", action="store_true", help="without the large grids")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
     parser.add_argument("--backends", default="cbc,highs,gurobi,cpsat", help="for --solvers")
@@ -101,12 +105,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.case:
         case = json.loads(arguments.case)
-        (run_scale_case if "scale" in case else run_case)(case)
+        run = run_ablation_case if "ablation" in case else run_scale_case if "scale" in case else run_case
+        run(case)
         return
     console.print(f"Python {platform.python_version()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}")
     if arguments.solvers:
         for backend in arguments.backends.split(","):
             console.print(solver_table(backend, arguments.time_limit))
+        return
+    if arguments.ablation is not None:
+        console.print(ablation_table(50, arguments.ablation))
         return
     if arguments.scale:
         console.print(scale_table())

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
-from lightning_recycle.planning.reduction import remaining
+from lightning_recycle.planning.costs import remaining
 
 __all__ = ["Measurement", "main", "measure"]
 

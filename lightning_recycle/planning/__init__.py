@@ -11,6 +11,7 @@ from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.contingencies import normalized_problem
 from lightning_recycle.planning.costs import Costs, communication_seconds
 from lightning_recycle.planning.exact import ExactPlanner
+from lightning_recycle.planning.fixed_patterns import one_f_one_b
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
 from lightning_recycle.planning.heuristic import HeuristicPlanner, heuristic
 from lightning_recycle.planning.layer_costs import LayerCosts, even_cuts
@@ -27,7 +28,6 @@ from lightning_recycle.planning.normalization import (
     normalized_failures,
     roles,
 )
-from lightning_recycle.planning.one_f_one_b import one_f_one_b
 from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.planfile import load_plan, save_plan
 from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve

@@ -1,7 +1,7 @@
 """Coded schedules: a plan for any number of workers, in the space of a plan for one lane.
 
-Concept: where all lanes run the same program (:mod:`~lightning_recycle.planning.lanes`), a schedule is that program and
-a formula for who is in which lane (:mod:`~lightning_recycle.planning.lane_places`). A :class:`CodedSchedule` is a
+Concept: where all lanes run the same program, a schedule is that program and a formula for who is in which lane
+(:mod:`~lightning_recycle.planning.lanes`). A :class:`CodedSchedule` is a
 :class:`~lightning_recycle.planning.schedule.Schedule` like any other to whoever asks for a worker's operations: they
 are decoded then, in about a millisecond. Asking for all, as :meth:`CodedSchedule.expand` does, takes what a plan that
 lists every operation takes: 12 us and 180 bytes for each.
@@ -24,8 +24,7 @@ from typing import Any
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.collector import collector_paused
 from lightning_recycle.planning.grid import Microbatch, Worker
-from lightning_recycle.planning.lane_places import LanePlaces
-from lightning_recycle.planning.lanes import Lane, lane_problem, lanes_of
+from lightning_recycle.planning.lanes import Lane, LanePlaces, lane_problem, lanes_of
 from lightning_recycle.planning.ops import Op, ScheduledOp
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import BODIES, Schedule, plan_schema, problem_of

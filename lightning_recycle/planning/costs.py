@@ -3,6 +3,12 @@
 Concept: a planner only sees durations. The caller decides where they come from: a profile, a model of the hardware or a
 guess. :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
 
+A stage's gradients may be reduced in n buckets. The last W completes them at equal distances, the last one at its end,
+and each takes the n-th part of the whole reduction, one after the other. The sums before the end of that W cost nobody
+anything, so REDUCE is what is left (:func:`remaining`). It depends on the stage alone: whichever workers end last, all
+orders of operations are compared by the same constant. A fused backward counts as its last part, W; the pace is that of
+a worker without a factor.
+
 Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy.
 
 Must not know: workers, failures, schedules, torch.
@@ -19,9 +25,8 @@ from dataclasses import dataclass
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.ops import OpKind
-from lightning_recycle.planning.reduction import remaining
 
-__all__ = ["Costs", "communication_seconds", "cost_difference"]
+__all__ = ["Costs", "bucket_times", "communication_seconds", "cost_difference", "remaining"]
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
@@ -38,8 +43,8 @@ class Costs:
         optimizer: duration of STEP, one value per stage.
         communication: time from the end of an operation until its result reaches the next or previous stage.
         buckets: in how many parts the gradients are reduced, one value per stage; none for one each. REDUCE takes what
-            is left of the reduction after the last W, which hides the others: see
-            :mod:`~lightning_recycle.planning.reduction`. Measured costs have that as ``reduce``, in one part.
+            is left of the reduction after the last W, which hides the others. Measured costs have that as ``reduce``,
+            in one part.
 
     Raises:
         ConfigurationError: when a value is negative, not finite or missing.
@@ -152,3 +157,28 @@ def cost_difference(one: Costs, other: Costs) -> float:
         return [duration / mean for duration in (*work, *reduce, *costs.optimizer, costs.communication)]
 
     return max(abs(a - b) for a, b in zip(scaled(one), scaled(other), strict=True))
+
+
+def remaining(reduction: float, weight: float, buckets: int) -> float:
+    """What is left of a reduction after the last W.
+
+    Args:
+        reduction: duration of the whole reduction.
+        weight: duration of W.
+        buckets: the number of buckets.
+    """
+    # Buckets are as far apart when they are complete as when they are summed: the first or the last decides.
+    share = 1 / buckets
+    return max(reduction * share, reduction - weight * (1 - share))
+
+
+def bucket_times(reduction: float, weight: float, buckets: int) -> list[tuple[float, float]]:
+    """From when to when each bucket is summed, from the end of the last W; arguments as for :func:`remaining`."""
+    times: list[tuple[float, float]] = []
+    end = -weight
+    for index in range(buckets):
+        complete = -weight * (buckets - 1 - index) / buckets
+        begin = max(complete, end)
+        end = begin + reduction / buckets
+        times.append((begin, end))
+    return times

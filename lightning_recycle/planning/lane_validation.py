@@ -2,9 +2,9 @@
 
 Concept: lanes share no worker and exchange no message but in REDUCE, so a coded schedule follows the rules exactly if
 its fullest lane does and its lanes hold every micro-batch and live worker once. The latter is a formula
-(:mod:`~lightning_recycle.planning.lane_places`), the former is checked on columns of numbers: 50,000 operations take 20
-ms, a tenth of what the validator needs for them. A lane that is one micro-batch shorter leaves out operations for which
-no other waits, and holds no more.
+(:class:`~lightning_recycle.planning.lanes.LanePlaces`), the former is checked on columns of numbers: 50,000 operations
+take 20 ms, a tenth of what the validator needs for them. A lane that is one micro-batch shorter leaves out operations
+for which no other waits, and holds no more.
 
 Durations and the order of a worker's operations need no check: times are decoded from durations and idle times, which
 are not negative.

@@ -30,10 +30,9 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.turns import Turns
 
-__all__ = ["Judge", "Judgement", "drafted", "in_turns", "judged", "rate_problem"]
+__all__ = ["Judge", "Judgement", "in_turns", "judged", "rate_problem"]
 
 _EFFORT = DEFAULT_EFFORT // 4
-_DRAFT_PLAYS = 4  # of all operations, in search of a plan that is only compared with others
 _LARGE_EFFORT = 120_000  # of a pipeline that stands for a large grid, whose plan is made again once it is chosen
 _GOOD = 1.01  # of the lower bound, as in lane planning
 
@@ -47,14 +46,12 @@ class Judgement:
         fill: extra seconds of the first step, which begins with empty pipelines.
         lead: how long before the end of a step the first worker begins the next one.
         schedule: the plan, if it was made.
-        spans: for each stage, when it begins and when it has stepped, if that is known.
     """
 
     period: float
     fill: float = 0.0
     lead: float = 0.0
     schedule: Schedule | None = None
-    spans: tuple[tuple[float, float], ...] = ()
 
 
 Judge: TypeAlias = Callable[[Problem, Turns | None], Judgement]
@@ -72,12 +69,6 @@ def judged(problem: Problem, turns: Turns | None = None) -> Judgement:
         PlanningError: when there is no plan.
     """
     return _judged(problem, turns, _EFFORT)
-
-
-def drafted(problem: Problem, turns: Turns | None) -> Judgement:
-    """As :func:`judged`, with a plan that is good enough to be compared with others of its kind."""
-    operations = 3 * problem.grid.stages * problem.grid.global_microbatches
-    return _judged(problem, turns, _DRAFT_PLAYS * operations)
 
 
 @lru_cache(maxsize=256)

@@ -9,9 +9,7 @@ Concept: after a failure there are four ways to go on, of which each needs more 
 
 Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage. A load
 is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period of the
-real schedule decides. Where stages share layers, the load does not tell which of them should have fewer workers; short
-searches for a schedule do (:mod:`~lightning_recycle.planning.worker_orders`). Whether a layout is worth a change: see
-:mod:`~lightning_recycle.planning.layout_plans`.
+real schedule decides. Whether a layout is worth a change: see :mod:`~lightning_recycle.planning.layout_plans`.
 
 Contract: pure, deterministic. ``plan_layout`` never returns a layout that is worse than re-routing by its own figures;
 a way that cannot be gone is refused in one line, never with an exception, as long as re-routing has a plan.
@@ -36,7 +34,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
 from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
 from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judge, Judgement, drafted, judged
+from lightning_recycle.planning.layout_judging import Judge, Judgement, judged
 from lightning_recycle.planning.layout_plans import (
     Candidate,
     Changing,
@@ -57,16 +55,12 @@ from lightning_recycle.planning.normalization import (
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared, smooth_counts
 from lightning_recycle.planning.turns import Turns
-from lightning_recycle.planning.worker_orders import better_orders
 
 __all__ = ["plan_layout"]
 
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
-_DRAFTS = 16  # orders of stages with more workers and with fewer that are drafted,
-_DRAFTED = 64_000  # with at most so many micro-batches in all stages together: a third of the work for all others
-_REDONE = 2  # of them, those that are planned
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
-_SHARED_SLACKS = (0.0, 0.005, 0.02)  # likewise, where stages share layers: it may share fewer
+_SHARED_SLACK = 0.005  # of the least bottleneck: with a slightly larger load, stages may share fewer layers
 _SHARING_GAIN = 0.1  # of the least gain of a layout, for which more layers are shared
 
 
@@ -234,9 +228,7 @@ class _Search:
         table = shares(self.grid.global_microbatches, (1.0,) * self.grid.pipelines)
         return smooth_counts(table, self.grid.stages, sum(self.live))
 
-    def shared(
-        self, goals: Sequence[tuple[int, ...]], spare: float, slacks: Sequence[float] = _SHARED_SLACKS
-    ) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
+    def shared(self, goals: Sequence[tuple[int, ...]], spare: float) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
         """Cuts in which stages share layers, for these numbers of workers in the stages."""
         layers, total = self.layers, self.grid.global_microbatches
         for goal in dict.fromkeys(goals):
@@ -252,10 +244,9 @@ class _Search:
                 [shares(total, each)[len(each)] for each in factors],
                 self.fits(spare),
             )
-            for slack in slacks:
-                found = fastest_shared(stages, slack)
-                if found is not None:
-                    yield found[0], goal
+            found = fastest_shared(stages, _SHARED_SLACK)
+            if found is not None:
+                yield found[0], goal
 
     def best(self, way: Way, rivals: list[tuple[Bounds, tuple[int, ...]]]) -> Candidate:
         """The one that saves most, of the few with the least bounds."""
@@ -276,17 +267,9 @@ class _Search:
             return self.refused(way, f"no cut is faster: {_at_least(ranked[0][0], self.first)}")
         few = 1 if worth_coding(self.problem, CODED_FROM) else _TRIED
         kinds = [[each for each in ranked if are_whole(each[1]) is whole] for whole in (True, False)]
-        best, refused = self.planned(way, [each for kind in kinds for each in kind[:few]])
-        if best is not None and way == "both" and not are_whole(best.layout.cuts):
-            best, _ = self.planned(way, [(0.0, *each) for each in self.reordered(best.layout.workers)], best)
-        return self.refused(way, refused) if best is None else best
-
-    def planned(
-        self, way: Way, rivals: Sequence[tuple[float, Bounds, tuple[int, ...]]], best: Candidate | None = None
-    ) -> tuple[Candidate | None, str]:
-        """The best one of ``rivals``, given with their bounds, and ``best``; and why one could not be planned."""
+        best: Candidate | None = None
         refused = ""
-        for bound, cuts, distribution in rivals:
+        for bound, cuts, distribution in (each for kind in kinds for each in kind[:few]):
             if best is not None and bound > best.period:
                 continue
             try:
@@ -296,26 +279,7 @@ class _Search:
                 continue
             if best is None or is_better(found, best, _SHARING_GAIN * self.changing.least_gain):
                 best = found
-        return best, refused
-
-    def reordered(self, workers: tuple[int, ...]) -> list[tuple[Bounds, tuple[int, ...]]]:
-        """Cuts in which stages share layers, with other stages that have more workers and fewer than in ``workers``."""
-        found: dict[tuple[int, ...], tuple[Bounds, tuple[int, ...]]] = {}
-
-        def draft(goal: tuple[int, ...]) -> float:
-            cut = next(self.shared([goal], 1.0, _SHARED_SLACKS[:1]), None)
-            if cut is None:
-                return math.inf
-            cuts, distribution = found[goal] = cut[0], self.without(goal)
-            try:
-                problem = self.at(cuts, self.failed(distribution), distribution)
-                return drafted(problem, self.turns(cuts)).period
-            except PlanningError:
-                return math.inf
-
-        drafts = min(_DRAFTS, _DRAFTED // (self.grid.stages * self.grid.global_microbatches))
-        orders = better_orders([workers, *self.smooth], draft, drafts)
-        return [found[order] for order in orders if order != workers and order in found][:_REDONE]
+        return self.refused(way, refused) if best is None else best
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""

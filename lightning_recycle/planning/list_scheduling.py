@@ -1,10 +1,10 @@
 """List scheduling: play one iteration forward in time under a priority rule.
 
 Concept: a free worker takes whatever is ready there: a forward, a backward or a weight gradient, older micro-batches
-first. The rule decides which kind goes first, from the number of micro-batches that the worker holds, and whether a
-backward is split: B at once and W later, or BW where B would take memory that is needed for something else. A worker
-that expects a backward soon may stay idle until it arrives: one operation in the way at each stage adds up for a
-gradient that passes all of them.
+first. The rule decides which kind goes first, from the number of micro-batches that the worker holds. A backward that
+may be split is run as B at once and W later, or as BW where B would take more memory than there is. A worker that
+expects a backward soon may stay idle until it arrives: one operation in the way at each stage adds up for a gradient
+that passes all of them.
 
 Contract: deterministic; never holds more than the rule's hard numbers, nor more bytes than the problem's memory; never
 deadlocks: the last stage can always finish what it has begun (BW takes no memory), so it eventually takes new
@@ -20,15 +20,12 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes
 
-__all__ = ["FUSE", "FUSE_FOR_FORWARD", "NO_EXPRESS", "SPLIT", "Express", "Rule", "play"]
+__all__ = ["NO_EXPRESS", "Express", "Rule", "play"]
 
 _NO_BYTES: tuple[list[list[float]], list[list[float]], list[list[float]]] = [], [], []
-
-SPLIT, FUSE_FOR_FORWARD, FUSE = 0, 1, 2
-"""How a backward is run where it may be split: as B and W if B fits into memory; only if an F still fits beside it; or
-always as BW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,6 @@ class Rule:
         ahead: per stage; with this many micro-batches between their F and their B, no F starts.
         ages: per micro-batch, numbered d * M + m; lower goes first.
         forward_first: per stage; whether an F that may start goes before a B, as does a W that makes room for it.
-        begin: per stage; nothing starts earlier, in the unit of the costs; None for 0 everywhere.
-        coupling: per stage, SPLIT, FUSE_FOR_FORWARD or FUSE; None for SPLIT everywhere.
         keep: per stage; with fewer micro-batches than this between their F and their B, `forward_first` holds; None for
             0 everywhere. A stage that lets them become few has nothing but W to do at the end, between its last F and
             the gradient of that F.
@@ -80,15 +75,17 @@ class Rule:
     ahead: tuple[int, ...]
     ages: Sequence[int]
     forward_first: tuple[bool, ...]
-    begin: tuple[float, ...] | None = None
-    coupling: tuple[int, ...] | None = None
     patience: tuple[float, float] = (0.0, 0.0)
     keep: tuple[int, ...] | None = None
     express: Express = NO_EXPRESS
 
 
 def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
-    """One list schedule: its operations in order of start, and the sum of the workers' peaks of micro-batches held."""
+    """One list schedule: its operations in order of start, and the sum of the workers' peaks of micro-batches held.
+
+    Raises:
+        PlanningError: when micro-batches differ and a worker has no room for one of them.
+    """
     grid, comm = codes.problem.grid, codes.problem.costs.communication
     n, stages, last = codes.n, codes.stages, codes.stages - 1
     ranks, times, fused = codes.ranks, codes.times, codes.fused
@@ -109,10 +106,8 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
     urgent_above = [
         0 if rule.forward_first[stage] else max(0, rule.ahead[stage] - keep[stage]) for stage in range(stages)
     ] * grid.pipelines
-    coupling = rule.coupling or (SPLIT,) * stages
     memory = codes.problem.memory
     bounded = memory is not None
-    may_fuse = not fused and (bounded or rule.coupling is not None)
     # By stage and micro-batch: bytes that F takes; those that B takes in addition; and what W frees.
     for_forward, for_backward, for_weight = _NO_BYTES
     room, usual = [0.0] * workers, [0.0] * stages
@@ -134,16 +129,10 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             for rank in row:
                 forwards_left[rank] += 1
                 backwards_left[rank] += 1
-    # Events: an operation ends (its code), its result arrives at the next stage (code + size), or a stage begins.
+    # Events: an operation ends (its code), or its result arrives at the next stage (code + size).
     size = codes.size
     events: list[tuple[float, int]] = []
     awake: set[int] = set()
-    asleep: list[bool] = [False] * workers
-    for stage, begin in enumerate(rule.begin or ()):
-        if begin > 0.0:
-            heappush(events, (begin, 2 * size + stage))
-            for rank in range(stage, workers, stages):
-                asleep[rank] = True
     positive = [time for row in times for time in set(row) if time > 0.0]
     together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
     sequence: list[int] = []
@@ -155,7 +144,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
     now = 0.0
     while True:
         for rank in awake:
-            if busy[rank] or asleep[rank]:
+            if busy[rank]:
                 continue
             stage = rank % stages
             held = in_flight[rank]
@@ -169,14 +158,9 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                 kind = FORWARD if fits else WEIGHT
             elif backwards[rank]:
                 kind = BACKWARD
-                if may_fuse:
-                    left = room[rank] - (for_backward[stage][backwards[rank][0] % n] if bounded else 0.0)
-                    how = coupling[stage]
-                    if (
-                        (bounded and left < min(0.0, room[rank]))
-                        or how == FUSE
-                        or (how == FUSE_FOR_FORWARD and may_forward and left < size_next)
-                    ):
+                if bounded and not fused:
+                    left = room[rank] - for_backward[stage][backwards[rank][0] % n]
+                    if left < min(0.0, room[rank]):
                         kind = FUSED
             elif may_forward and fits and (held < soft[rank] or not weights[rank]):
                 kind = FORWARD
@@ -218,10 +202,10 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
                     if stage < last:
                         heappush(coming[ranks[stage + 1][number]], now + times[kind * stages + stage][number] + comm)
                 in_flight[rank] = held = held + 1
-                if bounded:
-                    room[rank] -= for_forward[stage][number]
                 if held > peak[rank]:
                     peak[rank] = held
+                if bounded:
+                    room[rank] -= for_forward[stage][number]
             elif kind == WEIGHT:
                 number = heappop(weights[rank]) % n
                 if bounded:
@@ -242,16 +226,13 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
             heappush(events, (now + times[key][number], code))
         awake.clear()
         if not events:
+            if any(forwards):
+                raise PlanningError("a worker has no room for a micro-batch: it takes more than the mean one.")
             return sequence, sum(peak)
         now = events[0][0]
         while events and events[0][0] <= now + together:
             now, event = heappop(events)
             arrival, code = divmod(event, size)
-            if arrival == 2:
-                for rank in range(code, workers, stages):
-                    asleep[rank] = False
-                    awake.add(rank)
-                continue
             key, number = divmod(code, n)
             kind, stage = divmod(key, stages)
             if not arrival:

@@ -7,9 +7,6 @@ Concept: the quality of a list schedule depends on its rule far more than on luc
   warm-up does in 1F1B (a = 1) and in the zero-bubble schedules (a up to 2);
 - up to which stage forwards go first (*split*): early stages feed the pipeline and must not wait, late stages feed the
   gradients back;
-- with the staggered optimizer, how much later than possible a stage begins (*delay*): the forwards that pile up
-  meanwhile keep its workers busy when the stages before it are as loaded as it is and arrivals jitter;
-- where a split backward takes more memory than a fused one, which stages split theirs (*coupling*);
 - where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), and how many
   micro-batches a stage has on their way to the last stage and back before it prefers backwards (*keep*). With
   backwards first these become fewer and fewer, until F and B alternate; after its last F a stage then waits for
@@ -20,8 +17,8 @@ Concept: the quality of a list schedule depends on its rule far more than on luc
 
 A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse.
 
-Contract: deterministic (a seeded generator); stops when the lower bound is met or the effort is spent; without effort,
-the result is that of the plain rule, "backward, then forward, then weight gradient, oldest first".
+Contract: deterministic (a seeded generator); stops when its goal is met or the effort is spent; without effort, the
+result is that of the plain rule, "backward, then forward, then weight gradient, oldest first".
 
 Must not know: how a play works; the validator. Internal to ``planning``.
 
@@ -32,28 +29,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 from typing import NamedTuple
 
 from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.list_scheduling import (
-    FUSE,
-    FUSE_FOR_FORWARD,
-    NO_EXPRESS,
-    SPLIT,
-    Express,
-    Rule,
-    play,
-)
-from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing
+from lightning_recycle.planning.list_scheduling import NO_EXPRESS, Express, Rule, play
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
 __all__ = ["Solution", "goal_of", "search"]
 
 _SEED = 1
 _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
-_DELAYS = (0.5, 0.25, 1.0)  # of a stage's start, as a fraction of the time until its first micro-batch can arrive
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
 _PATIENCES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5))
 _EXPRESS_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
@@ -64,46 +53,76 @@ _KEEPS = (0.85, 0.7, 0.95)
 # with S in flight: 2.8 % above the lower bound instead of 6.2 %.
 _EXPRESS_BACKWARDS, _EXPRESS_FORWARDS, _AWAITED_FORWARDS, _AWAITING = 1 / 32, 0.3, 0.5, 1.6
 _EXPRESS_KEEP = 0.6087
-_COUPLING_CHANGES = 0.2  # of the random changes, where backwards may be split or fused to save memory
 _FEWEST_PLAYS, _FEWEST_PATIENT_PLAYS = 3, 2  # however large the grid; those with patience take longer
-_MOST_FRUITLESS = 600  # plays in a row without a better schedule
+_MOST_FRUITLESS = 400  # plays in a row without a better schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An order of operations, its times, and the rule that led to it, if any; a smaller ``score`` is better."""
+    """An order of operations, its times, and the rule that led to it, if any.
+
+    Args:
+        score: see :meth:`of`; a smaller one is better.
+        rule: the rule.
+        sequence: the order.
+        timing: its times.
+        plays: the number of rules that were played to find it.
+    """
 
     score: tuple[float, float, int]
-    """Period (with the staggered optimizer, else makespan), makespan, micro-batches held."""
     rule: Rule | None
     sequence: list[int]
     timing: Timing
+    plays: int = 0
+
+    @classmethod
+    def of(cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, held: int = 0) -> Solution:
+        """The solution with its score: period (with the staggered optimizer, else makespan), makespan, ``held``.
+
+        Args:
+            codes: the operations.
+            rule: see :class:`Solution`, as are ``sequence`` and ``timing``.
+            sequence: the order.
+            timing: its times.
+            held: the sum of the workers' peaks of micro-batches: with fewer, more changes of the order are possible.
+        """
+        length = timing.period if codes.problem.technique.staggered else timing.makespan
+        # Rounding must not decide between equally good schedules.
+        return cls((round(length, 9), round(timing.makespan, 9), held), rule, sequence, timing)
 
 
 class _Point(NamedTuple):
-    """A position of the hill climb: a number of stages, and indices of three caps, a delay, a coupling, a patience,
-    what is kept and what is express."""
+    """A position of the hill climb: a number of stages, and indices of three caps, a patience, what is kept and what is
+    express."""
 
     soft: int
     hard: int
     ahead: int
     split: int
-    delay: int
-    coupling: int = 0
     patience: int = 0
     keep: int = 0
     express: int = 0
 
 
-def search(codes: Codes, effort: int, starts: Iterable[list[int]] = ()) -> Solution:
+def search(
+    codes: Codes,
+    effort: int,
+    starts: Iterable[list[int]] = (),
+    *,
+    goal: Sequence[float] | None = None,
+    first: Rule | None = None,
+) -> Solution:
     """The best list schedule that ``effort`` operations buy; with 0, that of the plain rule.
 
     Args:
         codes: the problem.
         effort: number of operations to play in total.
         starts: other orders of all operations to try after the first rule; they respect dependencies and memory.
+        goal: period (without the staggered optimizer makespan) and makespan that are good enough; by default a period
+            at the lower bound.
+        first: a rule to begin with, as far as the limits of the problem admit it.
     """
-    return _Search(codes, effort).run(starts)
+    return _Search(codes, effort, goal).run(starts, first)
 
 
 def goal_of(codes: Codes) -> float:
@@ -115,11 +134,11 @@ def goal_of(codes: Codes) -> float:
 
 
 class _Search:
-    def __init__(self, codes: Codes, effort: int) -> None:
+    def __init__(self, codes: Codes, effort: int, goal: Sequence[float] | None) -> None:
         problem, grid = codes.problem, codes.problem.grid
         self.codes = codes
         self.stages = grid.stages
-        self.goal = goal_of(codes)
+        self.goal = goal or (goal_of(codes), inf)
         operations = (2 if codes.fused else 3) * grid.stages * grid.global_microbatches
         self.few = 0 < effort < 10 * operations
         self.fruitless = 0
@@ -136,20 +155,6 @@ class _Search:
             cap = tuple(min(self.limit[s], int(slope * (self.stages - s)) + extra) for s in range(self.stages))
             if cap not in self.caps:
                 self.caps.append(cap)
-        self.delays: list[tuple[float, ...] | None] = [None]
-        if problem.technique.staggered and self.stages > 1:
-            arrival = [0.0]
-            for forward in problem.costs.forward[:-1]:
-                arrival.append(arrival[-1] + forward + problem.costs.communication)
-            self.delays += [tuple(time * (1 + delay) for time in arrival) for delay in _DELAYS]
-        self.couplings: list[tuple[int, ...] | None] = [None]
-        memory = problem.memory
-        if memory is not None and not codes.fused:
-            grows = [after > held for held, after in zip(memory.after_forward, memory.after_backward, strict=True)]
-            if any(grows):
-                # Where B takes no memory, it and its W are at least as good as BW.
-                self.couplings += [tuple(how if grow else SPLIT for grow in grows) for how in (FUSE_FOR_FORWARD, FUSE)]
-
         # At equal durations all operations begin and end together: nothing is ever in the way of a backward.
         costs = problem.costs
         work = {*costs.forward, *costs.backward_input, *(() if codes.fused else costs.backward_weight)}
@@ -171,22 +176,24 @@ class _Search:
                 Express(1, backwards, forwards, awaited, _AWAITING),
             ]
         fewest = _FEWEST_PATIENT_PLAYS if uneven else _FEWEST_PLAYS
-        self.plays_left = max(fewest, effort // operations) if effort else 1
+        self.plays_left = max(1 if goal else fewest, effort // operations) if effort else 1
+        self.plays = 0
 
-    def run(self, starts: Iterable[list[int]]) -> Solution:
-        # With only a few plays, a delay is the better guess at equal durations: it nearly always meets the bound.
-        delayed = self.few and len(self.patiences) == 1
-        first = _Point(0, 0, 0, 0, min(int(delayed), len(self.delays) - 1))
-        if self.few and len(self.keeps) > 1:  # the same at unequal durations; patience alone comes second
+    def run(self, starts: Iterable[list[int]], given: Rule | None) -> Solution:
+        first = _Point(0, 0, 0, 0)
+        if self.few and len(self.keeps) > 1:  # the better guess with only a few plays; patience alone comes second
             kept = self.keeps[1]
             short = kept is not None and self.limit[0] < kept[0]
             limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
             patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
             first = self._awaiting if short else patient
-        self._try(self._template(first))
+        if given is not None:
+            self._try(self._within_limits(given))
+        if not self._finished:
+            self._try(self._template(first))
         for sequence in starts:
             if not self._finished:
-                self._judge(sequence, self._held(sequence), None)
+                self._judge(sequence, None)  # of equally fast orders a given one is preferred
         self._climb(first)
         current = self.ruled
         assert current is not None  # the first rule's
@@ -196,49 +203,40 @@ class _Search:
             if solution.score <= current.score:
                 current = solution
         assert self.best is not None
-        return self.best
+        return replace(self.best, plays=self.plays)
 
     @property
     def _finished(self) -> bool:
-        met = self.best is not None and self.best.score[0] <= self.goal
+        met = self.best is not None and self.best.score[0] <= self.goal[0] and self.best.score[1] <= self.goal[1]
         return met or self.plays_left <= 0 or self.fruitless >= _MOST_FRUITLESS
 
     def _try(self, rule: Rule) -> Solution:
         sequence, held = play(self.codes, rule)
-        solution = self._judge(sequence, held, rule)
+        solution = self._judge(sequence, rule, held)
         if self.ruled is None or solution.score < self.ruled.score:
             self.ruled = solution
         return solution
 
-    def _judge(self, sequence: list[int], held: int, rule: Rule | None) -> Solution:
+    def _judge(self, sequence: list[int], rule: Rule | None, held: int = 0) -> Solution:
         cancellation.check()
         self.plays_left -= 1
+        self.plays += 1
         # The exact period of a schedule that cannot become the start of further changes does not matter.
         hopeless = self.ruled.score[0] + 1e-9 if self.ruled else None
-        timing = best_timing(self.codes, sequence, hopeless)
-        goal = timing.period if self.codes.problem.technique.staggered else timing.makespan
-        # Rounding must not decide between equally good schedules.
-        solution = Solution((round(goal, 9), round(timing.makespan, 9), held), rule, sequence, timing)
+        solution = Solution.of(self.codes, rule, sequence, best_timing(self.codes, sequence, hopeless), held)
         self.fruitless += 1
         if self.best is None or solution.score < self.best.score:
             self.best, self.fruitless = solution, 0
         return solution
 
-    def _held(self, sequence: list[int]) -> int:
-        """The sum of the workers' peaks of micro-batches held."""
-        workers = self.codes.problem.grid.num_workers
-        count, peak = [0] * workers, [0] * workers
-        releases = (BACKWARD, FUSED) if self.codes.fused else (WEIGHT, FUSED)
-        for code in sequence:
-            rank, kind = self.codes.rank(code), code // (self.stages * self.codes.n)
-            count[rank] += (kind == FORWARD) - (kind in releases)
-            peak[rank] = max(peak[rank], count[rank])
-        return sum(peak)
-
     @property
     def _awaiting(self) -> _Point:
         """Where forwards are awaited: best where memory holds them back."""
-        return _Point(0, 0, 0, 0, 0, 0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
+        return _Point(0, 0, 0, 0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
+
+    def _within_limits(self, rule: Rule) -> Rule:
+        soft, hard, ahead = (tuple(map(min, caps, self.limit)) for caps in (rule.soft, rule.hard, rule.ahead))
+        return replace(rule, soft=soft, hard=hard, ahead=ahead)
 
     def _template(self, point: _Point) -> Rule:
         soft, hard, ahead = self.caps[point.soft], self.caps[point.hard], self.caps[point.ahead]
@@ -249,8 +247,6 @@ class _Search:
             ahead,
             self.ages,
             first,
-            self.delays[point.delay],
-            self.couplings[point.coupling],
             self.patiences[point.patience],
             self.keeps[point.keep],
             self.expresses[point.express],
@@ -274,15 +270,14 @@ class _Search:
         last, stages = len(self.caps) - 1, self.stages
         patient = range(1, min(len(self.patiences), len(_PATIENCES)))
         for start in (
-            *(_Point(0, 0, 0, 0, 0, patience=patience) for patience in reversed(patient)),
-            _Point(0, 0, 0, 0, min(1, len(self.delays) - 1)),
-            _Point(0, 0, 0, 0, 0),
-            _Point(min(1, last), 0, 0, stages // 2, 0),
-            _Point(0, last, 0, stages, 0),
-            _Point(0, 0, min(1, last), 0, 0),
-            _Point(0, min(2, last), 0, 1, 0),
+            *(_Point(0, 0, 0, 0, patience=patience) for patience in reversed(patient)),
+            _Point(0, 0, 0, 0),
+            _Point(min(1, last), 0, 0, stages // 2),
+            _Point(0, last, 0, stages),
+            _Point(0, 0, min(1, last), stages),  # without failures, ZB-H1
+            _Point(0, min(2, last), 0, 1),
             # The last: where memory is short, keeping changes nothing, and plays are better spent on the others.
-            *(_Point(0, 0, 0, 0, 0, patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
+            *(_Point(0, 0, 0, 0, patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
             *((self._awaiting,) if len(self.expresses) > 1 else ()),
         ):
             better(start)
@@ -296,8 +291,6 @@ class _Search:
         yield from (at._replace(soft=cap) for cap in caps)
         yield from (at._replace(hard=cap) for cap in caps)
         yield from (at._replace(ahead=cap) for cap in caps)
-        yield from (at._replace(delay=delay) for delay in range(len(self.delays)))
-        yield from (at._replace(coupling=coupling) for coupling in range(len(self.couplings)))
         yield from (at._replace(patience=patience) for patience in range(len(self.patiences)))
         yield from (at._replace(keep=keep) for keep in range(len(self.keeps)))
         yield from (at._replace(express=express) for express in range(len(self.expresses)))
@@ -305,14 +298,10 @@ class _Search:
     def _changed(self, rule: Rule) -> Rule:
         """``rule`` with one or two random changes, or a random template, or all micro-batches shuffled a little."""
         draw, stages = self.draw, self.stages
-        if len(self.couplings) > 1 and draw() < _COUPLING_CHANGES:
-            coupling = list(rule.coupling or (SPLIT,) * stages)
-            coupling[int(draw() * stages)] = int(draw() * (FUSE + 1))
-            return replace(rule, coupling=tuple(coupling))
         kind = draw()
         if kind < 0.15:
             caps = len(self.caps)
-            return self._template(_Point(*(int(draw() * n) for n in (caps, caps, caps, stages + 1, len(self.delays)))))
+            return self._template(_Point(*(int(draw() * n) for n in (caps, caps, caps, stages + 1))))
         if kind < 0.3:
             spread = 4.0 if kind < 0.2 else 1.5
             return replace(rule, ages=_ranks([age + draw() * spread for age in self.ages]))

@@ -134,7 +134,7 @@ class Schedule:
     def fits(self, problem: Problem) -> bool:
         """Whether no worker holds more than the memory of ``problem`` and its in-flight limits allow."""
         return all(
-            self._peak(worker, memory) <= memory.fixed[worker.stage] + memory.room(worker.stage)
+            self.peak(worker, memory) <= memory.fixed[worker.stage] + memory.room(worker.stage)
             for memory in problem.memories
             for worker in self.workers
         )
@@ -148,9 +148,10 @@ class Schedule:
         memory = self.problem.memory
         if memory is None:
             raise PlanningError("the problem has no sizes in bytes: give Problem(memory=Memory(...)).")
-        return self._peak(worker, memory)
+        return self.peak(worker, memory)
 
-    def _peak(self, worker: Worker, memory: Memory) -> float:
+    def peak(self, worker: Worker, memory: Memory) -> float:
+        """The most that ``worker`` holds at once, in the unit of ``memory``, which says what each operation takes."""
         held = peak = memory.fixed[worker.stage]
         program = self.program(worker)
         recomputed = {op.microbatch for op in program if op.kind is OpKind.RECOMPUTE}

@@ -36,10 +36,10 @@ from typing import TypeAlias
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.collector import collector_paused
+from lightning_recycle.planning.costs import bucket_times
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.lane_validation import covers, lane_violations
 from lightning_recycle.planning.ops import OpKind, ScheduledOp
-from lightning_recycle.planning.reduction import bucket_times
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["InvalidScheduleError", "validate"]

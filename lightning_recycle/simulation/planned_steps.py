@@ -38,13 +38,11 @@ class PlannedStep(NamedTuple):
         seconds: duration of a step in steady state.
         fill: extra time of the first step, which begins with empty pipelines.
         lead: how long before a step's end the first worker finishes it and begins the next one.
-        spans: for each stage, when it begins and when it has stepped.
     """
 
     seconds: float
     fill: float = 0.0
     lead: float = 0.0
-    spans: tuple[tuple[float, float], ...] = ()
 
     def longer(self, seconds: float) -> PlannedStep:
         """The same step, longer by ``seconds``."""
@@ -65,14 +63,9 @@ def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> PlannedStep:
         return PlannedStep(schedule.period)
     if isinstance(schedule, CodedSchedule):  # its lanes are alike
         schedule = schedule.lane.schedule()
-    spans: dict[int, tuple[float, float]] = {}
-    for worker, operations in sorted(schedule.workers.items()):
-        if operations:
-            begin, end = spans.get(worker.stage, (operations[0].start, 0.0))
-            spans[worker.stage] = min(begin, operations[0].start), max(end, operations[-1].end)
     ends = [operations[-1].end for operations in schedule.workers.values() if operations]
     fill = max(0.0, schedule.makespan - schedule.period)
-    return PlannedStep(schedule.period, fill, max(ends) - min(ends), tuple(span for _, span in sorted(spans.items())))
+    return PlannedStep(schedule.period, fill, max(ends) - min(ends))
 
 
 def planned_seconds(problem: Problem, effort: int = DEFAULT_EFFORT) -> float:

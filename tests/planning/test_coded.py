@@ -18,9 +18,8 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import timing
 from lightning_recycle.planning.coded import CodedSchedule, coded
 from lightning_recycle.planning.contingencies import next_failures
-from lightning_recycle.planning.lane_places import LanePlaces
 from lightning_recycle.planning.lane_validation import covers, lane_violations
-from lightning_recycle.planning.lanes import Lane, lane_problem, lanes_of
+from lightning_recycle.planning.lanes import Lane, LanePlaces, lane_problem, lanes_of
 from lightning_recycle.planning.planfile import plan_to_json, read_plan
 from lightning_recycle.planning.program import worker_program
 from lightning_recycle.planning.renaming import renamed

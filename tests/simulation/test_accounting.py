@@ -17,7 +17,7 @@ POLICIES = [
     sim.Recycle(adaptive=False, decoupled=False, staggered=False),
     sim.ElasticLayers(effort=0),
     sim.Auto(effort=0),
-    sim.Auto(effort=0, schedule="1f1b", depths=False, checkpoint="memory"),
+    sim.Auto(effort=0, schedule="1f1b", checkpoint="memory"),
     sim.Merge(),
     sim.Merge(schedule="planned", effort=0, checkpoint="sharded", checkpoint_every=200.0),
     sim.Spares(0),

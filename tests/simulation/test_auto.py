@@ -42,9 +42,9 @@ def test_auto_is_not_below_any_single_policy(count) -> None:
         assert auto > 0.98 * lost(kind(**settings), count).ratio, kind
 
 
-def test_without_other_depths_layers_move() -> None:
+def test_layers_move_where_they_may() -> None:
     settings = {"effort": 0, "checkpoint": "memory"}
-    auto, plain = lost(sim.Auto(depths=False, **settings), 9), lost(sim.Recycle(**settings), 9)
+    auto, plain = lost(sim.Auto(**settings), 9), lost(sim.Recycle(**settings), 9)
     assert set(choices(auto)) <= {"layers", "both"}
     assert auto.ratio > 1.2 * plain.ratio
     still = lost(sim.Auto(layers=False, **settings), 9)

@@ -1,9 +1,8 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
 Concept: the ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the
-planner that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`); with ``depths=True`` also pipelines
-of different depth (:mod:`~lightning_recycle.planning.depths`), which are simulated only. Of each way, what can be
-trained until the next change is
+planner that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). Of each way, what can be trained
+until the next change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
@@ -29,11 +28,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
-    Costs,
     FailureRecord,
     Problem,
     Technique,
@@ -42,8 +40,6 @@ from lightning_recycle.planning import (
     plan_layout,
 )
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.cuts import Stages, fastest, shares
-from lightning_recycle.planning.depths import Form, form_of, forms, judged_form
 from lightning_recycle.planning.fractional_cuts import Bounds, held_ranges
 from lightning_recycle.planning.layout_judging import Judgement
 from lightning_recycle.planning.layout_plans import Way as LayoutWay
@@ -51,13 +47,11 @@ from lightning_recycle.simulation.layer_models import layer_costs, step_judgemen
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import live_workers
-from lightning_recycle.simulation.schedules import ScheduleName, pipeline_step
+from lightning_recycle.simulation.schedules import ScheduleName
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Auto"]
 
-_FORMS = 8  # of pipelines of different depth that are planned, besides those that change least
-_WORTH_PLANNING = 1.03  # of the best step known: ways that take longer by their load alone are not planned
 _DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned
 _LAYOUT_SHARE = 4  # layouts are compared with this part of the planner's effort
 
@@ -70,10 +64,10 @@ class _Way:
 
     Args:
         choice: its name.
-        slots: the layers of each worker, pipeline by pipeline for pipelines of different depth.
+        slots: the layers of each worker.
         step: what a step takes.
-        cuts: bounds of the stages, if all pipelines have the same.
-        counts: workers of each stage; without ``cuts``, stages of each pipeline.
+        cuts: bounds of the stages.
+        counts: workers of each stage.
     """
 
     choice: str
@@ -112,14 +106,12 @@ class Auto(CommonPolicy):
         schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
         layers: whether layers may move.
         shares: whether neighbouring stages may share layers.
-        depths: whether pipelines may have different depths, which no run can do.
         prior_events: failures that the prior rate, Llama 3's, counts for.
     """
 
     schedule: ScheduleName = "planned"
     layers: bool = True
     shares: bool = True
-    depths: bool = False
     prior_events: float = 0.001
 
     @property
@@ -189,25 +181,18 @@ class Auto(CommonPolicy):
         model, way = context.model, state.way
         full = model.pipelines * model.stages
         free = len(workers) - len(alive)
-        cuts = way.cuts if way is not None and way.cuts else _even(model)
+        cuts = _even(model) if way is None else way.cuts
         counts: tuple[int, ...] | None = None
-        if way is not None and way.cuts:
+        if way is not None:
             left = Counter(alive.values())
             held = [(part.start, part.stop) for part in held_ranges(cuts)]
             counts = _filled(tuple(left[layers] for layers in held), free, model.pipelines)
         if counts is None or min(counts) < 1:
             counts = _filled((0,) * model.stages, len(workers), model.pipelines)
-        goal = math.inf
-        if self.layers and self.depths and not unmovable(model) and len(workers) < model.pipelines * model.stages:
-            own = self._own_depths(state, alive, free)
-            for found in _depth_ways(model, self.schedule, self.effort, len(workers), own):
-                goal = min(goal, found.step.period)
-                yield found
         if min(counts) < 1:
             return
-        if self.layers and _least_load(model, self.technique.decoupled, len(workers), self.shares) < (
-            _WORTH_PLANNING * goal
-        ):
+        goal = math.inf
+        if self.layers:
             for found in _moving(model, self.technique, self.effort, len(workers), self.shares):
                 goal = min(goal, found.step.period)
                 moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
@@ -219,18 +204,6 @@ class Auto(CommonPolicy):
         # Where layers move, workers that move alone bring nothing.
         alone: tuple[LayoutWay, ...] = () if self.layers else ("workers",)
         yield from _staying(model, self.technique, self.effort, cuts, counts, alone)
-
-    def _own_depths(self, state: _State, alive: Mapping[int, Range], free: int) -> tuple[int, ...]:
-        """The present pipelines without the dead; workers without a place join the shortest one."""
-        if state.way is None or state.way.cuts:
-            return ()
-        owner = [number for number, depth in enumerate(state.way.counts) for _ in range(depth)]
-        depths = [0] * len(state.way.counts)
-        for worker, slot in state.held:
-            depths[owner[slot]] += worker in alive
-        for _ in range(free):
-            depths[depths.index(min(depths))] += 1
-        return tuple(sorted((depth for depth in depths if depth), reverse=True))
 
     def _fresh(self, context: Context, state: _State, workers: Sequence[int]) -> Configuration:
         """The way with the shortest step, everything loaded."""
@@ -369,51 +342,6 @@ def _planned(
             chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)
         )
     return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _least_load(model: TrainingModel, decoupled: bool, workers: int, shares_layers: bool) -> float:
-    """Seconds of a step that no layout with the same cut for all pipelines can be faster than."""
-    costs = layer_costs(model)
-    if shares_layers:
-        return model.grid.global_microbatches * sum(costs.work(decoupled=decoupled)) / workers
-    table = shares(model.grid.global_microbatches, (1.0,) * model.pipelines)
-    options = [[(count, table[count]) for count in range(1, model.pipelines + 1)]] * model.stages
-    found = fastest(Stages(costs.work(decoupled=decoupled), (0.0,) * costs.layers, options, workers))
-    return math.inf if found is None else found.bottleneck
-
-
-@lru_cache(maxsize=16384)
-def _depth_ways(
-    model: TrainingModel, schedule: str, effort: int, workers: int, own: tuple[int, ...]
-) -> tuple[_Way, ...]:
-    """Pipelines of different depth: the fastest, and the present ones without the dead."""
-    total = model.grid.global_microbatches
-    split = schedule == "planned"
-    found = list(forms(layer_costs(model), workers, total, usual=model.stages, decoupled=split))
-    kept = form_of(layer_costs(model), own, total, decoupled=split)
-    ways: list[_Way] = []
-    best = math.inf
-    for form in dict.fromkeys(([] if kept is None else [kept]) + found[:_FORMS]):
-        if form.period >= best and form != kept:  # by its load alone
-            break
-        judged = _judged_form(model, schedule, effort, form)
-        best = min(best, judged.period)
-        slots = tuple(layers for cuts in judged.cuts for layers in pairwise(cuts))
-        step = Judgement(judged.period, judged.fill, judged.lead)
-        ways.append(_Way(f"pipelines of {judged}", slots, step, (), judged.depths))
-    return tuple(ways)
-
-
-@lru_cache(maxsize=16384)
-def _judged_form(model: TrainingModel, schedule: str, effort: int, form: Form) -> Form:
-    def judge(cuts: tuple[int, ...], share: int, pipelines: int) -> Judgement:
-        units = tuple(end - begin for begin, end in pairwise(cuts))
-        costs: Costs = model.costs(units, pipelines=pipelines)
-        step = pipeline_step(schedule, costs, share, model.in_flight_limit(units), effort)
-        return Judgement(step.seconds, step.fill, step.lead, spans=step.spans)
-
-    return judged_form(form, judge)
 
 
 # -- who gets what --------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ _WAYS = {
     "workers": Series("workers moved", "workers", "p-merge"),
     "layers": Series("layers moved", "layers", "p-elasticlayers"),
     "both": Series("workers and layers moved", "both", "p-dropreplica"),
-    "pipelines": Series("pipelines of different depth", "pipelines", "p-oobleck"),
 }
 _OTHER = Series("another way", "other", "c-reference")
 _STATES = {
@@ -120,7 +119,7 @@ def _body(runs: Sequence[Record]) -> Markup | None:
             charts(*pictures, wide=True),
             note(
                 "The first run of each. Re-routing, moving workers, layers or both are chosen by the planner that a "
-                "real run asks; pipelines of different depth (7 x 4: seven of four stages) are simulated only. "
+                "real run asks. "
                 f"Heights are relative to the fastest moment of a run. {'. '.join(assumed)}."
             ),
             table([*heads, *names, "changes", "of fault-free"], parts, left=3, caption="Parts of the time"),
