@@ -8,7 +8,7 @@ finds counts only after its order of operations has been timed again, validated 
 A solver that is asked shortens the period first. Then, for the same period and makespan, it lowers the memory of the
 worker with the most, and the sum of all.
 
-Contract: never worse than the heuristic (:func:`~lightning_recycle.planning.result.best_schedule`), never longer than
+Contract: never worse than the heuristic (:mod:`~lightning_recycle.planning.preference`), never longer than
 the time limit (plus the heuristic's own time and ``solver_process.GRACE``), never an exception because of a solver: a
 solver that is missing, crashes or runs out of time is a warning, and the best plan so far is the result. Which peer
 runs a re-routed micro-batch is part of the decision, so "optimal" is for the problem. Only a solver that found the plan
@@ -28,8 +28,9 @@ from dataclasses import dataclass, replace
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.heuristic import heuristic
+from lightning_recycle.planning.preference import best_of
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.result import PlanResult, SolverUse, best_schedule, proven
+from lightning_recycle.planning.result import PlanResult, SolverUse, proven
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.solver_process import SolverOutcome, SolverTask, run_solver
 from lightning_recycle.planning.solver_progress import SolverProgress
@@ -126,7 +127,7 @@ class ExactPlanner:
         with SolverProgress(self.backend, self.time_limit) as progress:
             show(SolverOutcome())
             outcome = run_solver(BACKENDS[self.backend], task, show)
-        best = best_schedule([schedule, *outcome.schedules])
+        best = best_of([schedule, *outcome.schedules])
         result = proven(
             best,
             self.backend,

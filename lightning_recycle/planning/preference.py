@@ -13,12 +13,15 @@ Must not know: how plans are made.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
 from lightning_recycle.planning.coded import CodedSchedule
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["EQUALLY_FAST", "demand_of", "is_better", "measure_of"]
+__all__ = ["EQUALLY_FAST", "best_of", "demand_of", "is_better", "measure_of"]
 
 EQUALLY_FAST = 1e-3
 """Relative difference up to which two periods, or two makespans, count as equal."""
@@ -46,17 +49,22 @@ def demand_of(schedule: Schedule) -> tuple[float, float]:
     return max(peak / memory.capacity[stage] for stage, peak in peaks), sum(peak for _, peak in peaks)
 
 
-def is_better(one: Schedule, other: Schedule) -> bool:
-    """Whether ``one`` is the better of two plans for the same problem; False if they are equally good.
-
-    The exact planners can use it for their second objective: a plan that a solver returns for the known period replaces
-    the known plan if this says so.
-    """
-    for mine, others in ((one.period, other.period), (one.makespan, other.makespan)):
-        if abs(mine - others) > EQUALLY_FAST * others:
-            return mine < others
+def best_of(schedules: Sequence[Schedule]) -> Schedule:
+    """The best of several plans for the same problem; the first of those that are equally good."""
+    fast = _fastest(schedules, attrgetter("period"))
+    short = _fastest(fast, attrgetter("makespan"))
 
     def criteria(schedule: Schedule) -> tuple[float, ...]:  # rounding must not decide
         return tuple(round(value, 9) for value in (*demand_of(schedule), schedule.period, schedule.makespan))
 
-    return criteria(one) < criteria(other)
+    return min(short, key=criteria)
+
+
+def _fastest(schedules: Sequence[Schedule], seconds: Callable[[Schedule], float]) -> list[Schedule]:
+    least = min(map(seconds, schedules)) * (1 + EQUALLY_FAST)
+    return [schedule for schedule in schedules if seconds(schedule) <= least]
+
+
+def is_better(one: Schedule, other: Schedule) -> bool:
+    """Whether ``one`` is the better of two plans for the same problem; False if they are equally good."""
+    return one is not other and best_of([other, one]) is one

@@ -10,19 +10,15 @@ Must not know: how the schedule was found, how it is stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["EQUAL", "NOT_ASKED", "TOLERANCE", "PlanResult", "SolverUse", "best_schedule", "memory_demand", "proven"]
+__all__ = ["NOT_ASKED", "TOLERANCE", "PlanResult", "SolverUse", "proven"]
 
 TOLERANCE = 1e-9
 """Relative: periods closer than this count as equal."""
-
-EQUAL = 1e-3
-"""Relative: of plans whose periods and makespans are closer than this, the one that holds least is the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,7 @@ class PlanResult:
         warning: one line about a solver that was missing, crashed or ran out of time.
         log: the solver's output, if it was asked for.
         found_by: name of the planner whose schedule this is: ``backend``, or "heuristic" where its solver was not asked
-            or found nothing better; "given" where it was to improve a plan and did not; "unknown" in a plan file that
-            does not say.
+            or found nothing better; "given" where it was to improve a plan and did not.
         solver: what the solver did.
     """
 
@@ -98,29 +93,3 @@ def proven(
         known = period  # equal but for rounding
     status = "optimal" if known == period else "feasible"
     return PlanResult(schedule, backend, status, known, seconds, warning, log, found_by or backend, solver)
-
-
-def memory_demand(schedule: Schedule) -> tuple[float, float]:
-    """What a schedule asks for: of the tightest worker, and of all workers together.
-
-    Returns:
-        In bytes, if the problem has sizes: how far the worker with the least room is above its capacity (below 0: what
-        is left), and the sum of all peaks. Else in micro-batches in flight: the largest peak, and the sum.
-    """
-    memory = schedule.problem.memory
-    if memory is None:
-        peaks: list[float] = [schedule.peak_in_flight(worker) for worker in schedule.workers]
-        return max(peaks, default=0.0), sum(peaks)
-    held = {worker: schedule.peak_memory(worker) for worker in schedule.workers}
-    return max(peak - memory.capacity[worker.stage] for worker, peak in held.items()), sum(held.values())
-
-
-def best_schedule(schedules: Sequence[Schedule]) -> Schedule:
-    """Of the schedules with the shortest period, and of these the ones with the shortest makespan (both within
-    :data:`EQUAL`), the one that asks for the least memory; the first of equal ones.
-    """
-    period = min(schedule.period for schedule in schedules) * (1 + EQUAL)
-    near = [schedule for schedule in schedules if schedule.period <= period]
-    makespan = min(schedule.makespan for schedule in near) * (1 + EQUAL)
-    near = [schedule for schedule in near if schedule.makespan <= makespan]
-    return min(near, key=memory_demand)

@@ -205,18 +205,27 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 class GrowsInSetup(Plain):
-    """The workers, each with one stage, have a parameter more."""
+    """The workers, each with one stage, have a module more."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
 
     def setup(self, stage: str) -> None:
-        self.gain = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.gain = Gain()
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
-        return (self.net(batch) * self.gain).square().mean()
+        return self.gain(self.net(batch)).square().mean()
 
 
 def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_path: Path) -> None:
@@ -226,4 +235,4 @@ def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_pat
         trainer.fit(model, DataLoader(Curriculum(), batch_size=8))
     found = re.search(r"They are in (\S+\.pt):", str(caught.value))
     assert found is not None
-    assert torch.load(found.group(1)).keys() == {"gain", *model.state_dict()}
+    assert torch.load(found.group(1)).keys() == {"gain.factor", *model.state_dict()}

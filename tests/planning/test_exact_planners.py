@@ -24,7 +24,7 @@ from test_running_example import TABLE as ONE_DEAD
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import exact as exact_module
-from lightning_recycle.planning.result import best_schedule, memory_demand
+from lightning_recycle.planning.preference import best_of, demand_of
 from lightning_recycle.planning.solver_progress import SolverProgress
 from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
@@ -204,11 +204,11 @@ def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatev
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_among_plans_of_equal_length_a_solver_finds_the_one_that_holds_least(backend: str) -> None:
     start = forwards_first(p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=COUPLED))
-    assert (start.period, memory_demand(start)) == (p.lower_bound(start.problem), (5, 15))
+    assert (start.period, demand_of(start)) == (p.lower_bound(start.problem), (5, 15))
     result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
     p.validate(result.schedule)
     assert (result.schedule.period, result.schedule.makespan) == (start.period, start.makespan)
-    assert memory_demand(result.schedule) == (3, 3 + 2 + 1), "as 1F1B"
+    assert demand_of(result.schedule) == (3, 3 + 2 + 1), "as 1F1B"
     assert (result.found_by, result.status) == (backend, "optimal")
 
 
@@ -217,29 +217,29 @@ def test_the_worker_with_the_least_room_is_relieved_first(backend: str) -> None:
     """The first of two workers needs two micro-batches in flight for this period, the second one."""
     memory = p.Memory((1000.0, 450.0), (100.0, 100.0), (10.0, 80.0), (10.0, 80.0))
     start = forwards_first(p.Problem(p.Grid(1, 2, 4), p.Costs.uniform(2), technique=COUPLED, memory=memory))
-    assert memory_demand(start) == (-30.0, 140.0 + 420.0)
+    assert demand_of(start) == (420.0 / 450.0, 140.0 + 420.0)
     result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
-    assert (result.schedule.period, memory_demand(result.schedule)) == (start.period, (-270.0, 120.0 + 180.0))
+    assert (result.schedule.period, demand_of(result.schedule)) == (start.period, (180.0 / 450.0, 120.0 + 180.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend: str) -> None:
     result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(COUPLED, None)))
-    assert (result.schedule.period, memory_demand(result.schedule)[0]) == (27, 4)
+    assert (result.schedule.period, demand_of(result.schedule)[0]) == (27, 4)
 
 
 def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_one() -> None:
     problem = p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=COUPLED)
     wasteful, frugal = forwards_first(problem), p.heuristic(problem)
-    assert (memory_demand(wasteful), memory_demand(frugal)) == ((5, 15), (3, 6))
-    assert best_schedule([wasteful, frugal]) is frugal
-    assert best_schedule([frugal, wasteful]) is frugal
+    assert (demand_of(wasteful), demand_of(frugal)) == ((5, 15), (3, 6))
+    assert best_of([wasteful, frugal]) is frugal
+    assert best_of([frugal, wasteful]) is frugal
     almost_equal, longer = (replace(frugal, period=factor * frugal.period) for factor in (1.0005, 1.002))
-    assert best_schedule([wasteful, almost_equal]) is almost_equal
-    assert best_schedule([wasteful, longer]) is wasteful
+    assert best_of([wasteful, almost_equal]) is almost_equal
+    assert best_of([wasteful, longer]) is wasteful
     slow_to_end = one_at_a_time(problem)
-    assert memory_demand(slow_to_end) == (1, 3)
-    assert best_schedule([wasteful, replace(slow_to_end, period=wasteful.period)]) is wasteful, "its makespan is longer"
+    assert demand_of(slow_to_end) == (1, 3)
+    assert best_of([wasteful, replace(slow_to_end, period=wasteful.period)]) is wasteful, "its makespan is longer"
 
 
 TABLE = [
@@ -376,9 +376,10 @@ def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name: str, re
     assert result.warning is not None
     assert reason in result.warning
     assert "\n" not in result.warning
-    if name == "hang":
+    pid = Path(os.environ["FAKE_PID"])
+    if name == "hang" and pid.exists():  # on a busy machine it ends before it has begun to hang
         with pytest.raises(ProcessLookupError):
-            os.kill(int(Path(os.environ["FAKE_PID"]).read_text()), 0)
+            os.kill(int(pid.read_text()), 0)
 
 
 NO_C_INTERFACE = """
