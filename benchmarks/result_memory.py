@@ -41,7 +41,7 @@ def train(megabytes: int, way: str) -> None:
     from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy
     from lightning_recycle.launch import launcher
 
-    launcher.LARGE_BYTES = 0 if way == "files" else 1 << 60
+    launcher.FILE_BYTES = 0 if way == "files" else 1 << 60
 
     class Large(PipelineModule):
         def configure_pipeline(self) -> list[LayerSpec]:

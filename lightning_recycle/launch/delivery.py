@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -94,10 +94,12 @@ class FiledPart:
     path: Path
 
     def read(self) -> StagePart:
-        """The part. Its weights are mapped from the file, to be copied into a module; that may be deleted."""
+        """The part, mapped from the file, which may be deleted. Weights are copied into a module; states of optimizers
+        stay mapped, so they take memory once they are used, and room on the disk as long as they live.
+        """
         part = torch.load(self.path, map_location="cpu", weights_only=False, mmap=True)
         assert isinstance(part, StagePart)
-        return replace(part, optimizers=to_cpu(part.optimizers))  # these are loaded without a copy
+        return part
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.checks import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
 from lightning_recycle.session.commitment import steps_alone
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.gathering import LARGE_BYTES, Gathering
+from lightning_recycle.session.gathering import FILE_BYTES, LARGE_BYTES, Gathering
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.lightning_callbacks import show_cursor
 from lightning_recycle.session.pruning import check_pruning
@@ -487,6 +487,7 @@ class SupervisorLauncher(_Launcher):
                 grid.microbatches,
             )
         listens = "RECYCLE_LISTEN" in os.environ
+        local = not listens and options.engine == "local"
         setup = RunSetup(
             grid,
             heartbeat.interval,
@@ -496,7 +497,7 @@ class SupervisorLauncher(_Launcher):
             outsiders=listens,
             has_run=self._has_run,
             staggered=options.technique.staggered and (not fitting or steps_alone(trainer, parts, stages)),
-            gathering=Gathering(options.gather_result, LARGE_BYTES, local=not listens and options.engine == "local"),
+            gathering=Gathering(options.gather_result, FILE_BYTES if local else LARGE_BYTES, local),
         )
         return setup, heartbeat
 

@@ -20,12 +20,15 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["LARGE_BYTES", "GatherResult", "Gathering", "Way", "bytes_of"]
+__all__ = ["FILE_BYTES", "LARGE_BYTES", "GatherResult", "Gathering", "Way", "bytes_of"]
 
 GatherResult: TypeAlias = Literal["auto"] | bool
 
 LARGE_BYTES = 1_000_000_000
-"""Weights and optimizer states, of all stages together, from which on a result is large."""
+"""Weights and optimizer states, of all stages together, from which on a result is large for workers elsewhere."""
+
+FILE_BYTES = 50_000_000
+"""The same for workers of this machine: files take less memory than messages."""
 
 
 class Way(Enum):

@@ -59,7 +59,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return true_read(part)
 
     monkeypatch.setattr(delivery.FiledPart, "read", noted)
-    monkeypatch.setattr(launcher, "LARGE_BYTES", 0)
+    monkeypatch.setattr(launcher, "FILE_BYTES", 0)
     return found
 
 
@@ -77,7 +77,7 @@ def test_what_is_large_comes_home_in_files_and_is_the_same(
     assert len(read) == 2
     assert not read[0].parent.exists()
     assert run.strategy.missing_weights is run.strategy.missing_optimizers is None
-    monkeypatch.setattr(launcher, "LARGE_BYTES", 1 << 40)
+    monkeypatch.setattr(launcher, "FILE_BYTES", 1 << 40)
     again = Regression().double()
     other = fit(again, 2, 2)
     assert len(read) == 2
