@@ -12,6 +12,7 @@ from lightning_recycle.planning.fractional_cuts import bounds_of
 from lightning_recycle.planning.heuristic import heuristic_in_turns
 from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.preference import EQUALLY_FAST
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import best_timing, operations_of
 
@@ -123,7 +124,7 @@ def test_steps_follow_each_other_as_predicted(places: set[tuple[int, int]], deco
     usual = heuristic(problem, 20_000)
     schedule, timing = heuristic_in_turns(usual, turns, 20_000)
     codes, sequence = operations_of(usual, problem, turns)
-    assert timing.period <= best_timing(codes, sequence).period * (1 + 1e-9)
+    assert timing.period <= best_timing(codes, sequence).period * (1 + EQUALLY_FAST)
     stepped = repeated(schedule, costs, 24)
     assert (stepped[-1] - stepped[-13]) / 12 == pytest.approx(timing.period, rel=1e-6)
 
