@@ -9,6 +9,7 @@ once and, over an epoch, each sample once.
 Lines are written at once and whole: they survive the writer's death.
 """
 
+import io
 import json
 import os
 import time
@@ -57,7 +58,7 @@ class Diary(pl.Callback):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._file = -1
+        self._file: io.FileIO | None = None  # not a descriptor: a replacement would get the number of its donor's
         self._key: tuple[tuple[int, int], int] = ((-1, -1), -1)
         self._samples: dict[int, tuple[int, ...]] = {}
         self._held: list[tuple[int, tuple[int, ...]]] = []
@@ -69,7 +70,7 @@ class Diary(pl.Callback):
         self._strategy, self._module = strategy, pl_module
         self._directory.mkdir(exist_ok=True)
         path = self._directory / f"{getattr(trainer.strategy, 'grid_rank', 0)}-{os.getpid()}.jsonl"
-        self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        self._file = io.FileIO(path, "a")
         strategy.executor.before_operation.append(self._before)
         strategy.executor.after_operation.append(self._after)
 
@@ -80,6 +81,8 @@ class Diary(pl.Callback):
         key = (self._generation(), step)
         if key != self._key:
             self._key, self._samples, self._held = key, {}, []
+        if op.kind is OpKind.FORWARD:
+            self._module.samples_read = None  # what the last stage read is shared with the others
         if op.kind is OpKind.REDUCE:
             self._write("offered", step, tuple(self._held))
 
@@ -103,7 +106,8 @@ class Diary(pl.Callback):
         entry = Entry(
             what, time.monotonic_ns(), os.getpid(), strategy.worker.stage, self._generation(), step, microbatches
         )
-        os.write(self._file, (json.dumps(asdict(entry)) + "\n").encode())
+        assert self._file is not None
+        self._file.write((json.dumps(asdict(entry)) + "\n").encode())
 
 
 def read_entries(directory: Path) -> list[Entry]:
