@@ -26,7 +26,7 @@ from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
 from chaos.reference import reference
 from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Scenario
-from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, step_of
+from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, step_of, without_starts
 from chaos.training import (
     ChaosModel,
     LayersMove,
@@ -206,6 +206,8 @@ def _what_is_wrong(run: _Run, ended: str) -> list[str]:
     if scenario.on_stage_lost == "restart":
         run.resumed_at = _restarted_at(run)
     expected = reference(recipe, run.resumed_at)
+    if scenario.on_stage_lost == "restart":
+        found, expected = without_starts(found), without_starts(expected)
     fills = [trouble for trouble in scenario.troubles if trouble.kind == "fill-disk"]
     problems = list(compare(found, expected, scenario.starts_again, saves_everything=not fills))
     for fill in fills:

@@ -32,6 +32,7 @@ __all__ = [
     "missing_checkpoints",
     "rows_of",
     "step_of",
+    "without_starts",
 ]
 
 State = dict[str, Any]
@@ -126,6 +127,7 @@ def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, ch
     final = torch.load(directory / _FINAL, weights_only=False)
     final["callbacks"] = _states(final["callbacks"])
     final.pop("pytorch-lightning_version")
+    final.pop("lightning_recycle_objects", None)  # what users keep in their objects, for a run that begins again
     workers = sorted((directory / WORKERS).iterdir())
     state: State = {
         "weights": {name: tensor.clone() for name, tensor in module.state_dict().items()},
@@ -136,6 +138,17 @@ def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, ch
         "workers": {path.name: torch.load(path, weights_only=False) for path in workers},
     }
     return _without(state, {str(folder): CHECKPOINTS, str(directory): ""})
+
+
+def without_starts(value: Any) -> Any:
+    """``value`` without the number of calls of ``on_train_start``.
+
+    After the loss of a stage callbacks hold what they held at the checkpoint, also of that; after Lightning's own
+    resuming, one call more.
+    """
+    if isinstance(value, dict):
+        return {key: without_starts(item) for key, item in value.items() if key != "on_train_start"}
+    return value
 
 
 def compare(found: State, expected: State, starts_again: bool = False, saves_everything: bool = True) -> Iterator[str]:
