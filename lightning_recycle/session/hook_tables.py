@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -95,8 +96,8 @@ def _ours(tables: Iterable[Mapping[Any, Any]]) -> set[int]:
 
 def origin(function: Any) -> str:
     """The name of the module whose code a callable runs, whatever it is wrapped in."""
-    while (inner := getattr(function, "func", None)) is not None:  # functools.partial
-        function = inner
+    while isinstance(function, partial):
+        function = function.func
     if isinstance(function, MethodType):
         function = function.__func__
     names = getattr(function, "__globals__", None)
