@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
+from unittest.mock import NonCallableMock
 from weakref import ref
 
 import lightning.pytorch as pl
@@ -74,7 +75,7 @@ Path: TypeAlias = str
 _LARGE = 1_000_000  # bytes
 _PIECE = 16 * 1024 * 1024  # bytes that one thread reads
 _LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
-_OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter)
+_OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
 _MODULE_CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 _VALUES = (type, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, BaseException, Tensor)
@@ -362,9 +363,9 @@ class _Unpickler(pickle.Unpickler):
             return here
         if path not in self.made:
             self.made[path] = made = object.__new__(kind)
-            if isinstance(made, nn.Module):  # the attributes that are not carried
-                (pl.LightningModule if isinstance(made, pl.LightningModule) else nn.Module).__init__(made)
-            if isinstance(made, Metric):  # which wraps its methods
+            if issubclass(kind, nn.Module):  # the attributes that are not carried
+                (pl.LightningModule if issubclass(kind, pl.LightningModule) else nn.Module).__init__(made)
+            if issubclass(kind, Metric):  # which wraps its methods
                 made.__setstate__({})
         return self.made[path]
 

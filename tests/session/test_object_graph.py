@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -261,3 +262,14 @@ def test_an_expanded_tensor_arrives() -> None:
     sender.rows, receiver.rows = torch.ones(1, 3).expand(4, 3), torch.zeros(1, 3).expand(4, 3)
     _carried(sender, receiver)
     assert torch.equal(receiver.rows, torch.ones(4, 3))
+
+
+def test_a_mock_stays_where_it_is() -> None:
+    """It has any attribute that it is asked for; what it saw is of the process that has it."""
+    ours, theirs = Helper(None), Helper(None)
+    ours.update, theirs.update = MagicMock(), MagicMock()  # type: ignore[attr-defined]
+    ours.seen.append(2)
+    kept = theirs.update  # type: ignore[attr-defined]
+    ObjectGraph({"helper": theirs}, {}).update(ObjectGraph({"helper": ours}, {}).pack(), _CPU)
+    assert theirs.seen == [1, 2]
+    assert theirs.update is kept  # type: ignore[attr-defined]
