@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lightning_recycle.tensor_memory import has_plain_memory
+
 __all__ = ["parametrize_class", "reduced_array", "reduction_of", "written_class"]
 
 
@@ -38,8 +40,7 @@ def reduction_of(value: Any) -> Any:
 
 
 def _reduced_tensor(tensor: Tensor) -> Any:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.is_leaf
-    if not is_plain or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_leaf or not has_plain_memory(tensor):
         return NotImplemented
     memory = tensor.untyped_storage()  # the same object for all tensors that share it, so it is pickled once
     form = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -56,15 +56,15 @@ Call: TypeAlias = tuple[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[st
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
 """The loops of a Trainer that have DataLoaders, by path."""
 
-_ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes, and is in no state dict
-    "": ("state", "should_stop", "val_check_batch", "accumulate_grad_batches"),
+_ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes besides settings, and is in no state dict
+    "": ("state",),
     "_checkpoint_connector": ("_ckpt_path",),
     "_logger_connector": ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics"),
-    "fit_loop": ("min_epochs", "max_epochs", "max_batches", "_last_train_dl_reload_epoch"),
+    "fit_loop": ("_last_train_dl_reload_epoch",),
     "fit_loop.epoch_loop": ("_skip_next_val",),
     "fit_loop.epoch_loop.val_loop": ("_max_batches", "_has_run", "_last_val_dl_reload_epoch"),
-    "validate_loop": ("_max_batches", "_has_run", "verbose"),
-    "test_loop": ("_max_batches", "_has_run", "verbose"),
+    "validate_loop": ("_max_batches", "_has_run"),
+    "test_loop": ("_max_batches", "_has_run"),
     "predict_loop": ("max_batches", "_return_predictions", "current_batch_indices", "epoch_batch_indices"),
 }
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, cast
@@ -71,8 +70,8 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     if here:
         for part in parts:
             state.update(part.state or {})
-        parameters = {name for part in parts for name in part.objects.trained}
-        reshape = partial(user.take, extras.objects) if extras.objects.whole else partial(_add, trainer, parameters)
+        trained = {name: flag for part in parts for name, flag in part.objects.trained.items()}
+        reshape = partial(user.take, extras.objects) if extras.objects.whole else partial(_add, trainer, trained)
         _take_weights(trainer, state, reshape)
     _restore_trainer(trainer, extras)
     _restore_states(trainer, extras)
@@ -118,19 +117,21 @@ def _take_weights(
         ) from error
 
 
-def _add(trainer: pl.Trainer, parameters: Collection[str], state: Mapping[str, torch.Tensor]) -> None:
-    """Adds the weights that hooks have given to modules which this process has; ``parameters``: the names of those."""
+def _add(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, torch.Tensor]) -> None:
+    """Adds the weights that hooks have given to modules which this process has; for other modules, loading fails.
+
+    ``trained``: whether each parameter requires a gradient, by name.
+    """
     module = trainer.lightning_module
-    here = _forms(weights_of(module))
+    modules, here = dict(module.named_modules()), _forms(weights_of(module))
     for name, tensor in state.items():
-        if here.get(name) != tensor.shape:
-            with contextlib.suppress(AttributeError):  # no such module: loading says so
-                owner, _, attribute = name.rpartition(".")
-                holder, value = module.get_submodule(owner), tensor.clone()
-                if name in parameters:
-                    holder.register_parameter(attribute, torch.nn.Parameter(value))
-                else:
-                    holder.register_buffer(attribute, value)
+        owner, _, attribute = name.rpartition(".")
+        if here.get(name) == tensor.shape or owner not in modules:
+            continue
+        if name in trained:
+            modules[owner].register_parameter(attribute, torch.nn.Parameter(tensor.clone(), trained[name]))
+        else:
+            modules[owner].register_buffer(attribute, tensor.clone())
 
 
 def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.tensor_memory import memory_of
+from lightning_recycle.tensor_memory import has_plain_memory, memory_of
 
 __all__ = ["pack_tensors", "unpack_tensors"]
 
@@ -35,9 +35,7 @@ def unpack_tensors(data: bytes) -> Any:
 class _Pickler(pickle.Pickler):
     @override
     def reducer_override(self, obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | Any:
-        if type(obj) is not Tensor or obj.device.type != "cpu" or obj.layout != torch.strided or obj.requires_grad:
-            return NotImplemented
-        if obj.is_quantized or obj.is_conj() or obj.is_neg():
+        if type(obj) is not Tensor or obj.requires_grad or not has_plain_memory(obj):
             return NotImplemented
         data = memory_of(obj.contiguous()).numpy().tobytes()
         return _tensor, (data, obj.dtype, tuple(obj.shape))
