@@ -70,7 +70,8 @@ class Promises:
         self.full = full_gradient(grid)
         self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # the joining worker, and the mover
         self.applied: dict[tuple[int, int], int] = {}  # (stage, step) -> gradient
-        self._shared: dict[tuple[int, int], Any] = {}  # (step, the first of two stages) -> what both have added up
+        # (step, the first of two stages) -> the sums of the layers that they share, by the worker that applied them
+        self._shared: defaultdict[tuple[int, int], dict[SimulatedWorker, Any]] = defaultdict(dict)
         self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> the process that acts there
         self._leader = -1
         self._rosters: dict[int, tuple[int, ...]] = {}
@@ -149,8 +150,11 @@ class Promises:
                 raise Violation(f"{worker} applies step {step} with {parts} for the layers of {first} and {first + 1}")
             if self.members.get(worker.rank) is not worker:
                 continue  # it was lost before, which it has yet to learn
-            if self._shared.setdefault((step, first), parts) != parts:
-                raise Violation(f"{worker} applies step {step} with {parts}, others with {self._shared[step, first]}")
+            applied = self._shared[step, first]
+            applied[worker] = parts
+            for other, others in applied.items():  # steps of the lost, and guesses that were undone, do not count
+                if others != parts and self.members.get(other.rank) is other and other.version > step:
+                    raise Violation(f"{worker} applies step {step} with {parts}, {other} with {others}")
 
     def _latest_stop(self) -> int:
         """The stop point at which all stop, at the latest, as some wanted to and others did not; -1 if none did."""
