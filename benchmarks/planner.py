@@ -56,7 +56,6 @@ from lightning_recycle.planning import (
     solve,
     validate,
 )
-from lightning_recycle.planning.result import memory_demand
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
@@ -353,6 +352,11 @@ def sides_table(seconds: float) -> Table:
     return table
 
 
+def most_in_flight(schedule: Schedule) -> float:
+    """The most micro-batches that a worker holds at a time."""
+    return max(schedule.peak_in_flight(worker) for worker in schedule.live_workers)
+
+
 def hard_table(backends: Iterable[str], seconds: float) -> Table:
     """Period, and most micro-batches in flight of a worker, that each solver makes of the heuristic's."""
     table = Table(title=f"Solvers from the heuristic's plan, {seconds:g} s", title_justify="left", box=None)
@@ -367,7 +371,7 @@ def hard_table(backends: Iterable[str], seconds: float) -> Table:
             table.add_row(
                 *(name, backend, f"{schedule.period:.6g}", f"{period:.6g}"),
                 *(f"{100 * (schedule.period / period - 1):.2f}%", f"{result.lower_bound:.6g}"),
-                f"{memory_demand(schedule)[0]:g} -> {memory_demand(result.schedule)[0]:g}",
+                f"{most_in_flight(schedule):g} -> {most_in_flight(result.schedule):g}",
                 *(str(result.solver.calls), f"{result.seconds:.1f}"),
             )
     return table
