@@ -25,8 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lightning_recycle import ConfigurationError, StageLostError
-from lightning_recycle.control.history import Event
+from lightning_recycle import ConfigurationError, Event, StageLostError
 
 from hydra_job import build_trainer, find_metrics
 from report import read_losses

@@ -17,7 +17,7 @@ from statistics import fmean, median
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from lightning_recycle.control.history import Event
+from lightning_recycle import Event
 from lightning_recycle.planning import Schedule
 from lightning_recycle.visualize import save_gantt, save_trace
 

@@ -25,13 +25,18 @@ from lightning_recycle.errors import (
 from lightning_recycle.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lightning_recycle.control.history import Event
     from lightning_recycle.launch.ray_recycle import RayReCycle, ray_worker
+    from lightning_recycle.model.huggingface import CausalLM
     from lightning_recycle.model.module import LayerSpec, PipelineModule
+    from lightning_recycle.model.partition import measure_layer_seconds
     from lightning_recycle.runtime.deferred import defer_weight_grad
     from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = [
+    "CausalLM",
     "ConfigurationError",
+    "Event",
     "LayerSpec",
     "PipelineModule",
     "RayReCycle",
@@ -40,15 +45,19 @@ __all__ = [
     "StageLostError",
     "UnsupportedFeatureError",
     "defer_weight_grad",
+    "measure_layer_seconds",
     "ray_worker",
 ]
 
 _LAZY = {
+    "CausalLM": "lightning_recycle.model.huggingface",
+    "Event": "lightning_recycle.control.history",
     "LayerSpec": "lightning_recycle.model.module",
     "PipelineModule": "lightning_recycle.model.module",
     "RayReCycle": "lightning_recycle.launch.ray_recycle",
     "ReCycleStrategy": "lightning_recycle.strategy",
     "defer_weight_grad": "lightning_recycle.runtime.deferred",
+    "measure_layer_seconds": "lightning_recycle.model.partition",
     "ray_worker": "lightning_recycle.launch.ray_recycle",
 }
 
@@ -62,6 +71,11 @@ def __getattr__(name: str) -> Any:
         globals()[name] = getattr(module, name)
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not loaded yet, and the subpackages that are."""
+    return sorted({*globals(), *__all__})
 
 
 def _create_strategy(**kwargs: Any) -> ReCycleStrategy:

@@ -142,6 +142,12 @@ def test_public_names_are_found_and_unknown_ones_are_not() -> None:
         _ = package.Misspelt
 
 
+def test_dir_shows_the_public_names_before_they_are_loaded() -> None:
+    assert run(
+        "import lightning_recycle as r; print(set(r.__all__) - set(dir(r)), 'torch' in __import__('sys').modules)"
+    ) == ("set() False")
+
+
 def test_why_a_public_name_cannot_be_imported_is_told(tmp_path: Path) -> None:
     (tmp_path / "older.py").write_text("import math; math.newer")
     code = """
