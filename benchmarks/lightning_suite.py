@@ -27,7 +27,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-PARTS = ("callbacks", "checkpointing", "trainer/flags", "loggers", "core", "loops", "trainer", "tuner")
+PARTS = ("callbacks", "checkpointing", "trainer/flags", "loggers", "core", "loops", "trainer")
 REASONS = Path(__file__).with_name("lightning_suite_reasons.txt")
 _LOOK_SECONDS = 0.5
 _START_SECONDS = 120.0

@@ -205,14 +205,6 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
     ],
-    "lightning_recycle.launch.tuning": [
-        "lightning.pytorch.tuner.batch_size_scaling:_adjust_batch_size",
-        "lightning.pytorch.tuner.batch_size_scaling:_run_binsearch_scaling",
-        "lightning.pytorch.tuner.batch_size_scaling:_run_power_scaling",
-        "lightning.pytorch.tuner.lr_finder:_LRCallback",
-        "lightning.pytorch.tuner.lr_finder:_LRFinder._exchange_scheduler",
-        "lightning.pytorch.tuner.lr_finder:_determine_lr_attr_name",
-    ],
     "lightning_recycle.launch.shared_settings": [
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",

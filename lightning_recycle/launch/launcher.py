@@ -55,16 +55,15 @@ from lightning_recycle.engines.discovery import Discovered, discover
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.crews import crew_of, room_of
-from lightning_recycle.launch.delivery import Call, Extras
+from lightning_recycle.launch.delivery import Call
 from lightning_recycle.launch.describing import describe
 from lightning_recycle.launch.missing_weights import Untrained
 from lightning_recycle.launch.restart_policy import RestartPolicy
-from lightning_recycle.launch.results import error_of, take_results, told_by_leader
+from lightning_recycle.launch.results import error_of, take_results
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
 from lightning_recycle.launch.shared_settings import Settings
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
-from lightning_recycle.launch.tuning import finders_of, set_aside, tune
 from lightning_recycle.launch.wanted import wants_of
 from lightning_recycle.launch.worker_process import WorkerStart, run_outside, worker_main
 from lightning_recycle.main_module import end_import
@@ -156,25 +155,7 @@ class SupervisorLauncher(_Launcher):
         self._outside = discover()
         if self._outside is None:
             check_copies()
-        finders = finders_of(trainer, self._outside is not None)
-        for finder in finders:
-            if tune(finder, (trainer, function, args, kwargs), self._try):
-                return None
-        with set_aside(trainer, finders):
-            return self._supervise((trainer, function, args, kwargs))
-
-    def _try(self, call: Call) -> Extras:
-        """Runs a trial: workers of its own, of which nothing comes home but what the leader tells."""
-        record = self.history, self.schedules
-        setup, heartbeat = self._prepare(call, None)
-        try:
-            with EndSignals(gracefully=False) as signals:
-                outcome = self._run(call, replace(setup, is_trial=True), heartbeat, 0, signals)
-            if not isinstance(outcome, Finished):
-                raise error_of(outcome, setup.grid, self.history)
-            return told_by_leader(outcome.results)
-        finally:
-            self.history, self.schedules = record
+        return self._supervise((trainer, function, args, kwargs))
 
     def _supervise(self, call: Call) -> Any:
         """Runs ``call`` and brings home what it leaves; or takes part in the run of another launching process."""

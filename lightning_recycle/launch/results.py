@@ -36,7 +36,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.snapshot import load_progress
 
-__all__ = ["attach_data", "error_of", "take_results", "told_by_leader"]
+__all__ = ["attach_data", "error_of", "take_results"]
 
 log = logging.getLogger(__name__)
 
@@ -149,11 +149,6 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
             log.warning("The trained weights could not be written in %s: %s", folder, error)
     return "no file, as none could be written"
-
-
-def told_by_leader(results: Mapping[int, Any]) -> Extras:
-    """What the leader of a trial delivered, by rank; nobody delivered weights."""
-    return next(extras for _, extras in map(unpack, results.values()) if extras is not None)  # type: ignore[no-any-return]
 
 
 def attach_data(call_: Call) -> None:

@@ -218,15 +218,13 @@ def _run(
         session.averages.release()
         session.finetuning.release()
         session.pruning.release()
-        way = Way.MESSAGES if setup.is_trial else way_home(session, setup.gathering)
+        way = way_home(session, setup.gathering)
         whole = None
         if setup.outsiders and way is Way.MESSAGES:
             whole = session.checkpoints.joined("weights", weights_of(session.module))
         part: Callable[[], Any] = partial(part_of, session, user, way, setup.gathering.folder)
         extras: Callable[[], Any] = partial(extras_of, session, user, way, setup.gathering.large_bytes, returned)
-        if setup.is_trial or not reports:
-            part = _nothing
-        session.checkpoints.deliver_result(part, extras if reports else _nothing)
+        session.checkpoints.deliver_result(part if reports else _nothing, extras if reports else _nothing)
     client.leave()
     if goes_on:
         session.leave()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -59,6 +60,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None) -> None:
             "strategy='recycle' does not support sync_batchnorm=True: there is no process group to synchronise over,"
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
         )
+    _check_finders(trainer)
     if outside is not None:
         outside.check_device(trainer.num_devices)
         for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
@@ -67,6 +69,22 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None) -> None:
                 " started by hand or by a cluster manager: only a launching process can tell all workers to save. Use"
                 " ModelCheckpoint(every_n_train_steps=...)."
             )
+
+
+def _check_finders(trainer: pl.Trainer) -> None:
+    """Raises UnsupportedFeatureError for callbacks that tune; Lightning's Tuner is a run with such a callback."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, LearningRateFinder):
+            search, value = "lr_find", "learning rate"
+        elif isinstance(callback, BatchSizeFinder):
+            search, value = "scale_batch_size", "batch size (of one pipeline)"
+        else:
+            continue
+        raise UnsupportedFeatureError(
+            f"strategy='recycle' does not support {type(callback).__name__} and Tuner.{search}, whose trials rewind a"
+            f" training within one process. Tune on one device first, Tuner(Trainer(devices=1)).{search}(model, ...),"
+            f" and give this run the {value} that it finds."
+        )
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:

@@ -178,7 +178,6 @@ class RunSetup:
             model in the end.
         has_run: whether this Trainer has had workers before.
         restarts: whether it begins again, after the loss of a stage.
-        is_trial: whether the run only tries something: its weights are not wanted.
         staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
             must know something of each other first.
         gathering: where the weights go in the end.
@@ -193,7 +192,6 @@ class RunSetup:
     outsiders: bool = False
     has_run: bool = False
     restarts: bool = False
-    is_trial: bool = False
     staggered: bool = True
     gathering: Gathering = field(default_factory=Gathering)
 

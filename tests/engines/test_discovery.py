@@ -104,7 +104,7 @@ def test_no_other_module_reads_these_variables() -> None:
                 readers.setdefault(node.value, set()).add(path.name)
     for name in ("RECYCLE_NODE", "RECYCLE_HOST", "LOCAL_RANK", "SLURM_LOCALID"):
         assert readers[name] <= {"addresses.py", "discovery.py", *ENGINES}, name
-    assert readers["RECYCLE_COORDINATOR"] <= {"discovery.py", *ENGINES, "tuning.py"}  # tuning.py names it to the user
+    assert readers["RECYCLE_COORDINATOR"] <= {"discovery.py", *ENGINES}
     assert readers["RECYCLE_KEY"] | readers["RECYCLE_KEY_FILE"] <= {"keys.py", *ENGINES}
 
 

@@ -13,14 +13,12 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
-    BatchSizeFinder,
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
-    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
@@ -157,42 +155,12 @@ def lambdas(root: Path) -> list[Any]:
     ]
 
 
-def finds_a_rate(session: Session) -> None:
-    finder = LearningRateFinder(min_lr=1e-3, num_training_steps=20)
-    trainer = session.trainer(max_steps=8, max_epochs=20, callbacks=[finder])
-    trainer.fit(session.prepared(Ordinary()), session.data.training(), session.data.validation())
-    session.run.results["found"] = finder.optimal_lr.results
-
-
 class ByEpoch(Ordinary):
     """With a schedule that StochasticWeightAveraging replaces."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-
-class Sized(Ordinary):
-    """Its batch size may be tuned."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.batch_size = size
-
-    def train_dataloader(self) -> Any:
-        return same.Data(self.batch_size).loader(64)
-
-    def val_dataloader(self) -> Any:
-        return same.Data(self.batch_size).validation()
-
-
-def finds_a_size(session: Session) -> None:
-    pipelines = same.GLOBAL_BATCH // session.data.batch_size
-    finder = BatchSizeFinder(init_val=4 // pipelines, max_trials=2, steps_per_trial=1, margin=0.0)
-    module = session.prepared(Sized(2))
-    session.trainer(max_epochs=2, callbacks=[finder]).fit(module)
-    session.run.results["size"] = module.batch_size * pipelines
-    module.batch_size = 0  # it is that of a pipeline on a grid
 
 
 class Backbone(Ordinary):
@@ -389,21 +357,6 @@ CALLBACKS: dict[str, Case] = {
         ("`StochasticWeightAveraging`", "the Trainer after a run"),
         fits(ByEpoch, callbacks=lambda root: [StochasticWeightAveraging(0.05, 1, 2, "linear")], max_epochs=3),
         lambda run: type(run.trainer.lr_scheduler_configs[0].scheduler).__name__ == "SWALR",
-    ),
-    "LearningRateFinder": Case(
-        ("`LearningRateFinder`, `Tuner.lr_find`",),
-        finds_a_rate,
-        lambda run: run.module.lr != 0.1,
-        differs=("callback LearningRateFinder", "trainer.ckpt_path"),
-        ignored=("hooks",),  # on one device a trial saves and loads a checkpoint in front of all callbacks
-    ),
-    "BatchSizeFinder": Case(
-        ("`BatchSizeFinder`, `Tuner.scale_batch_size`",),
-        finds_a_size,
-        lambda run: run.results["size"] == 8,
-        at=("training", 3),
-        differs=("trainer.ckpt_path", "trainer.train_dataloader", "trainer.val_dataloaders"),
-        ignored=("hooks",),  # as above
     ),
     "GradientAccumulationScheduler": Case(
         ("`GradientAccumulationScheduler`",),

@@ -57,7 +57,6 @@ ALSO_DIFFERS = {
     "callback Timer._end_time": "a time of day",
     "callback Timer._offset": "a time",
     "callback ThroughputMonitor": "times",
-    "callback BatchSizeFinder": "Lightning's trial leaves the state of its own search",
     "callback StochasticWeightAveraging._swa_scheduler": "it is compared as the scheduler of the Trainer",
     "trainer._train_start_time": "a time of day",
     "trainer.logged_metrics": "compared without times, as metrics",

@@ -7,11 +7,14 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.tuner import Tuner
 from same_script import Classifier, Data, OwnShare, Session, assert_same, on_a_grid
 from torch import Tensor, nn
 from torch.nn import functional
@@ -116,6 +119,14 @@ def combined_by_a_data_module(session: Session) -> None:
     session.trainer(max_steps=1).fit(Classifier(), datamodule=CombinedData(session.data))
 
 
+def finds_a_rate(session: Session) -> None:
+    Tuner(session.trainer(max_steps=1)).lr_find(Classifier(), session.data.training())
+
+
+def finds_a_size(session: Session) -> None:
+    Tuner(session.trainer(max_steps=1)).scale_batch_size(Classifier(), session.data.training())
+
+
 BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] = {
     "precision 16-true": (fit_with({"precision": "16-true"}), ["precision='16-true'", "'bf16-true'"]),
     "num_nodes": (fit_with({"num_nodes": 2}), ["num_nodes=2"]),
@@ -128,6 +139,16 @@ BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] =
         fit(callbacks=[ModelPruning("l1_unstructured")]),
         ["ModelPruning", "one stage", "pipeline_parallel_size=1"],
     ),
+    "LearningRateFinder": (
+        fit(callbacks=[LearningRateFinder()]),
+        ["LearningRateFinder", "Tuner(Trainer(devices=1)).lr_find", "learning rate"],
+    ),
+    "Tuner.lr_find": (finds_a_rate, ["LearningRateFinder", "Tuner.lr_find", "one device"]),
+    "BatchSizeFinder": (
+        fit(callbacks=[BatchSizeFinder()]),
+        ["BatchSizeFinder", "Tuner(Trainer(devices=1)).scale_batch_size", "batch size"],
+    ),
+    "Tuner.scale_batch_size": (finds_a_size, ["BatchSizeFinder", "Tuner.scale_batch_size", "one device"]),
     "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
     "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),
     "validation_step": (fit(OwnValidationStep), ["validation_step()", "on_validation_output()"]),
