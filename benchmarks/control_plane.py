@@ -35,7 +35,7 @@ from typing import Any
 
 from lightning_recycle.control.connection import MessageConnection, connect
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
 from lightning_recycle.control.protocol.recovery import WorkerStatus

@@ -26,7 +26,7 @@ import torch
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Connected
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.standalone import allow_descriptors

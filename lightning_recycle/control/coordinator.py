@@ -29,7 +29,7 @@ from lightning_recycle.control.history import Event, History
 from lightning_recycle.control.journal import Journal, Process, SupersededError
 from lightning_recycle.control.listener import Listener
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages, revival
 from lightning_recycle.control.protocol import state as protocol

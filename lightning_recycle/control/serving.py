@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_recycle.control.coordinator import Coordinator, Positions
 from lightning_recycle.control.journal import Journal
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.admission import objection_to_return
 from lightning_recycle.control.protocol.messages import Enrolled, Returned, StopReason, Unfit, Wants
 from lightning_recycle.control.protocol.revival import Kept, adopted

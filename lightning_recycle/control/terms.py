@@ -16,7 +16,7 @@ from typing import Any, cast
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.layout_choice import Adapt
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.control.protocol.messages import Unfit, Wants
 from lightning_recycle.errors import ConfigurationError

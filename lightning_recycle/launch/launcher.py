@@ -45,7 +45,7 @@ from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.options import WorkerProcess
 from lightning_recycle.control.payload import pack
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Assign
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.control.quarantine import FILE_NAME, Quarantine

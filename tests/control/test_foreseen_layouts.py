@@ -12,7 +12,7 @@ from support.waiting import wait_for
 from lightning_recycle.control.plans import foreseen, layout_choice, layout_question
 from lightning_recycle.control.plans.foreseen import ForeseenLayouts
 from lightning_recycle.control.plans.layout_question import CHANGING, LayoutQuestion
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady

@@ -8,7 +8,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.plans import layout_choice, layout_question
 from lightning_recycle.control.plans.layout_question import LayoutQuestion
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.planning import Grid, LayoutPlan, Technique, Worker

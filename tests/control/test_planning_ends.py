@@ -5,7 +5,7 @@ import threading
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Technique, plan
 from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
 

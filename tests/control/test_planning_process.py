@@ -15,7 +15,7 @@ from support.process_tree import is_alive
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, solve
 from lightning_recycle.planning.cancellation import Cancelled, cancelled_by

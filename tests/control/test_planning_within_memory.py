@@ -9,7 +9,7 @@ import pytest
 from support.waiting import wait_for
 
 from lightning_recycle.commands.settings import problems_ahead
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
 from lightning_recycle.planning import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import replanning
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans import run_planner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Tried
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Technique, Worker
@@ -59,7 +59,7 @@ class Run:
 
 @pytest.fixture
 def open_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    monkeypatch.setattr(replanning, "_SECONDS_FOR_TWO", 0.0)
+    monkeypatch.setattr(run_planner, "_SECONDS_FOR_TWO", 0.0)
     with contextlib.ExitStack() as stack:
 
         def make(planner: Any = "heuristic", **options: Any) -> Run:
@@ -184,7 +184,7 @@ def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(
     run = open_run(Slow())
     run.planner._quick = HeuristicPlanner()
     asked.clear()
-    monkeypatch.setattr(replanning, "search", lambda problem, planner: proven(planner.plan(problem), "Slow"))
+    monkeypatch.setattr(run_planner, "search", lambda problem, planner: proven(planner.plan(problem), "Slow"))
     run.steps()
     run.tried(CROWDED)
     assert {problem.failed for problem in asked} >= {ALL}

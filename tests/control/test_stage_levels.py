@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 from lightning_recycle.control.plans.asking import Asking
 from lightning_recycle.control.plans.foreseen import ForeseenLayouts
 from lightning_recycle.control.plans.layout_question import LayoutQuestion, find_layouts
-from lightning_recycle.control.plans.replanning import OperationSeconds
+from lightning_recycle.control.plans.run_planner import OperationSeconds
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.relayout import has_ties, ranges
 from lightning_recycle.planning.change_rate import FailureRecord

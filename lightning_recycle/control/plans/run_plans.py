@@ -4,7 +4,7 @@ Concept: the coordinator says what happened (a generation begins, a step was app
 schedules. Every schedule is made here, so no two workers can disagree about one.
 
 Contract: every method is called from the coordinator's thread. What takes long runs elsewhere: plans ahead and in need
-(:mod:`~lightning_recycle.control.plans.replanning`), better ones in processes of the lowest priority, whether for the
+(:mod:`~lightning_recycle.control.plans.run_planner`), better ones in processes of the lowest priority, whether for the
 times that operations take now (:mod:`~lightning_recycle.control.plans.background`) or from the planner that the user
 chose (:mod:`~lightning_recycle.control.plans.searching`).
 
@@ -23,9 +23,9 @@ from typing import Any
 from lightning_recycle.control.plans.background import BackgroundPlanning
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice, Surroundings
-from lightning_recycle.control.plans.ready import newest
-from lightning_recycle.control.plans.replanning import OperationSeconds, RunPlanner
-from lightning_recycle.control.plans.splitting import facts_of
+from lightning_recycle.control.plans.ready_plans import newest
+from lightning_recycle.control.plans.run_planner import OperationSeconds, RunPlanner
+from lightning_recycle.control.plans.split_choice import facts_of
 from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
@@ -138,7 +138,7 @@ class RunPlans:
     @property
     def source(self) -> str:
         """Where the plan of the newest generation is from; see
-        :class:`~lightning_recycle.control.plans.ready.ReadyPlan`.
+        :class:`~lightning_recycle.control.plans.ready_plans.ReadyPlan`.
         """
         return self._planner.source
 
@@ -416,7 +416,7 @@ class RunPlans:
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
         """What was compared since the last call, as kinds and details of events: "chosen"
-        (:func:`~lightning_recycle.control.plans.splitting.facts_of`) and "layout".
+        (:func:`~lightning_recycle.control.plans.split_choice.facts_of`) and "layout".
         """
         taken, self._notes = self._notes, []
         return taken

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import ready, replanning
-from lightning_recycle.control.plans.ready import schedules_kept
-from lightning_recycle.control.plans.replanning import RunPlanner
+from lightning_recycle.control.plans import ready_plans, run_planner
+from lightning_recycle.control.plans.ready_plans import schedules_kept
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
     Costs,
@@ -109,7 +109,7 @@ def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
     planner: RunPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = planner.plan(ALL, {})
-    monkeypatch.setattr(ready, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
+    monkeypatch.setattr(ready_plans, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
     first, second, third = (
         heuristic(replace(before.problem, failed=frozenset(workers)))
         for workers in ([Worker(0, 0)], [Worker(0, 1)], [Worker(1, 0), Worker(0, 1)])
@@ -174,7 +174,7 @@ class Poor(HeuristicPlanner):
 def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
     open_planner: Callable[..., RunPlanner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanning, "HeuristicPlanner", Poor)
+    monkeypatch.setattr(run_planner, "HeuristicPlanner", Poor)
     planner = open_planner(Grid(2, 3, 4), Patient(), Technique())
     planner.prepare()
     failed = frozenset({Worker(0, 1)})
@@ -200,7 +200,7 @@ def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
     open_planner: Callable[..., RunPlanner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     planner = open_planner(Grid(2, 2, 2), ExactPlanner("highs"), Technique())
-    monkeypatch.setattr(replanning, "search", fails)
+    monkeypatch.setattr(run_planner, "search", fails)
     for _ in range(2):
         planner.plan_ahead(ALL, {})
         assert wait_for(lambda: planner._ahead.idle, 60)

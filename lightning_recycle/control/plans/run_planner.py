@@ -31,9 +31,9 @@ from lightning_recycle.control.plans.ahead import PlanningAhead
 from lightning_recycle.control.plans.asking import taken
 from lightning_recycle.control.plans.needed import PlanInNeed
 from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
-from lightning_recycle.control.plans.ready import ReadyPlan, ReadyPlans
+from lightning_recycle.control.plans.ready_plans import ReadyPlan, ReadyPlans
 from lightning_recycle.control.plans.searching import search
-from lightning_recycle.control.plans.splitting import Splitting
+from lightning_recycle.control.plans.split_choice import Splitting
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
     Costs,
@@ -120,7 +120,7 @@ class RunPlanner:
         apart_from: number of operations of a schedule from which on the heuristic plans in a process of its own.
 
     Attributes:
-        source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready.ReadyPlan`.
+        source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready_plans.ReadyPlan`.
         on_better: called from another thread when :meth:`take_better` has something, or a plan :meth:`is_ready`.
     """
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_recycle.control.plans.ready import PlanKey, key_of
+from lightning_recycle.control.plans.ready_plans import PlanKey, key_of
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.choosing import TechniqueChoice, choose_technique
