@@ -12,12 +12,9 @@ from lightning_recycle.simulation.catalogue import available_models, get_model
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.engine import simulate
 from lightning_recycle.simulation.failures import (
-    Correlated,
     Corruption,
     CorruptNodes,
     FailedFraction,
-    FailureCause,
-    FailureCauses,
     FailureRate,
     FailureSource,
     Outage,
@@ -27,7 +24,6 @@ from lightning_recycle.simulation.failures import (
     Slowdown,
     SlowNodes,
     TraceReplay,
-    Weibull,
 )
 from lightning_recycle.simulation.measured import MeasuredModel
 from lightning_recycle.simulation.policies import (
@@ -61,15 +57,12 @@ __all__ = [
     "Cause",
     "Cluster",
     "CommonPolicy",
-    "Correlated",
     "CorruptNodes",
     "Corruption",
     "DropReplica",
     "ElasticLayers",
     "Event",
     "FailedFraction",
-    "FailureCause",
-    "FailureCauses",
     "FailureRate",
     "FailureSource",
     "FaultFree",
@@ -96,7 +89,6 @@ __all__ = [
     "TrainingModel",
     "Transformer",
     "Varuna",
-    "Weibull",
     "ablation",
     "as_seconds",
     "available_models",

@@ -1,4 +1,4 @@
-"""Links that nodes share: the uplinks of racks and of the switches above them.
+"""Links that nodes share: the uplinks of racks.
 
 Concept: every worker has a link of its own (the model's ``network_bandwidth``); what leaves or enters a rack passes its
 uplink, which has as much bandwidth as the rack's links together, divided by ``oversubscription``. Traffic that crosses
@@ -31,28 +31,22 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Racks of nodes, and groups of racks.
+    """Racks of nodes with an uplink each.
 
     Args:
         rack: nodes below a rack's switch.
-        switch: racks below the next switch.
         oversubscription: bandwidth of the links below a rack's switch over that of its uplink.
-        switch_oversubscription: bandwidth of the links below the next switch over that of its uplink.
 
     Raises:
         ConfigurationError: when a value is impossible.
     """
 
     rack: int = 4
-    switch: int = 8
     oversubscription: float = 1.0
-    switch_oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         whole("Topology", "rack", self.rack, 1)
-        whole("Topology", "switch", self.switch, 1)
         at_least("Topology", "oversubscription", self.oversubscription, 1.0)
-        at_least("Topology", "switch_oversubscription", self.switch_oversubscription, 1.0)
 
     def transfer(self, seconds: Mapping[int, float], workers_per_node: int) -> float:
         """Seconds until all copies have arrived.
@@ -61,14 +55,11 @@ class Topology:
             seconds: for each receiving worker, what its copy takes over a link of its own.
             workers_per_node: workers of a node.
         """
-        found = max(seconds.values(), default=0.0)
-        for size, links in self._levels(workers_per_node):
-            through: dict[int, float] = {}
-            for worker, each in seconds.items():
-                group = worker // (size * workers_per_node)
-                through[group] = through.get(group, 0.0) + each
-            found = max(found, max(through.values(), default=0.0) / links)
-        return found
+        size, links = self._uplink(workers_per_node)
+        through: dict[int, float] = {}
+        for worker, each in seconds.items():
+            through[worker // size] = through.get(worker // size, 0.0) + each
+        return max(max(seconds.values(), default=0.0), max(through.values(), default=0.0) / links)
 
     def crowding(self, pipelines: Iterable[Sequence[int | None]], workers_per_node: int) -> float:
         """The factor by which messages take longer, at least 1.
@@ -77,22 +68,16 @@ class Topology:
             pipelines: the workers of each pipeline by stage; None where one is dead.
             workers_per_node: workers of a node.
         """
-        teams = list(pipelines)
-        found = 1.0
-        for size, links in self._levels(workers_per_node):
-            flows: Counter[int] = Counter()
-            for team in teams:
-                groups = [None if worker is None else worker // (size * workers_per_node) for worker in team]
-                for pair in pairwise(groups):
-                    if pair[0] != pair[1]:
-                        flows.update(group for group in pair if group is not None)
-            found = max(found, max(flows.values(), default=0) / links)
-        return found
+        size, links = self._uplink(workers_per_node)
+        flows: Counter[int] = Counter()
+        for team in pipelines:
+            racks = [None if worker is None else worker // size for worker in team]
+            for pair in pairwise(racks):
+                if pair[0] != pair[1]:
+                    flows.update(rack for rack in pair if rack is not None)
+        return max(1.0, max(flows.values(), default=0) / links)
 
-    def _levels(self, workers_per_node: int) -> tuple[tuple[int, float], ...]:
-        """For racks and for groups of them: nodes below, and how many links the uplink is worth."""
-        together = self.rack * self.switch
-        return (
-            (self.rack, self.rack * workers_per_node / self.oversubscription),
-            (together, together * workers_per_node / self.switch_oversubscription),
-        )
+    def _uplink(self, workers_per_node: int) -> tuple[int, float]:
+        """Workers of a rack, and how many of their links its uplink is worth."""
+        size = self.rack * workers_per_node
+        return size, size / self.oversubscription

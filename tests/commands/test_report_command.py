@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sweep")
     calls = [
         ["experiment=quick", "output=results/quick"],
-        ["-m", "model=gpt3_medium", "failures=llama3,weibull", "failures.repair=1h", "policy=restart", "seeds=2",
+        ["-m", "model=gpt3_medium", "failures=llama3,rsc1", "failures.repair=1h", "policy=restart", "seeds=2",
          "output=results/others"],
     ]  # fmt: skip
     answers = run_all("recycle-simulate", directory, *calls)
@@ -406,7 +406,7 @@ def written(folder: Path, *records: dict[str, Any]) -> Path:
 def test_results_of_any_sweep_are_shown_by_their_kind_of_failures(
     tmp_path: Path, records: list[dict[str, Any]]
 ) -> None:
-    kinds = {"Poisson": "intervals", "TraceReplay": "traces", "FailedFraction": "fractions", "Weibull": "others"}
+    kinds = {"Poisson": "intervals", "TraceReplay": "traces", "FailedFraction": "fractions", "FailureRate": "others"}
     for kind, section in kinds.items():
         found = next(each for each in records if each["task"] == "training" and each["failures"]["name"] == kind)
         page = Page(render_report(load_results(written(tmp_path / kind, {**found, "section": None}))))

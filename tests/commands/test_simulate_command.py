@@ -272,7 +272,7 @@ def test_configuration_of_models_is_that_of_the_catalogue() -> None:
 BAD = [
     (["model=gpt5"], "unknown model 'gpt5': choose one of gpt3_3_35b, gpt3_6_7b, gpt3_medium, megatron_"),
     (["policy=hope"], "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic_layers, fault_free"),
-    (["failures=never"], "unknown failures 'never': choose one of causes, correlated, corrupt, fraction, llama3"),
+    (["failures=never"], "unknown failures 'never': choose one of corrupt, fraction, llama3, mtbf, regular"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
     (["task=dance"], "unknown task 'dance': choose one of planner, techniques, training"),
     (["experiment=mine"], "unknown experiment 'mine': choose one of ablation"),

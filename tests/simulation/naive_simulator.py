@@ -619,7 +619,7 @@ class NaiveVaruna(Naive):
 
     def shape(self):
         policy, model = self.policy, self.model
-        found = morph(self.again, len(self.live), model.microbatch, policy.schedule, policy.effort)
+        found = morph(self.again, len(self.live), policy.schedule, policy.effort)
         if found is None:
             return None
         pipelines, depth, _, step = found

@@ -178,23 +178,11 @@ def test_overlapping_slowdowns_count_as_the_worst_of_them() -> None:
     ]  # fmt: skip
 
 
-def test_causes_make_nodes_slow_or_wrong() -> None:
-    causes = [
-        {"name": "hot", "count": 1e6, "effect": "slow", "speed": 0.5, "repair": "1min"},
-        {"name": "silent", "count": 1e6, "effect": "wrong", "noticed": None},
-    ]
-    changes = sim.FailureCauses(causes).changes(CLUSTER, 86400.0, 3)
-    assert any(change.speeds for change in changes)
-    assert any(change.wrong for change in changes)
-    assert not any(change.down for change in changes)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: sim.Slowdown(0.0, (0,), 0.0),
         lambda: sim.SlowNodes(speed=1.5),
-        lambda: sim.FailureCause("x", 1, effect="odd"),
         lambda: sim.CorruptNodes(noticed="never"),
         lambda: sim.Merge(check_cost=-1),
         lambda: sim.Merge(slow_after="soon"),

@@ -312,18 +312,18 @@ def test_uneven_pipelines_are_as_slow_as_their_slowest() -> None:
 
 def test_varuna_takes_the_fastest_depth_that_fits() -> None:
     model = replace(LARGE, recompute=True, throughput=None)
-    layout = morph(model, 32, 1)
+    layout = morph(model, 32)
     assert layout is not None
     pipelines, depth, size, seconds = layout
     assert model.transformer.layers % depth == 0
     assert (pipelines, size) == (32 // depth, 1)
-    fewer = morph(model, 31, 1)
+    fewer = morph(model, 31)
     assert fewer is not None
     assert seconds < fewer[3]
-    planned = morph(model, 32, 1, "planned", 0)
+    planned = morph(model, 32, "planned", 0)
     assert planned is not None
     assert (planned[:3], planned[3] < seconds) == (layout[:3], True)
-    assert morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32, 1) is None
+    assert morph(replace(model, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12)), 32) is None
 
 
 def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch() -> None:

@@ -1,27 +1,20 @@
 """Failure sources: seeded streams of nodes that fail, come back, get slow or compute wrong results."""
 
-from lightning_recycle.simulation.failures.correlated import Correlated
 from lightning_recycle.simulation.failures.degraded import CorruptNodes, SlowNodes
-from lightning_recycle.simulation.failures.failure_causes import LLAMA3_CAUSES, FailureCause, FailureCauses
 from lightning_recycle.simulation.failures.fractions import FailedFraction
 from lightning_recycle.simulation.failures.poisson import Poisson
 from lightning_recycle.simulation.failures.rates import LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY, FailureRate
 from lightning_recycle.simulation.failures.regular import Regular
 from lightning_recycle.simulation.failures.replayed import Scripted, TraceReplay
 from lightning_recycle.simulation.failures.source import Change, Corruption, FailureSource, Outage, Slowdown
-from lightning_recycle.simulation.failures.weibull import Weibull
 
 __all__ = [
-    "LLAMA3_CAUSES",
     "LLAMA3_PER_GPU_DAY",
     "RSC1_PER_GPU_DAY",
     "Change",
-    "Correlated",
     "CorruptNodes",
     "Corruption",
     "FailedFraction",
-    "FailureCause",
-    "FailureCauses",
     "FailureRate",
     "FailureSource",
     "Outage",
@@ -31,5 +24,4 @@ __all__ = [
     "SlowNodes",
     "Slowdown",
     "TraceReplay",
-    "Weibull",
 ]

@@ -49,6 +49,8 @@ from lightning_recycle.simulation.units import Duration, as_seconds
 
 __all__ = ["Bamboo"]
 
+_STATE_COPIES = 2  # stages whose state a worker holds
+
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
@@ -68,7 +70,6 @@ class Bamboo(CommonPolicy):
         rendezvous: seconds to restart after a fatal failure.
         node_start: seconds until a node that came back can take part.
         threshold: fraction of the active workers that may be without redundancy.
-        state_copies: number of stages whose state a worker holds.
         activation_copies: number of stages whose activations a worker holds.
     """
 
@@ -77,7 +78,6 @@ class Bamboo(CommonPolicy):
     rendezvous: Duration = 30.0
     node_start: Duration = 45.0
     threshold: float = 0.05
-    state_copies: float = 2.0
     activation_copies: float = 2.0
 
     def __post_init__(self) -> None:
@@ -85,7 +85,6 @@ class Bamboo(CommonPolicy):
         for name in ("reconfigure", "rendezvous", "node_start"):
             object.__setattr__(self, name, as_seconds(f"Bamboo({name})", getattr(self, name)))
         at_least("Bamboo", "slowdown", self.slowdown, 1.0)
-        at_least("Bamboo", "state_copies", self.state_copies, 1.0)
         at_least("Bamboo", "activation_copies", self.activation_copies, 1.0)
         fraction("Bamboo", "threshold", self.threshold)
 
@@ -93,7 +92,7 @@ class Bamboo(CommonPolicy):
         """What the first stage's GPUs need: redundant state, and S micro-batches in flight, redundantly."""
         part = 1 / model.stages
         in_flight = min(model.stages, model.grid.microbatches) * model.activation_bytes(part)
-        return self.state_copies * model.state_bytes(part) + self.activation_copies * in_flight
+        return _STATE_COPIES * model.state_bytes(part) + self.activation_copies * in_flight
 
     def fits(self, model: TrainingModel) -> bool:
         """Whether the model runs under this policy at all."""
@@ -208,7 +207,7 @@ class Bamboo(CommonPolicy):
     def _in_flight_limit(self, model: TrainingModel) -> tuple[int, ...]:
         """Micro-batches that fit beside the redundant state, for a schedule that holds more than 1F1B."""
         part = 1 / model.stages
-        free = model.memory_bytes - self.state_copies * model.state_bytes(part)
+        free = model.memory_bytes - _STATE_COPIES * model.state_bytes(part)
         held = int(free // (self.activation_copies * model.activation_bytes(part)))
         return (max(held, model.stages),) * model.stages
 

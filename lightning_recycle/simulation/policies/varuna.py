@@ -6,7 +6,7 @@ checkpoint every 10 min while training stands still; here it has the checkpoints
 Assumptions:
 
 - For each depth P that divides the cut points (the layers), D = floor(G / P) pipelines with the largest micro-batch
-  that fits, at most ``largest_microbatch`` (durations here are proportional to it, so a larger one only adds bubbles);
+  that fits, at most that of the model (durations here are proportional to it, so a larger one only adds bubbles);
   the depth with the shortest simulated step wins.
 - Activations are recomputed: B includes F, which counts as redone.
 - The global batch stays the same.
@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_recycle.arguments import whole
 from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
 from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
@@ -37,16 +36,9 @@ class Varuna(CommonPolicy):
 
     Args:
         restart: seconds to restart the job.
-        largest_microbatch: most samples in a micro-batch; None for the size at which the model was calibrated.
     """
 
     restart: Duration = 90.0
-    largest_microbatch: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.largest_microbatch is not None:
-            whole("Varuna", "largest_microbatch", self.largest_microbatch, 1)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
@@ -73,16 +65,15 @@ class Varuna(CommonPolicy):
 
     def _configuration(self, context: Context, workers: tuple[int, ...]) -> Configuration:
         model = context.model
-        limit = self.largest_microbatch or model.microbatch
         again = replace(model, recompute=True, throughput=None)
-        layout = morph(again, len(workers), limit, self.schedule, self.effort)
+        layout = morph(again, len(workers), self.schedule, self.effort)
         if layout is None:
             return stopped("does not fit", frozenset())
         pipelines, stages, microbatch, step = layout
         used = workers[: pipelines * stages]
         factor = crowding(context, (used[begin : begin + stages] for begin in range(0, len(used), stages)))
         if factor != 1.0:
-            *_, step = morph(again, len(workers), limit, self.schedule, self.effort, factor) or layout
+            *_, step = morph(again, len(workers), self.schedule, self.effort, factor) or layout
         found = Configuration(
             f"varuna, {pipelines} x {stages}, micro-batch {microbatch}",
             step.seconds,
@@ -102,7 +93,6 @@ class Varuna(CommonPolicy):
 def morph(
     model: TrainingModel,
     workers: int,
-    largest: int,
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
     factor: float = 1.0,
@@ -112,7 +102,6 @@ def morph(
     Args:
         model: the model, with ``recompute``.
         workers: number of live workers.
-        largest: most samples in a micro-batch.
         schedule: schedule of the pipelines; the depth is chosen by 1F1B, as Varuna's own simulator does.
         effort: effort of the planner.
         factor: by which messages take longer in the end; the depth is chosen as if they did not.
@@ -122,7 +111,7 @@ def morph(
     layers = model.transformer.layers
     for depth in (depth for depth in range(1, layers + 1) if layers % depth == 0):
         pipelines = min(workers // depth, model.global_batch)
-        size = _largest_fitting(model, depth, largest) if pipelines else 0
+        size = _largest_fitting(model, depth) if pipelines else 0
         if not size:
             continue
         shape = replace(model, pipelines=1, stages=depth, microbatch=size, global_batch=size)
@@ -139,14 +128,14 @@ def morph(
     return (*best[:3], pipeline_step(schedule, costs, micro, limit, effort))
 
 
-def _largest_fitting(model: TrainingModel, depth: int, largest: int) -> int:
+def _largest_fitting(model: TrainingModel, depth: int) -> int:
     """Samples of the largest micro-batch of which ``depth`` can be in flight; 0 when not even one sample fits."""
     free = model.memory_bytes - model.state_bytes(1 / depth)
     shape = model.transformer
     # Inputs of the layers for each micro-batch in flight, and one layer being recomputed.
     held = depth * shape.activation_bytes(recompute=True) / depth + shape.activation_bytes() / shape.layers
     held /= model.tensor_parallel
-    size = largest
+    size = model.microbatch
     while size and size * held > free:
         size //= 2
     return size

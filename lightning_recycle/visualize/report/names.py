@@ -149,15 +149,6 @@ def failures_text(result: Mapping[str, Any]) -> str:
         return f"one failure after each {duration_text(settings['interval'])}{back}"
     if source == "FailureRate":
         return f"{_rate(settings['rate'] * settings['scale'])}{back}"
-    if source == "Weibull":
-        return f"Weibull lifetimes, mean {duration_text(settings['mean'])}, shape {settings['shape']:g}{back}"
-    if source == "Correlated":
-        several = f"{100 * settings['probability']:g} % take up to {settings['group']} nodes"
-        return f"event every {duration_text(settings['mtbf'])}, {several}{back}"
-    if source == "FailureCauses":
-        lemons = f", {100 * settings['lemons']:g} % lemons" if settings["lemons"] else ""
-        scale = "" if settings["scale"] == 1 else f"{settings['scale']:g} x "
-        return f"{scale}{len(settings['causes'])} causes{lemons}"
     if source == "SlowNodes":
         many = f"a node at {100 * settings['speed']:g} % of its speed every {duration_text(settings['mtbf'])}"
         return f"{many}, for {duration_text(settings['length'])}"
@@ -193,8 +184,6 @@ def assumptions_text(result: Mapping[str, Any]) -> str:
     network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
     if shared := result["cluster"].get("topology"):
         network += f", racks of {shared['rack']} nodes with {shared['oversubscription']:g}:1 uplinks"
-        if shared["switch_oversubscription"] > 1:
-            network += f", {shared['switch']} of them with {shared['switch_oversubscription']:g}:1"
     again = ", activations recomputed" if model["recompute"] else ""
     return f"global batch {model['global_batch']:,}, micro-batch {model['microbatch']}; {mfu}; {network}{again}"
 

@@ -17,9 +17,9 @@ def others_section(results: Results) -> Section:
     return Section(
         "others",
         "Other failures",
-        "Published failure rates, lifetimes, correlated failures, and outages given one by one.",
+        "Published failure rates, slow and wrong nodes, and outages given one by one.",
         _others(found) if found else None,
-        "recycle-simulate -m failures=llama3,rsc1,weibull,correlated policy=recycle,restart output=results",
+        "recycle-simulate -m failures=llama3,rsc1 policy=recycle,restart output=results",
     )
 
 
