@@ -11,7 +11,7 @@ were predicted, within 3 %. A third case has stages of four layers, of which who
 ones 1.25, the ideal.
 
 A move of some bytes: a model of large layers on 2 x 2 workers, of which one goes to the other stage and back, besides
-the state of AdamW, sent while all wait or copied ahead. The stall is how much longer the step with the move takes than
+the state of AdamW, sent while all wait. The stall is how much longer the step with the move takes than
 the others; beside it is what it takes to copy as many bytes once in memory, which no transfer can beat.
 """
 
@@ -151,12 +151,12 @@ class Wide(PipelineModule):
 class _Moves(Callback):
     """One layer goes to the other stage after ``step``."""
 
-    def __init__(self, step: int, ahead: bool) -> None:
-        self.step, self.ahead = step, ahead
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            trainer.strategy.move_layers([1, 3], self.ahead)
+            trainer.strategy.move_layers([1, 3])
 
 
 @dataclass(frozen=True)
@@ -167,16 +167,14 @@ class Stall:
         usual: seconds of a step.
         longest: how much longer the step with the move took.
         all_together: how much longer all steps took from the wish to the end of the move.
-        ahead: how many transfers had been copied before, of two.
     """
 
     usual: float
     longest: float
     all_together: float
-    ahead: int
 
 
-def measure_stall(megabytes: float, ahead: bool, step: int = 6, steps: int = 30) -> Stall:
+def measure_stall(megabytes: float, step: int = 6, steps: int = 30) -> Stall:
     """Moves a layer of so much state."""
     samples = torch.zeros(steps * 8, 8)
     trainer = fit(
@@ -185,14 +183,14 @@ def measure_stall(megabytes: float, ahead: bool, step: int = 6, steps: int = 30)
         ReCycleStrategy(2, 2, adapt="reroute"),
         devices=4,
         steps=steps,
-        callbacks=[_Moves(step, ahead)],
+        callbacks=[_Moves(step)],
     )
     (moved,) = (event for event in trainer.strategy.history if event.kind == "layers_moved")
     end = moved.step + 2
     usual = statistics.median([*step_seconds(trainer, 2, step - 1), *step_seconds(trainer, end)])
     meanwhile = step_seconds(trainer, step - 1, end)
     longest = max(step_seconds(trainer, moved.step - 1, end)) - usual
-    return Stall(usual, longest, sum(meanwhile) - usual * len(meanwhile), moved.details["ahead"])
+    return Stall(usual, longest, sum(meanwhile) - usual * len(meanwhile))
 
 
 def copy_seconds(size: float) -> float:
@@ -213,20 +211,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console.print(describe_machine())
     if options.stalls:
-        columns = "a step", "the step with the move", "all steps meanwhile", "came ahead", "the bytes, copied once"
-        table = Table("moved", "copied", *columns, title="Stall of a move")
+        columns = "a step", "the step with the move", "all steps meanwhile", "the bytes, copied once"
+        table = Table("moved", *columns, title="Stall of a move")
         for megabytes in (10, 100, 1000):
-            for ahead in (False, True):
-                stall = measure_stall(megabytes, ahead)
-                table.add_row(
-                    f"{megabytes} MB",
-                    "ahead" if ahead else "while all wait",
-                    f"{stall.usual:.3f} s",
-                    f"{stall.longest:.3f} s longer",
-                    f"{stall.all_together:.3f} s longer",
-                    f"{stall.ahead} of 2",
-                    f"{copy_seconds(megabytes * 1e6):.3f} s",
-                )
+            stall = measure_stall(megabytes)
+            table.add_row(
+                f"{megabytes} MB",
+                f"{stall.usual:.3f} s",
+                f"{stall.longest:.3f} s longer",
+                f"{stall.all_together:.3f} s longer",
+                f"{copy_seconds(megabytes * 1e6):.3f} s",
+            )
         console.print(table)
         return
     columns = "re-routed", "layers moved", "times the throughput", "goal", "predicted", "off by", "layout", "the move"

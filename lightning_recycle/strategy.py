@@ -338,20 +338,19 @@ class ReCycleStrategy(ParallelStrategy):
         """Totals of the run so far (failures, seconds of recovery, ...), the same on all workers at a step's end."""
         return {} if self._session is None else self._session.client.counters
 
-    def move_layers(self, sizes: Sequence[float], ahead: bool = False) -> None:
+    def move_layers(self, sizes: Sequence[float]) -> None:
         """Asks for other layers in each stage, from the next step boundary on; for callbacks and hooks in ``fit``. One
         worker has to ask; if others ask for the same, it is asked once.
 
         Args:
             sizes: the number of layers of each stage, in order. Not whole, as in [2.5, 3.5], where neighbouring stages
                 share a layer: half of the micro-batches run the third one on the first stage, the others on the second.
-            ahead: whether layers are copied while the training goes on, before all wait for what has changed since.
                 That pays where to send them takes longer than a step.
 
         Raises:
             ConfigurationError: if there is no such layout, or layers cannot move; it says why.
         """
-        self.session.move_layers(sizes, ahead)
+        self.session.move_layers(sizes)
 
     @property
     @override

@@ -224,11 +224,6 @@ class ControlClient:
                 interruptible=True,
             )
 
-    def layers_to_copy(self) -> messages.Cuts:
-        """The layout for which layers are to be copied from now on; empty if for none. Asked for once."""
-        with self._changed:
-            return self.member.layers_to_copy()
-
     def wait_to_enter(self) -> None:
         """Reports that this worker is set up and waits until it is let in; :meth:`enter_generation` comes next."""
         self.send(messages.Ready(self.rank))

@@ -46,13 +46,11 @@ class Traffic:
     Args:
         total: bytes of all moves.
         busiest: the most bytes that one worker sends, or that one receives.
-        received: the most bytes that one worker receives.
         copied: number of moves.
     """
 
     total: float = 0.0
     busiest: float = 0.0
-    received: float = 0.0
     copied: int = 0
 
     def seconds(self, bandwidth: float, latency: float) -> float:
@@ -116,5 +114,4 @@ def traffic(moves: Collection[LayerMove], state_bytes: Sequence[float]) -> Traff
     for move in moves:
         sent[move.source] += state_bytes[move.layer]
         received[move.receiver] += state_bytes[move.layer]
-    most = max(received.values(), default=0.0)
-    return Traffic(sum(received.values()), max(most, *sent.values(), 0.0), most, len(moves))
+    return Traffic(sum(received.values()), max(0.0, *received.values(), *sent.values()), len(moves))

@@ -4,7 +4,7 @@ Concept: of each way, its layout with the predicted step, what has to be sent fo
 still. A layout is worth a change if the seconds that it saves until the next change exceed the seconds that training
 stands still for it:
 
-    (1 - period / period of reroute) x (seconds until the next change - delay)  >  stall + risk
+    (1 - period / period of reroute) x seconds until the next change  >  stall + risk
 
 where the risk is the chance that the next failure takes a whole stage, times what a restart costs, as far as it is
 higher than with re-routing.
@@ -85,23 +85,21 @@ class Changing:
     Args:
         switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
             are built again.
-        background: the part of a link that copies may use while training goes on; 0: all copies wait for the boundary.
         stopped: whether training stands still anyhow at that moment, as in a recovery: then neither the switch nor the
-            pipelines that are filled again cost anything more, and copies are not made in the background.
+            pipelines that are filled again cost anything more.
         least_gain: the smallest part of a period that a layout must save.
         loss: seconds that the loss of all workers of a stage costs: the restart, and steps since the checkpoint.
         record: how likely that is; None: it is not considered.
     """
 
     switch: float = 0.0
-    background: float = 0.0
     stopped: bool = False
     least_gain: float = _LEAST_GAIN
     loss: float = 0.0
     record: FailureRecord | None = None
 
     def __post_init__(self) -> None:
-        for name in ("switch", "background", "least_gain", "loss"):
+        for name in ("switch", "least_gain", "loss"):
             at_least("Changing", name, getattr(self, name))
 
     def risk(self, owners: Sequence[int]) -> float:
@@ -122,10 +120,8 @@ class Candidate:
         bound: a proven lower bound of it.
         bytes: to be sent in all.
         busiest: the most bytes that one worker sends or receives.
-        copying: seconds until all copies have arrived.
-        stall: seconds that training stands still for the change: the switch, copies that are not made in the
-            background, and filling the pipelines again.
-        delay: seconds until the change, while copies are made in the background.
+        stall: seconds that training stands still for the change: the switch, the copies, and filling the pipelines
+            again.
         risk: seconds that the next change costs by the chance that a stage is lost, more than with re-routing.
         saved: seconds of training that it saves until the next change, stall and risk taken off; 0 for re-routing.
         refused: why this way is not gone; empty otherwise.
@@ -141,9 +137,7 @@ class Candidate:
     roles: tuple[tuple[Worker, Worker], ...] = ()
     bytes: float = 0.0
     busiest: float = 0.0
-    copying: float = 0.0
     stall: float = 0.0
-    delay: float = 0.0
     risk: float = 0.0
     saved: float = 0.0
     refused: str = ""
@@ -157,8 +151,8 @@ class Candidate:
         if self.way == "reroute":
             return text
         return (
-            f"{text}; {self.bytes / 1e6:.4g} MB to send, a stall of {shown(self.stall)}"
-            f"{f' after {shown(self.delay)}' if self.delay else ''}, saves {shown(self.saved)} until the next change"
+            f"{text}; {self.bytes / 1e6:.4g} MB to send, a stall of {shown(self.stall)}, "
+            f"saves {shown(self.saved)} until the next change"
         )
 
 
@@ -232,16 +226,15 @@ def is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
 def weighed(candidate: Candidate, first: Candidate, next_change: float, least_gain: float) -> Candidate:
     """The candidate with what it saves compared with ``first``; refused if that is nothing."""
     gain = 1.0 - candidate.period / first.period
-    saved = gain * max(0.0, next_change - candidate.delay) - candidate.stall - candidate.risk
+    saved = gain * next_change - candidate.stall - candidate.risk
     reason = ""
     if gain < least_gain:
         reason = f"its step of {shown(candidate.period)} is not shorter than {shown(first.period)}"
     elif saved <= 0:
-        later = f" after {shown(candidate.delay)}" if candidate.delay else ""
         danger = f" and a risk of {shown(candidate.risk)}" if candidate.risk else ""
         reason = (
             f"a step is {100 * gain:.1f} % shorter, which in {shown(next_change)} does not pay for a stall "
-            f"of {shown(candidate.stall)}{later}{danger}"
+            f"of {shown(candidate.stall)}{danger}"
         )
     return replace(candidate, saved=saved, refused=reason)
 

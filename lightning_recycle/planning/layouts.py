@@ -316,7 +316,6 @@ class _Search:
         bound = self.bound(cuts, problem)
         state = self.layers.state_bytes
         sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
-        copying, stall, delay = self.times(cuts, sent, judgement)
         return Candidate(
             way,
             Layout(cuts, self.without(distribution)),
@@ -326,9 +325,7 @@ class _Search:
             tuple(sorted((worker, place) for worker, place in taken.items() if worker != place)),
             sent.total,
             sent.busiest,
-            copying,
-            stall,
-            delay,
+            self.stall(sent, judgement),
             judgement=judgement,
             problem=problem,
         )
@@ -444,27 +441,10 @@ class _Search:
         """The square of the load: the sum over the stages is least where they are even."""
         return stages.load(stage, begin, end, workers) ** 2
 
-    def times(self, cuts: Bounds, sent: Traffic, judgement: Judgement) -> tuple[float, float, float]:
-        """Seconds of the copies, of the stall and of the delay before it."""
-        layers, changing = self.layers, self.changing
-        copying = sent.seconds(layers.bandwidth, layers.latency)
-        if changing.stopped:
-            return copying, copying, 0.0
-        stall = changing.switch + judgement.fill
-        if changing.background and self.room_for(sent):
-            return copying, stall, copying / changing.background
-        return copying, stall + copying, 0.0
-
-    def room_for(self, sent: Traffic) -> bool:
-        """Whether a worker can hold what it gets beside its own layers and the micro-batches that 1F1B holds."""
-        memory = self.layers.memory(self.cuts)
-        if memory is None:
-            return True
-        return all(
-            memory.fixed[stage] + (self.grid.stages - stage) * memory.after_forward[stage] + sent.received
-            <= memory.capacity[stage]
-            for stage in range(self.grid.stages)
-        )
+    def stall(self, sent: Traffic, judgement: Judgement) -> float:
+        """Seconds that training stands still for the change."""
+        copying = sent.seconds(self.layers.bandwidth, self.layers.latency)
+        return copying if self.changing.stopped else self.changing.switch + judgement.fill + copying
 
 
 _HARD = 0.0

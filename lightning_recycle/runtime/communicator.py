@@ -41,7 +41,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -325,25 +324,6 @@ class Communicator:
     def _missing(self, plan: GroupPlan, kept: Group) -> GroupPlan:
         """``plan`` without the workers with whom this one is connected, in ``kept``: a meshed group has all or none."""
         return replace(plan, ranks=tuple(r for r in plan.ranks if r == self._rank or r not in kept.places))
-
-    def links(self, name: str, peers: Collection[int], cancelled: threading.Event) -> dict[int, socket.socket]:
-        """Plain connections to workers ``peers``, each of whom asks for the same at about the same time; called by a
-        thread of the caller's, which closes them. They do not block, and do not end with the generation.
-
-        Args:
-            name: the same on both sides, once in a generation.
-            peers: ranks of the grid.
-            cancelled: ends connecting, soon after it is set.
-
-        Returns:
-            The connections, by rank; without those of workers that cannot have any.
-
-        Raises:
-            RuntimeError, OSError: if connecting fails or was cancelled.
-        """
-        plan = GroupPlan(name, tuple(sorted({*peers, self._rank})), None, meshed=False)
-        groups = self._factory.create(self._generation, [plan], None, cancelled, OpenSockets(), f"/{name}")
-        return groups[name].links if name in groups else {}
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""

@@ -270,7 +270,6 @@ class Executor:
                 program = self._client.begin_step(number)
                 if program is not None:
                     self._follow(program)
-                self._moving.copy_ahead()
                 self._run_program(number)
 
         self._retried(run)
@@ -701,8 +700,6 @@ class Executor:
         resume = self._client.report(status, self._payload, self._moving.cuts)
         if resume.generation > 0:
             self._host.on_recovery(resume.decision.version)
-        if not resume.becomes:
-            self._moving.end_copies()
         if not self._joining and (holding := self._moving.decided(resume.cuts)) is not None:
             self._take_up(holding)
         self._connect(resume, announced)
@@ -741,8 +738,8 @@ class Executor:
             Interrupted: then.
         """
         self._client.doing(self.version, "layers", _RECOVER)
-        ahead = self._moving.exchange(resume)
-        self._client.send(messages.LayersHeld(self._client.rank, resume.generation, ahead))
+        self._moving.exchange(resume)
+        self._client.send(messages.LayersHeld(self._client.rank, resume.generation))
         self._client.await_announcement(_LAYERS_TIMEOUT)
         raise Interrupted
 

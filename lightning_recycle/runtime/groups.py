@@ -174,7 +174,6 @@ class GroupFactory:
         doorbell: Doorbell | None,
         cancelled: threading.Event,
         sockets: OpenSockets,
-        purpose: str = "",
     ) -> dict[str, Group]:
         """The groups of ``plans`` that have other members, by name.
 
@@ -184,7 +183,6 @@ class GroupFactory:
             doorbell: where the others can see whether they reach this worker, if all are to check that first.
             cancelled: ends creating the groups, soon after it is set.
             sockets: gets the groups' sockets, each as soon as it is Gloo's.
-            purpose: distinguishes them from others of the generation that are created at another time.
 
         Raises:
             UnreachableError: if some cannot be reached.
@@ -194,7 +192,7 @@ class GroupFactory:
         others = sorted({rank for plan in plans for rank in plan.ranks} - {self._rank})
         if not others:
             return {}
-        store, prefix = _Store(self._rendezvous, cancelled), f"generation{generation}{purpose}"
+        store, prefix = _Store(self._rendezvous, cancelled), f"generation{generation}"
 
         def exchange(what: str, value: bytes) -> dict[int, bytes]:
             store.set(f"{prefix}/{what}{self._rank}", value)

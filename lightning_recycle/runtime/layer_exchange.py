@@ -7,9 +7,8 @@ this module knows who gives it to whom, and what is decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from lightning_recycle.control.client import ControlClient
@@ -19,14 +18,12 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.holding import Holding
-from lightning_recycle.runtime.layer_streams import Parcel
-from lightning_recycle.runtime.layers_ahead import Copier, LayersAhead, give, take
 from lightning_recycle.runtime.transfer import receive_object, send_object
 
 __all__ = ["FixedLayers", "LayerKeeper", "LayerMoves"]
 
 
-class LayerKeeper(Copier, Protocol):
+class LayerKeeper(Protocol):
     """Gives layers away and takes them up, with all that belongs to them."""
 
     @property
@@ -35,6 +32,9 @@ class LayerKeeper(Copier, Protocol):
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
         """Which stages hold the same weights under the layout ``cuts``, whoever of them this worker's is."""
+
+    def give(self, layers: Iterable[int]) -> Any:
+        """These layers, to be sent to another worker."""
 
     def take_up(self, cuts: Cuts, given: Sequence[Any]) -> Holding:
         """From now on this worker has the layers of its stage under ``cuts``: those of them that it has, and those that
@@ -59,12 +59,6 @@ class FixedLayers:
 
     def give(self, layers: Iterable[int]) -> Any:
         raise ReCycleError("This worker cannot give layers away, and was asked to.")
-
-    def copy(self, layers: Sequence[int], receivers: int, tell: Callable[[Parcel], None]) -> None:
-        raise ReCycleError("This worker cannot copy layers, and was asked to.")
-
-    def caught_up(self, parcels: Sequence[Parcel], rest: Any) -> Any:
-        raise ReCycleError("This worker cannot take layers up, and was asked to.")
 
     def take_up(self, cuts: Cuts, given: Sequence[Any]) -> Holding:
         raise ReCycleError("This worker cannot take layers up, and was asked to.")
@@ -96,7 +90,6 @@ class LayerMoves:
         self._client, self._communicator = client, communicator
         self._start = keeper.cuts
         self._held: _Held | None = None
-        self._ahead: LayersAhead | None = None
 
     @property
     def cuts(self) -> Cuts:
@@ -113,41 +106,21 @@ class LayerMoves:
         transfers = self._transfers(resume.becomes, resume.roster)
         return {other for one in transfers for other in (one.donor, one.receiver) if other != rank}
 
-    def copy_ahead(self) -> None:
-        """Begins to copy layers if the coordinator wants that; called between two steps."""
-        cuts = self._client.layers_to_copy()
-        if not cuts:
-            return
-        self.end_copies()
-        done = partial(self._client.send, self._client.member.layers_copied(cuts))
-        transfers = self._transfers(cuts, self._client.roster)
-        self._ahead = LayersAhead(cuts, self._client.rank, transfers, self._keeper, self._communicator, done)
-
-    def end_copies(self) -> None:
-        """No layers are copied ahead any more."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.end()
-
-    def exchange(self, resume: Resume) -> int:
+    def exchange(self, resume: Resume) -> None:
         """Gives others the layers that they lack of the layout ``resume.becomes``, and gets those that this worker
-        lacks; returns from how many workers it had them before.
+        lacks.
 
         Raises:
             CommunicationError: if the generation is aborted.
         """
-        ahead = self._ahead if self._ahead is not None and self._ahead.cuts == resume.becomes else None
-        given, exchanged = [], (self._communicator, self._keeper)
+        given = []
         with self._client.waiting("layers of other stages"):
-            for one in self._transfers(resume.becomes, resume.roster):
-                if one.donor == self._client.rank:
-                    copy = None if ahead is None else ahead.copy_for(one.receiver)
-                    give(*exchanged, one.layers, one.receiver, copy)
+            for transfer in self._transfers(resume.becomes, resume.roster):
+                if transfer.donor == self._client.rank:
+                    send_object(self._communicator, self._keeper.give(transfer.layers), transfer.receiver)
                 else:
-                    given.append(take(*exchanged, one.donor, [] if ahead is None else ahead.parcels_of(one.donor)))
-        self.end_copies()
-        self._held = _Held(resume.becomes, tuple(layers for layers, _ in given))
-        return sum(came_ahead for _, came_ahead in given)
+                    given.append(receive_object(self._communicator, transfer.donor))
+        self._held = _Held(resume.becomes, tuple(given))
 
     def _transfers(self, becomes: Cuts, roster: tuple[int, ...]) -> list[Transfer]:
         """Those of this worker when the workers ``roster`` change from its layout to ``becomes``."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["device_bytes", "device_place", "free_bytes", "machine_bytes", "peak_bytes", "process_bytes", "reset_peak"]
+__all__ = ["device_bytes", "device_place", "machine_bytes", "peak_bytes", "process_bytes", "reset_peak"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -34,14 +34,6 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_bytes()
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes of memory of ``device`` that tensors of this process can take now; of a CPU without what caches files."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0] + unused)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:

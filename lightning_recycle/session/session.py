@@ -640,13 +640,13 @@ class Session:
         """Returns when the parameters are what they will be."""
         self.executor.settle_newest()
 
-    def move_layers(self, sizes: Sequence[float], ahead: bool) -> None:
+    def move_layers(self, sizes: Sequence[float]) -> None:
         if self._layers is None:
             raise ConfigurationError(
                 "Layers move while fit trains a module in several stages by a schedule, only then."
             )
         cuts = self._layers.layout_of(sizes)
-        self.client.send(LayoutWanted(self.place.rank, cuts, ahead))
+        self.client.send(LayoutWanted(self.place.rank, cuts))
 
     def agree_on_stop(self, place: StopPlace) -> None:
         self.stop_requests.agree(place)

@@ -11,7 +11,6 @@ What callbacks keep by layer does not travel. Where there is any, layers stay (:
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,15 +32,10 @@ from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.fractional_cuts import are_whole, rounded, shared_layers
 from lightning_recycle.runtime.holding import Holding
-from lightning_recycle.runtime.layer_streams import Parcel
-from lightning_recycle.runtime.machine_memory import free_bytes
 from lightning_recycle.runtime.ties import StageTies
-from lightning_recycle.session.layer_copies import FollowedLayers, Rest, follow, travels
 from lightning_recycle.session.optimizer_states import merged_names
 
 __all__ = ["StageLayers", "why_layers_stay"]
-
-log = logging.getLogger(__name__)
 
 _BY_LAYER = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
 _FIRST_MEASURED = 2  # steps: the first ones compile and warm up
@@ -62,7 +56,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
     for index in owned:
         try:
             with parts.handed_out(index) as layer:
-                take_apart(layer, travels)
+                take_apart(layer, _travels)
         except Exception as error:  # whatever the user's objects raise
             return f"layer {index} cannot be pickled ({type(error).__name__}: {error})"
     return ""
@@ -74,6 +68,11 @@ def _kept_besides(optimizer: Optimizer) -> str | None:
         if name not in _OF_OPTIMIZERS and any(isinstance(item, Tensor) for item in _flat(value)):
             return name
     return None
+
+
+def _travels(tensor: Tensor) -> bool:
+    """Whether a tensor is sent apart from the pickle of the value around it."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _flat(value: Any) -> Iterable[Any]:
@@ -232,11 +231,6 @@ class StageLayers:
             raise ConfigurationError(f"The layers cannot move: {why}.")
         return cuts
 
-    def _weight(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Bytes of ``parameters``, and of their optimizers' states."""
-        held = list(parameters)
-        return _bytes(held) + self._state_bytes(held)
-
     def _state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Of the optimizers' states of ``parameters``."""
         optimizers = self._trainer.optimizers
@@ -293,30 +287,10 @@ class StageLayers:
     # ------------------------------------------------------------------ giving
 
     def give(self, layers: Iterable[int]) -> _Given:
-        skeleton, tensors, facts = self._apart(tuple(layers))
-        return _Given(skeleton=skeleton, tensors=[tensor.detach() for tensor in tensors], **facts)
-
-    def copy(self, layers: Sequence[int], receivers: int, tell: Callable[[Parcel], None]) -> FollowedLayers | None:
-        parameters = list(dict.fromkeys(self._named_of(layers).values()))
-        needed = self._weight(parameters) + _bytes(parameters)  # what has not left before the next step, and gradients
-        if needed > free_bytes(self._device):
-            log.info("Layers are not copied ahead: that may take %d MB, which %s lacks.", needed // 10**6, self._device)
-            return None
         layers = tuple(layers)
-        return FollowedLayers(parameters, self._trainer.optimizers, receivers, tell, lambda: self._apart(layers))
-
-    def caught_up(self, parcels: Sequence[Parcel], rest: Rest) -> _Given | None:
-        tensors = follow(parcels, rest, self._trainer.optimizers, self._device)
-        return None if tensors is None else _Given(skeleton=rest.skeleton, tensors=tensors, **rest.facts)
-
-    def _named_of(self, layers: Sequence[int]) -> dict[str, nn.Parameter]:
-        prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
-        return {name: parameter for name, parameter in self._named() if name.startswith(prefixes)}
-
-    def _apart(self, layers: Sequence[int]) -> tuple[bytes, list[Tensor], Mapping[str, Any]]:
-        """``layers`` without their tensors, these, and the other fields of a :class:`_Given`."""
         self._end_measuring()  # what it does to the layers is not the user's to pickle
-        named = self._named_of(layers)
+        prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
+        named = {name: parameter for name, parameter in self._named() if name.startswith(prefixes)}
         states = [
             {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
             for optimizer in self._trainer.optimizers
@@ -325,9 +299,9 @@ class StageLayers:
         accumulated = {name: sums[p] for name, p in named.items() if p in sums}
         with self._parts.handed_out(*layers) as modules:
             # What was said to be picklable at the start still is, unless the user's code has changed it.
-            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, accumulated), travels)
+            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, accumulated), _travels)
         kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]
-        return skeleton, tensors, {"stage": self._stage, "kinds": kinds, "names": self._names()}
+        return _Given(self._stage, skeleton, [tensor.detach() for tensor in tensors], kinds, self._names())
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self._parts.module.named_parameters(remove_duplicate=False))

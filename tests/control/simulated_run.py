@@ -707,8 +707,7 @@ class Run:
             parts = range(1, first_layout(self.grid)[-1])
             cuts = (0, *sorted(self._layouts.sample(parts, self.grid.stages - 1)), parts.stop)
             roster = self.state.roster if self._layouts.random() < 0.5 else ()
-            ahead = self._layouts.random() < 0.5
-            self._at_coordinator(self.delay(), self._handle, LayoutReady(roster, cuts, ahead=ahead))
+            self._at_coordinator(self.delay(), self._handle, LayoutReady(roster, cuts))
 
     def _reconnects(self, schedule: Schedule) -> bool:
         """Whether ``schedule`` needs connections that those who run do not have."""

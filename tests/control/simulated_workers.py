@@ -243,7 +243,6 @@ class SimulatedWorker:
         self.committed_in = (-1, -1)  # generation and step of its newest commit
         self.parameters: list[int] = []  # the gradients applied, by step
         self.shadow = -1  # version that the shadow holds
-        self.copied: messages.LayersCopied | None = None  # that it has not said yet
         self.cuts = first_layout(network.grid)  # the layout of the layers that it has
         self.beside: tuple[Any, int] | None = None  # the one for which it holds layers, and their version
         self.buffers: list[tuple[int, int]] = [(-1, 0), (-1, 0)]  # (step, reduced gradient), of even and odd steps
@@ -447,17 +446,8 @@ class SimulatedWorker:
             if not isinstance(answer, Hold):
                 if answer.program is not None:
                     self.schedule = answer.program
-                self.copy_ahead(step)
                 return
             yield from self.wait(lambda place=answer.place: self.member.pause != place)  # type: ignore[misc]
-
-    def copy_ahead(self, step: int) -> None:
-        """LayerMoves.copy_ahead: the copies take some steps, on some workers more."""
-        if cuts := self.member.layers_to_copy():
-            self.copied = self.member.layers_copied(cuts)
-        if self.copied is not None and (step + self.rank) % 2:
-            message, self.copied = self.copied, None
-            self.send(message)
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
         """ControlClient.arrive."""

@@ -1,7 +1,6 @@
 """How another layout of the layers comes about, event by event."""
 
-import pytest
-from membership_feed import ALL, GRID, feed, messages, records, reports, running
+from membership_feed import ALL, feed, messages, records, reports, running
 from test_step_boundaries import stop_at
 
 from lightning_recycle.control.protocol import messages as m
@@ -9,10 +8,6 @@ from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.relayout import is_for
 
 CUTS = (0, 1, 6)
-
-
-def copied(ranks: tuple[int, ...] = ALL, generation: int = 0, cuts: m.Cuts = CUTS) -> list[m.LayersCopied]:
-    return [m.LayersCopied(rank, generation, cuts) for rank in ranks]
 
 
 def under_way() -> s.MembershipState:
@@ -28,48 +23,34 @@ def under_way() -> s.MembershipState:
 def test_it_begins_at_the_next_step_boundary() -> None:
     _, commands = feed(running(), s.LayoutReady(ALL, CUTS))
     assert messages(commands, m.Pause)
-    assert not messages(commands, m.CopyLayers)
 
 
-def test_layers_that_are_copied_ahead_are_awaited() -> None:
-    state, commands = feed(running(), s.LayoutReady(ALL, CUTS, ahead=True))
-    assert messages(commands, m.CopyLayers) == [m.CopyLayers(0, CUTS)]
-    assert not messages(commands, m.Pause)
-    state, commands = feed(state, *copied(ALL[:-1]), *copied(ALL[-1:], generation=-1), *copied(ALL, cuts=(0, 2, 6)))
-    assert not messages(commands, m.Pause)
-    _, commands = feed(state, *copied(ALL[-1:]))
-    assert messages(commands, m.Pause)
+def test_all_may_want_the_same() -> None:
+    state, first = feed(running(), m.LayoutWanted(0, CUTS))
+    assert messages(first, m.Pause)
+    assert feed(state, *(m.LayoutWanted(rank, CUTS) for rank in ALL)) == (state, [])
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_all_may_want_the_same(ahead: bool) -> None:
-    state, first = feed(running(), m.LayoutWanted(0, CUTS, ahead))
-    again, second = feed(state, *(m.LayoutWanted(rank, CUTS, ahead) for rank in ALL))
-    assert (again, messages(second, m.CopyLayers)) == (state, [])
-    assert len(messages(first, m.CopyLayers)) == ahead
-
-
-def test_a_wish_at_a_step_boundary_waits_for_no_copies() -> None:
+def test_a_wish_while_workers_stop_at_a_boundary_is_kept() -> None:
     state, _ = feed(running(), m.Ready(0), m.Leave(3))
     assert state.pause is not None
-    state, commands = feed(state, s.LayoutReady(ALL, CUTS, ahead=True))
-    assert not messages(commands, m.CopyLayers)
+    state, _ = feed(state, s.LayoutReady(ALL, CUTS))
     assert state.layout is not None
 
 
-def test_a_loss_ends_the_copies_and_what_a_user_wants_comes_without_them() -> None:
-    state, _ = feed(running(), m.LayoutWanted(0, CUTS, True), s.Lost(3, "killed"))
+def test_a_user_wants_a_layout_also_after_a_loss_and_the_planner_for_its_workers_only() -> None:
+    state, _ = feed(running(), m.LayoutWanted(0, CUTS), s.Lost(3, "killed"))
     assert is_for(state.layout, (0, 1, 2))
     state, commands = feed(state, *reports((0, 1, 2), 1, 0))
     assert messages(commands, m.Pause)
-    state, _ = feed(running(), s.LayoutReady(ALL, CUTS, ahead=True), s.Lost(3, "killed"))
+    state, _ = feed(running(), s.LayoutReady(ALL, CUTS), s.Lost(3, "killed"))
     assert state.layout is None
 
 
 def test_it_is_decided_when_all_hold_their_layers() -> None:
-    state, commands = feed(under_way(), *(m.LayersHeld(rank, 1, rank % 2) for rank in ALL))
+    state, commands = feed(under_way(), *(m.LayersHeld(rank, 1) for rank in ALL))
     (record,) = records(commands, "layers_moved")
-    assert (record.details["cuts"], record.details["ahead"]) == (CUTS, GRID.num_workers // 2)
+    assert record.details["cuts"] == CUTS
     assert (state.cuts, state.becomes, state.generation) == (CUTS, (), 2)
 
 

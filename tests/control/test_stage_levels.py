@@ -82,7 +82,7 @@ class FoundLayouts:
 
     def _ask(self) -> None:
         self.asked += 1
-        chosen = SimpleNamespace(period=1.0 - GAIN, bytes=0.0, copying=0.0, stall=0.5)
+        chosen = SimpleNamespace(period=1.0 - GAIN, bytes=0.0, stall=0.5)
         reroute = SimpleNamespace(period=1.0)
         plan = SimpleNamespace(gain=GAIN, why=lambda: (), chosen=chosen, reroute=reroute, next_change=1e9)
         failed = self.plans.schedules[-1].failed

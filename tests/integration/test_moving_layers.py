@@ -22,23 +22,23 @@ from typing_extensions import override
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
-from lightning_recycle.runtime import layer_exchange, layers_ahead
+from lightning_recycle.runtime import layer_exchange
 from lightning_recycle.runtime.byte_streams import ByteReceiver, ByteSender
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session import stage_layers
 
 
 class Move(Callback):
-    """Asks for layouts: sizes of the stages, by the step after which it does; ``ahead``: see ``move_layers``."""
+    """Asks for layouts: sizes of the stages, by the step after which it does."""
 
-    def __init__(self, moves: Mapping[int, Sequence[int]], ahead: bool = False) -> None:
-        self.moves, self.ahead = moves, ahead
+    def __init__(self, moves: Mapping[int, Sequence[int]]) -> None:
+        self.moves = moves
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         sizes = self.moves.get(trainer.global_step)
         if sizes is not None:
-            trainer.strategy.move_layers(sizes, self.ahead)  # type: ignore[attr-defined]
+            trainer.strategy.move_layers(sizes)  # type: ignore[attr-defined]
 
 
 class MoveByBatch(Move):
@@ -65,8 +65,8 @@ class KilledWhileLayersMove(Callback):
         if strategy.executor is None or strategy.grid_rank != self.rank:
             return
         for owner, name in [
-            (layers_ahead, "send_object"),
-            (layers_ahead, "receive_object"),
+            (layer_exchange, "send_object"),
+            (layer_exchange, "receive_object"),
             (ByteSender, "put"),
             (ByteReceiver, "end"),
             (layer_exchange.LayerMoves, "exchange"),

@@ -157,13 +157,6 @@ def test_with_weights_that_distant_layers_share(faults: list[Fault]) -> None:
 
 
 @pytest.mark.long
-def test_copies_ahead() -> None:
-    moving = Move({2: (2.4, 2.1, 1.5), 6: (1.5, 3.3, 1.2)}, ahead=True)
-    run = exact_fit(Scheduled().double(), 2, 3, callbacks=[moving], strategy=STAY)
-    assert len(moves(run)) == 2
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", ["grouped", "tied", "scheduled"])
 def test_checkpoints_go_on_on_any_grid(tmp_path: Path, name: str, sharded: bool) -> None:

@@ -94,7 +94,7 @@ def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(
     situation: tuple, next_change: float, stopped: bool
 ) -> None:
     problem, layers, cuts = situation
-    changing = Changing(switch=0.5, background=0.5 if stopped else 0.0, stopped=stopped)
+    changing = Changing(switch=0.5, stopped=stopped)
     try:
         plan = plan_layout(problem, layers, cuts, next_change=next_change, changing=changing, judge=quick)
     except PlanningError:
@@ -172,21 +172,19 @@ def test_a_move_that_takes_longer_than_it_saves_is_refused() -> None:
     assert plan_layout(problem, layers, cuts, next_change=HOUR, changing=Changing(switch=2.0)).chosen.way != "reroute"
 
 
-def test_the_stall_is_the_switch_and_the_copies_that_are_not_made_in_the_background() -> None:
+def test_the_stall_is_the_switch_and_the_copies() -> None:
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2), technique=p.Technique(True, False))
 
-    def stall(**changes: object) -> tuple[float, float]:
-        changing = Changing(switch=2.0, **changes)  # type: ignore[arg-type]
+    def beside_the_copies(changing: Changing) -> float:
         plan = plan_layout(problem, layers, cuts, next_change=HOUR, changing=changing, ways=("layers",))
         assert plan.chosen.way == "layers"
-        copying = plan.chosen.busiest / 1e9
-        assert plan.chosen.copying == pytest.approx(copying)
-        return plan.chosen.stall / copying, plan.chosen.delay / copying
+        assert plan.chosen.judgement is not None
+        fill = 0.0 if changing.stopped else plan.chosen.judgement.fill
+        return plan.chosen.stall - fill - plan.chosen.busiest / 1e9
 
-    copying = 2.0 / (stall()[0] - 1)
-    assert stall(background=0.5) == pytest.approx((2.0 / copying, 2.0))
-    assert stall(stopped=True, background=0.5) == pytest.approx((1.0, 0.0))
+    assert beside_the_copies(Changing(switch=2.0)) == pytest.approx(2.0)
+    assert beside_the_copies(Changing(switch=2.0, stopped=True)) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +231,7 @@ def test_moves_take_turns_among_the_owners() -> None:
     assert {(move.layer, move.receiver.pipeline) for move in found} == {(1, 0), (1, 1), (1, 2)}
     assert {move.source for move in found} == {p.Worker(1, 0), p.Worker(2, 0)}
     sent = traffic(found, (5.0, 7.0, 1.0, 1.0))
-    assert (sent.total, sent.busiest, sent.received, sent.copied) == (21.0, 14.0, 7.0, 3)
+    assert (sent.total, sent.busiest, sent.copied) == (21.0, 14.0, 3)
     assert sent.seconds(7.0, 0.5) == 2.5
     assert sent.seconds(0.0, 0.5) == 0.5
     with pytest.raises(PlanningError, match="layer 0 has no live owner"):

@@ -336,9 +336,7 @@ class RunPlans:
             "next_change": plan.next_change,
         }
         roster = tuple(self._grid.rank(worker) for worker in self.schedules[-1].live_workers)
-        # Copies ahead take processor time from the steps meanwhile, and the steps made since are made again by the
-        # receiver: it pays where the links are slow.
-        return LayoutReady(roster, answer.cuts, details, ahead=plan.chosen.copying > plan.chosen.period)
+        return LayoutReady(roster, answer.cuts, details)
 
     def _doubts(self, gain: float) -> str:
         """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was

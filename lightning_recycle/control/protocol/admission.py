@@ -49,7 +49,6 @@ _OF_MEMBERS = (
     messages.Raised,
     messages.LayoutWanted,
     messages.LayerFacts,
-    messages.LayersCopied,
     messages.LayersHeld,
     messages.Disputed,
     messages.Voted,

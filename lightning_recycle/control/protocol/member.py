@@ -107,7 +107,6 @@ class Member:
         self._paused_generation = -1
         self._newest_pause = (-1, -1)  # generation and number
         self._boundary: int | None = None
-        self._copy: messages.CopyLayers | None = None
         self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
         self._passed = -1  # the newest stop point at which it went on
         self._asked = -1  # the newest stop point at which it has to say whether it goes on
@@ -140,8 +139,6 @@ class Member:
                 if message.generation == self._paused_generation:
                     self._paused_generation = -1  # nobody has to stop
                     self.plans.append(message)
-            case messages.CopyLayers():
-                self._copy = message
             case messages.Confirmed():
                 self.confirmed = message.number
             case messages.Judged():
@@ -263,15 +260,6 @@ class Member:
             return Hold(replies, self.pause)
         self._said = place
         return Hold((*replies, messages.AtBoundary(self.rank, self.generation, step)), self.pause)
-
-    def layers_to_copy(self) -> messages.Cuts:
-        """The layout for which layers are to be copied from now on; empty if for none. Asked for once."""
-        copy, self._copy = self._copy, None
-        return copy.cuts if copy is not None and copy.generation == self.generation else ()
-
-    def layers_copied(self, cuts: messages.Cuts) -> messages.LayersCopied:
-        """The message that this worker has copies of the layers that it lacks of the layout ``cuts``."""
-        return messages.LayersCopied(self.rank, self.generation, cuts)
 
     def commit(self, step: int, payload: Any, guesses: bool = False) -> messages.Commit:
         """The message that this worker is REDUCED in ``step``; ``guesses``: and does not wait for the answer."""

@@ -36,8 +36,7 @@ Where all wait at a step boundary, or for each other's layers, nothing is under 
 workers, their connections stay as well (``Regroup.keeps_connections``).
 
 Another layout of the layers (LayoutReady, LayoutWanted) takes two generations: in the first, at a step boundary,
-workers get the layers that they lack; when all hold them (LayersHeld), the second begins with it. Layers may have been
-copied before, while the training went on (CopyLayers, LayersCopied)
+workers get the layers that they lack; when all hold them (LayersHeld), the second begins with it
 (:mod:`~lightning_recycle.control.protocol.relayout`).
 
 A coordinator that was killed and started again begins with what it had written down, and waits for the workers
@@ -130,7 +129,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             fits = event.roster == state.roster and state.generation >= 0 and not state.regrouping
             return (replace(state, plan=event) if fits else state), ()
         case LayoutReady():
-            return relayout.wanted(state, event)
+            return relayout.wanted(state, event), ()
     if event.rank not in state.live:
         return state, ()
     match event:
@@ -170,9 +169,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case messages.Entered():
             return _entered(state, event)
         case messages.LayoutWanted():
-            return relayout.wanted(state, LayoutReady((), event.cuts, ahead=event.ahead))
-        case messages.LayersCopied():
-            return relayout.add_copied(state, event), ()
+            return relayout.wanted(state, LayoutReady((), event.cuts)), ()
         case messages.LayersHeld():
             return _layers_held(state, event)
         case messages.Restored():
@@ -230,9 +227,8 @@ def _begin_generation(state: MembershipState, becomes: messages.Cuts = (), idle:
         pauses=0,
         plan=None,
         layout=state.layout if relayout.is_for(state.layout, state.roster) else None,
-        copied=None,
         becomes=becomes,
-        held={},
+        held=frozenset(),
         broken_pairs=frozenset(),
     )
     checks = state.disturbances > 0
@@ -245,11 +241,11 @@ def _layers_held(state: MembershipState, event: messages.LayersHeld) -> _Next:
     """A worker has what it needs of the layout to come; when all have, it holds, whoever is lost from now on."""
     if event.generation != state.generation or not state.becomes or state.regrouping:
         return state, ()
-    state = state.updated(held={**state.held, event.rank: event.ahead})
-    if state.held.keys() != state.live:
+    state = state.updated(held=state.held | {event.rank})
+    if state.held != state.live:
         return state, ()
     layout = state.layout
-    details: dict[str, Any] = {"before": state.cuts, "cuts": state.becomes, "ahead": sum(state.held.values())}
+    details: dict[str, Any] = {"before": state.cuts, "cuts": state.becomes}
     if layout is not None and layout.cuts == state.becomes:
         details.update(layout.details)
         layout = None
@@ -562,7 +558,7 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
 def _pause_if_wanted(state: MembershipState) -> _Next:
     if state.generation < 0 or state.regrouping or state.pause is not None or state.joining or state.becomes:
         return state, ()
-    if not any(_wanted(state)) and state.plan is None and relayout.due(state) is None and not state.checks.healing:
+    if not any(_wanted(state)) and state.plan is None and state.layout is None and not state.checks.healing:
         return state, ()
     pause = PauseState(state.pauses)
     return replace(state, pause=pause), (Send(state.roster, messages.Pause(state.generation, pause.number)),)
@@ -580,7 +576,7 @@ def _paused(state: MembershipState, event: messages.Paused) -> _Next:
         return state, ()
     boundary = max(pause.begun.values()) + 1
     plan = state.plan
-    if plan is not None and not plan.reconnects and relayout.due(state) is None and not any(_wanted(state)):
+    if plan is not None and not plan.reconnects and state.layout is None and not any(_wanted(state)):
         return _change_plan(state, plan, boundary)
     state = replace(state, pause=replace(pause, boundary=boundary))
     return state, (Send(state.roster, messages.Boundary(state.generation, boundary, None, pause.number)),)
@@ -603,7 +599,7 @@ def _at_boundary(state: MembershipState, event: messages.AtBoundary) -> _Next:
         return state, ()
     enter, leave = _wanted(state)
     commands: list[Command] = [Record("paused", event.step)]
-    layout = relayout.due(state)
+    layout = state.layout
     if layout is not None and not (enter or leave or state.checks.healing):
         return _with(tuple(commands), _begin_generation(state, layout.cuts, idle=True))
     if state.plan is not None and not (enter or leave):

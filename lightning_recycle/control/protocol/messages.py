@@ -531,14 +531,10 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class LayoutWanted:
-    """Somebody who uses this worker wants the layers to lie as ``cuts`` says.
-
-    ``ahead``: whether they are copied while the training goes on, before all wait for the rest.
-    """
+    """The user's code in this worker wants the layers to lie as ``cuts``."""
 
     rank: int
     cuts: Cuts
-    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,26 +569,11 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LayersCopied:
-    """The worker has copies of the layers that it lacks of the layout ``cuts``, or does without. It still needs what
-    has changed since.
-    """
-
-    rank: int
-    generation: int
-    cuts: Cuts
-
-
-@dataclass(frozen=True, slots=True)
 class LayersHeld:
-    """The worker holds all layers that it is to have in the layout for which ``generation`` began, besides its own.
-
-    ``ahead``: from how many workers it has those that were copied before.
-    """
+    """The worker holds all layers that it is to have in the layout for which ``generation`` began, besides its own."""
 
     rank: int
     generation: int
-    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -776,16 +757,6 @@ class Pause:
 
     generation: int
     number: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CopyLayers:
-    """The layout ``cuts`` is to come in ``generation``: layers are copied to the workers that lack them while the
-    training goes on.
-    """
-
-    generation: int
-    cuts: Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -1025,7 +996,6 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Crash,
     LayoutWanted,
     LayerFacts,
-    LayersCopied,
     LayersHeld,
     Connected,
     Publish,
@@ -1046,7 +1016,6 @@ TO_WORKERS: tuple[type[Any], ...] = (
     Unfit,
     Pause,
     Boundary,
-    CopyLayers,
     Confirmed,
     Regroup,
     Resume,

@@ -7,11 +7,6 @@ boundary. In the first all hold what they have and get what they lack; nothing r
 and workers drop what they no longer need. A loss in the first generation undoes the change, as everybody still has what
 it had. A loss after it undoes nothing, as everybody holds what it needs.
 
-What is large is copied before, while the training goes on
-(:class:`~lightning_recycle.control.protocol.messages.CopyLayers`). The boundary comes when all have their copies
-(:class:`~lightning_recycle.control.protocol.messages.LayersCopied`), and then they need only what has changed since. A
-generation that begins for another reason ends the copies; nobody depends on them.
-
 Must not know: what a layer is.
 """
 
@@ -20,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from lightning_recycle.control.protocol.messages import CopyLayers, Cuts, LayersCopied
-from lightning_recycle.control.protocol.state import Command, LayoutReady, MembershipState, Send
+from lightning_recycle.control.protocol.messages import Cuts
+from lightning_recycle.control.protocol.state import LayoutReady, MembershipState
 from lightning_recycle.planning.fractional_cuts import are_bounds, held_ranges
 from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = [
     "Transfer",
-    "add_copied",
-    "due",
     "has_ties",
     "is_for",
     "is_layout",
@@ -66,31 +59,15 @@ def has_ties(groups: Iterable[Iterable[int]], cuts: Cuts) -> bool:
     return any(len(set().union(*(stages[part] for part in group))) > 1 for group in groups)
 
 
-def wanted(state: MembershipState, event: LayoutReady) -> tuple[MembershipState, tuple[Command, ...]]:
-    """A layout is to change at the next step boundary, or at one after the layers have been copied."""
+def wanted(state: MembershipState, event: LayoutReady) -> MembershipState:
+    """The state in which the layout changes at the next step boundary, if it has to."""
     if state.generation < 0 or event.cuts in (state.cuts, state.becomes) or not is_for(event, state.roster):
-        return state, ()
+        return state
     if state.cuts and state.cuts[-1] != event.cuts[-1]:
-        return state, ()
+        return state
     if state.layout is not None and state.layout.cuts == event.cuts and state.layout.roster in ((), event.roster):
-        return state, ()  # all who want it say so
-    # A generation that is about to begin would end the copies.
-    is_quiet = not (state.regrouping or state.joining or state.becomes or state.pause)
-    if not event.ahead or not is_quiet:
-        return replace(state, layout=event, copied=None), ()
-    copy = Send(state.roster, CopyLayers(state.generation, event.cuts))
-    return replace(state, layout=event, copied=frozenset()), (copy,)
-
-
-def add_copied(state: MembershipState, event: LayersCopied) -> MembershipState:
-    """A worker has its copies."""
-    is_current = state.layout is not None and state.layout.cuts == event.cuts and event.generation == state.generation
-    return replace(state, copied=state.copied | {event.rank}) if is_current and state.copied is not None else state
-
-
-def due(state: MembershipState) -> LayoutReady | None:
-    """The layout for which a step boundary is wanted."""
-    return state.layout if state.copied is None or state.copied >= state.live else None
+        return state  # each worker that wants it sends this
+    return replace(state, layout=event)
 
 
 def is_for(layout: LayoutReady | None, roster: tuple[int, ...]) -> bool:

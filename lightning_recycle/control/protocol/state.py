@@ -87,13 +87,11 @@ class LayoutReady:
         roster: the ranks that the layout is for; others have no use for it.
         cuts: the layout.
         details: why it is better, for the record.
-        ahead: whether layers are copied while the training goes on, before all wait for the rest.
     """
 
     roster: tuple[int, ...]
     cuts: messages.Cuts
     details: Mapping[str, Any] = field(default_factory=dict)
-    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,6 @@ MembershipEvent: TypeAlias = (
     | messages.Incomparable
     | messages.Crash
     | messages.LayoutWanted
-    | messages.LayersCopied
     | messages.LayersHeld
     | messages.Ready
     | messages.Leave
@@ -298,9 +295,8 @@ class MembershipState:
         plan: what all are to run from a step boundary on.
         cuts: the layout with which all train.
         layout: the one that all are to have from a step boundary on.
-        copied: who has copies of the layers for it; None if it does not wait for any.
         becomes: the layout that they get ready for in the current generation; empty in any other.
-        held: the ranks that have what they need of it, and how much of that had been copied ahead.
+        held: the ranks that have the layers that they need for it.
         commits: the commits of the current generation and step, by rank.
         committed: the newest step whose commit was answered in the current generation; -1 if there is none.
         answered: step and payloads, by stage, of the newest commit that was answered.
@@ -351,9 +347,8 @@ class MembershipState:
     plan: PlanReady | None = None
     cuts: messages.Cuts = ()
     layout: LayoutReady | None = None
-    copied: frozenset[int] | None = None
     becomes: messages.Cuts = ()
-    held: Mapping[int, int] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
     commits: Mapping[int, messages.Commit] = field(default_factory=dict)
     committed: int = -1
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
