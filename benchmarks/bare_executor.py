@@ -26,11 +26,11 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.launch.processes import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.problem import Technique
-from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.runtime.gradients import GradientBuffers
-from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.transports import Transport
+from lightning_recycle.runtime.comm.communicator import Communicator
+from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.stage.gradients import GradientBuffers
+from lightning_recycle.runtime.stage.stage import Stage
 
 __all__ = ["Job", "Run", "Worker", "squares"]
 

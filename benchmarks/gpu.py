@@ -47,13 +47,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.runtime.communicator import Channel
-from lightning_recycle.runtime.device_streams import CudaStreams
-from lightning_recycle.runtime.nccl import Libnccl
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import GlooTransport, Transport
+from lightning_recycle.runtime.comm.communicator import Channel
+from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory, Transport
+from lightning_recycle.runtime.nccl.device_streams import CudaStreams
+from lightning_recycle.runtime.nccl.nccl_library import Libnccl
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
+from lightning_recycle.runtime.stage.stage import Stage
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

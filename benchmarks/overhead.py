@@ -56,7 +56,7 @@ from turns import Gate, Turn, Turns
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.model.partition import even_parts
-from lightning_recycle.runtime.shadow import Shadow
+from lightning_recycle.runtime.stage.stage_bundle import Shadow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -32,7 +32,7 @@ from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.standalone import allow_descriptors
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.problem import Technique
-from lightning_recycle.runtime.communicator import CommunicationError, Communicator
+from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator
 
 _STAGES = 4
 _PATIENCE = 300.0  # seconds

@@ -43,7 +43,7 @@ from lightning_recycle.planning import Grid, Worker, plan
 from lightning_recycle.planning.check_places import WorkerChecks, plan_checks
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 from lightning_recycle.randomness import microbatch_randomness
-from lightning_recycle.runtime.checksums import checksum
+from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.session.state_checks import stage_state
 
 __all__ = ["Case", "Replicas", "main"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_recycle.model.huggingface import CausalLM
     from lightning_recycle.model.module import LayerSpec, PipelineModule
     from lightning_recycle.model.partition import measure_layer_seconds
-    from lightning_recycle.runtime.deferred import defer_weight_grad
+    from lightning_recycle.runtime.stage.deferred import defer_weight_grad
     from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = [
@@ -56,7 +56,7 @@ _LAZY = {
     "PipelineModule": "lightning_recycle.model.module",
     "RayReCycle": "lightning_recycle.launch.ray_recycle",
     "ReCycleStrategy": "lightning_recycle.strategy",
-    "defer_weight_grad": "lightning_recycle.runtime.deferred",
+    "defer_weight_grad": "lightning_recycle.runtime.stage.deferred",
     "measure_layer_seconds": "lightning_recycle.model.partition",
     "ray_worker": "lightning_recycle.launch.ray_recycle",
 }

@@ -38,9 +38,9 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.machine_errors import MachineErrors
-from lightning_recycle.runtime.transport_choice import check_transport
+from lightning_recycle.runtime.nccl.transport_choice import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session

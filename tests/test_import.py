@@ -165,7 +165,7 @@ except ImportError as error:
 
 # docs/architecture.md lists them by the one module that uses each; when one changes, this fails first.
 PRIVATE = {
-    "lightning_recycle.runtime.gloo": [
+    "lightning_recycle.runtime.comm.gloo": [
         "torch.distributed:ProcessGroupGloo",
         "torch.distributed:ProcessGroupGloo._Options",
         "torch.distributed:ProcessGroupGloo.create_device",

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_recycle.errors import InjectedFaultError
-from lightning_recycle.runtime.sockets import drop_everything
+from lightning_recycle.runtime.comm.sockets import drop_everything
 
 __all__ = ["Slowdown", "deadlock", "exit_at_once", "hang", "kill", "partition", "preempt", "raise_error"]
 

@@ -22,7 +22,7 @@ from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     WriteFailure,

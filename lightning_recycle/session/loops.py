@@ -32,8 +32,8 @@ from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
-from lightning_recycle.runtime.accumulation import Share
-from lightning_recycle.runtime.host import StepResult
+from lightning_recycle.runtime.executor.executor_callbacks import StepResult
+from lightning_recycle.runtime.stage.gradients import Share
 
 __all__ = [
     "PipelineEpochLoop",

@@ -1,9 +1,9 @@
 """The training steps of a module that optimizes by itself: several micro-batches, one step.
 
 Concept: with ``automatic_optimization = False`` the user's ``training_step`` runs backward passes and steps optimizers.
-Under DDP each process runs it on its own batch, and every backward pass averages the gradients over the processes.
-Here a worker runs it for each of its micro-batches, in turns (:mod:`~lightning_recycle.runtime.coroutines`), each in a
-world of its own (:mod:`~lightning_recycle.session.worlds`). They meet
+Under DDP each process runs it on its own batch, and every backward pass averages the gradients over the processes. Here
+a worker runs it for each of its micro-batches, in turns (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each
+in a world of its own (:mod:`~lightning_recycle.session.worlds`). They meet
 
 - at each backward pass: the gradients of all micro-batches of all workers are summed, divided by their fixed number,
   and added to those that were there. So ``.grad`` is what DDP leaves, for clipping and norms too;
@@ -29,8 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
-from lightning_recycle.runtime.coroutines import Turns
-from lightning_recycle.runtime.whole_steps import Exchange, Way, WholeStepMicrobatch
+from lightning_recycle.runtime.executor.whole_steps import Exchange, Turns, Way, WholeStepMicrobatch
 from lightning_recycle.session.worlds import World
 
 __all__ = ["ManualSteps"]
@@ -78,7 +77,7 @@ class ManualSteps:
     def run(
         self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: Exchange, way: Way
     ) -> list[tuple[float, bytes]]:
-        """As :meth:`~lightning_recycle.runtime.whole_steps.StepBody.run`."""
+        """As :meth:`~lightning_recycle.runtime.executor.whole_steps.StepBody.run`."""
         self._exchange, self._way = exchange, way
         self._counted = [microbatch.counts for microbatch in microbatches]
         self._is_together = self._in_backward = False

@@ -45,18 +45,16 @@ from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.numpy_state import quicken
 from lightning_recycle.planning.fractional_cuts import are_whole, bounds_of
 from lightning_recycle.randomness import layer_randomness, seeded_everything
-from lightning_recycle.runtime.accumulation import Share
-from lightning_recycle.runtime.communicator import Communicator
-from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.runtime.gradients import GradientBuffers
-from lightning_recycle.runtime.holding import Holding
-from lightning_recycle.runtime.host import StepResult
+from lightning_recycle.runtime.comm.communicator import Communicator
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor.executor_callbacks import StepResult
+from lightning_recycle.runtime.executor.profiling import StageProfiler
+from lightning_recycle.runtime.executor.whole_steps import WholeStepExecutor
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.runtime.profiling import StageProfiler
-from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.ties import StageTies
-from lightning_recycle.runtime.transport_choice import transport_for
-from lightning_recycle.runtime.whole_steps import WholeStepExecutor
+from lightning_recycle.runtime.nccl.transport_choice import transport_for
+from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
+from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage.stage_bundle import Holding, StageTies
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives, watch_process_group

@@ -31,8 +31,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.fractional_cuts import are_whole, rounded, shared_layers
-from lightning_recycle.runtime.holding import Holding
-from lightning_recycle.runtime.ties import StageTies
+from lightning_recycle.runtime.stage.stage_bundle import Holding, StageTies
 from lightning_recycle.session.optimizer_states import merged_names
 
 __all__ = ["StageLayers", "why_layers_stay"]
@@ -155,7 +154,7 @@ def _bytes(values: Iterable[Any]) -> int:
 
 
 class StageLayers:
-    """The layers that this worker has; a :class:`~lightning_recycle.runtime.layer_exchange.LayerKeeper`.
+    """The layers that this worker has; a :class:`~lightning_recycle.runtime.stage.layer_exchange.LayerKeeper`.
 
     Args:
         trainer: the Trainer of this process.

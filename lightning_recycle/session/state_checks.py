@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Checked
-from lightning_recycle.runtime.checksums import checksum
+from lightning_recycle.runtime.checks.checksums import checksum
 
 __all__ = ["FIRST_INTERVAL", "StageState", "StateChecks", "load_stage_state", "stage_state"]
 

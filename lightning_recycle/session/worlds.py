@@ -1,10 +1,10 @@
 """What one micro-batch of a manual step sees and changes for itself, while others take their turns.
 
 Concept: under DDP the training steps of two micro-batches run in two processes. When one worker has both, they run in
-turns (:mod:`~lightning_recycle.runtime.coroutines`), each in a world of its own: gradients, values of parameters and
-buffers, attributes of the module, metrics, options of the optimizers, and the generators of random numbers are those
-that this micro-batch has left. Worlds begin alike, and what is done together (an optimizer's step) is done in the first
-and copied to the others.
+turns (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a world of its own: gradients, values of
+parameters and buffers, attributes of the module, metrics, options of the optimizers, and the generators of random
+numbers are those that this micro-batch has left. Worlds begin alike, and what is done together (an optimizer's step) is
+done in the first and copied to the others.
 
 So each may clip its gradients, toggle an optimizer, or average weights in its step, without doing it twice. The price
 is a copy of parameters, buffers and gradients for each further micro-batch of a worker.

@@ -33,7 +33,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.checksums import checksum
+from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.session.optimizer_states import to_cpu
 
 __all__ = ["Write", "WrittenTensors", "untrained_marks"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.imitated_transport import imitated
 
-from lightning_recycle.runtime.nccl_transport import NcclTransport
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 
 def test_the_transport_of_a_device_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

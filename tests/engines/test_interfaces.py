@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from lightning_recycle import ConfigurationError
 from lightning_recycle.engines.discovery import discover, port_range
 from lightning_recycle.engines.interfaces import address_at, addresses
-from lightning_recycle.runtime.gates import Gate
-from lightning_recycle.runtime.reachability import Doorbell
-from lightning_recycle.runtime.sockets import listen
+from lightning_recycle.runtime.comm.peer_auth import Gate
+from lightning_recycle.runtime.comm.sockets import Doorbell, listen
 
 WORKER = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": "a secret of 16 bytes or more"}
 

@@ -22,9 +22,9 @@ from typing_extensions import override
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
-from lightning_recycle.runtime import layer_exchange
-from lightning_recycle.runtime.byte_streams import ByteReceiver, ByteSender
-from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.stage import layer_exchange
 from lightning_recycle.session import stage_layers
 
 

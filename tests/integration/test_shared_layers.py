@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.buckets import BucketedReduction
-from lightning_recycle.runtime.communicator import CommunicationError
+from lightning_recycle.runtime.comm.communicator import CommunicationError
+from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 
 STAY: dict[str, Any] = {"adapt": "reroute"}
 MOMENTS = 44

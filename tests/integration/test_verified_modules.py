@@ -22,7 +22,7 @@ from torchmetrics import MeanAbsoluteError
 
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.history import Event
-from lightning_recycle.runtime import verification
+from lightning_recycle.runtime.checks import verification
 
 VERIFY = {"verify": 1.0, "check_every": 1}
 WRONG = Fault("bitflip", 1, 0, step=3, microbatch=checked_microbatch(3, 3), target="activation")

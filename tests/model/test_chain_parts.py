@@ -22,7 +22,7 @@ from lightning_recycle.model.chain_parts import ChainParts
 from lightning_recycle.model.recorded import as_it_was, recorded
 from lightning_recycle.model.whole_calls import ask_instead, ask_no_more
 from lightning_recycle.randomness import derive_seed
-from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.stage.stage import Stage
 
 SEED, STEP, WIDTH = 7, 3, 6
 CPU = torch.device("cpu")

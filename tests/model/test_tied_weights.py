@@ -14,7 +14,7 @@ from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.partition import even_parts
 from lightning_recycle.model.tying import merge_groups, ties_between_stages
-from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.stage.stage import Stage
 
 VOCABULARY, WIDTH = 11, 6
 FIRST, LAST = "layers.0.weight", "layers.3.logits.weight"

@@ -26,13 +26,12 @@ from support.imitated_transport import imitated
 from lightning_recycle.callbacks.bitflips import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.processes import process_context
-from lightning_recycle.runtime.byte_streams import ByteReceiver, ByteSender
-from lightning_recycle.runtime.communicator import Channel, Communicator
-from lightning_recycle.runtime.device_streams import CudaStreams
-from lightning_recycle.runtime.nccl import Libnccl
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import GlooTransport
+from lightning_recycle.runtime.comm.communicator import Channel, Communicator
+from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
+from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory
+from lightning_recycle.runtime.nccl.device_streams import CudaStreams
+from lightning_recycle.runtime.nccl.nccl_library import Libnccl
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 HOST = "127.0.0.1"
 KEY = b"the key of a team"
@@ -436,7 +435,7 @@ def take(communicator: Communicator, size: int, source: int) -> None:
 
 def transfer_numbers(communicator: Communicator, sizes: Sequence[int], part_bytes: int, at_once: int) -> bool:
     """Rank 0 sends tensors in parts of ``part_bytes``, ``at_once`` bytes of them; whether rank 1 has got them."""
-    from lightning_recycle.runtime import byte_streams as module
+    from lightning_recycle.runtime.comm import state_transfer as module
 
     before = module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE
     module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE = part_bytes, part_bytes, at_once
@@ -459,7 +458,7 @@ def transfer_numbers(communicator: Communicator, sizes: Sequence[int], part_byte
 
 def exchange_state(communicator: Communicator, sizes: Sequence[int]) -> tuple[int, bool]:
     """Rank 0 sends an object to rank 1: how many of its tensors went from device to device, and whether it is whole."""
-    from lightning_recycle.runtime import transfer
+    from lightning_recycle.runtime.comm import state_transfer as transfer
 
     tensors = [torch.arange(size) for size in sizes]
     value = {"tensors": tensors, "parameter": torch.nn.Parameter(torch.ones(3)), "step": 7, "view": tensors[-1][::2]}
@@ -500,7 +499,7 @@ def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: i
 
 
 def bound_connecting(communicator: Communicator, seconds: float) -> None:
-    from lightning_recycle.runtime import groups as module
+    from lightning_recycle.runtime.comm import groups as module
 
     module._CONNECT_TIMEOUT = timedelta(seconds=seconds)
 

@@ -1,7 +1,7 @@
 """Workers that exchange payloads, and sum in groups, in a simulated world: which goes on next is drawn, so a history is
 its number.
 
-Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.traffic.Traffic`, and a *host*: a
+Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.nccl.nccl_ops.Traffic`, and a *host*: a
 program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them all, so
 that no correct transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations run on
 the device when it comes to them. At some moment a worker begins what the next generation may need. In some histories a
@@ -30,9 +30,10 @@ import torch
 from support.fake_nccl import FakeDevice, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime import group_payloads, nccl_comms, payloads, traffic
-from lightning_recycle.runtime.nccl import NcclError
-from lightning_recycle.runtime.payload_notes import Note
+from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, payloads
+from lightning_recycle.runtime.nccl import nccl_ops as traffic
+from lightning_recycle.runtime.nccl.nccl_library import NcclError
+from lightning_recycle.runtime.nccl.pending_op import Note
 
 ROOM = 3  # kernels of NCCL that a device runs at a time
 PATIENCE = 15_000  # turns without which a world that goes on must not be; a history has some hundreds

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.stage.stage import Stage
 
 WIDTH, SEED, STEP = 8, 3, 5
 CPU = torch.device("cpu")

@@ -19,16 +19,15 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.runtime.communicator import (
+from lightning_recycle.runtime.comm.communicator import (
     _SMALL_BYTES,
     CommunicationError,
     Communicator,
     UnreachableError,
 )
-from lightning_recycle.runtime.reachability import CHECK_SECONDS
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import _PACKED_BYTES, GlooTransport
-from lightning_recycle.runtime.wire import HEADER_BYTES
+from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
+from lightning_recycle.runtime.comm.transports import _PACKED_BYTES, GlooTransport, HostMemory
+from lightning_recycle.runtime.comm.wire import HEADER_BYTES
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
 BLOCKED = 0.1  # seconds after which an operation that cannot complete is blocked; an abort before that works too

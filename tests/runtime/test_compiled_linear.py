@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
-from lightning_recycle.runtime.memory_meter import storage_bytes
-from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.executor.memory_meter import storage_bytes
+from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.stage.stage import Stage
 
 WIDTH = 16
 COMPILERS = [
@@ -134,7 +134,7 @@ def test_in_a_fused_backward_nothing_waits() -> None:
 
 
 def test_zeros_in_the_place_of_a_gradient_leave_negative_zeros_as_they_are() -> None:
-    """An empty buffer of gradients holds them (runtime/gradients.py)."""
+    """An empty buffer of gradients holds them (runtime/stage/gradients.py)."""
     module = nn.Linear(WIDTH, WIDTH)
     layer = torch.compile(module, backend="aot_eager", fullgraph=True)
     for parameter in module.parameters():

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.runtime.coroutines import Turns
+from lightning_recycle.runtime.executor.whole_steps import Turns
 
 
 class Place:

@@ -11,7 +11,7 @@ import torch
 from support.fake_nccl import FakeComm, FakeDevice, FakeStream, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl import NcclError
+from lightning_recycle.runtime.nccl.nccl_library import NcclError
 
 NUMBERS = torch.arange(10)
 

@@ -17,10 +17,10 @@ from communicator_team import Team
 from support.strangers import knock, listening, sequence_numbers
 from torch.distributed.distributed_c10d import AllreduceOptions
 
-from lightning_recycle.runtime import gloo
-from lightning_recycle.runtime.gloo import Device, UnsupportedError, _with_address
-from lightning_recycle.runtime.groups import GroupFactory, GroupPlan
-from lightning_recycle.runtime.sockets import OpenSockets
+from lightning_recycle.runtime.comm import gloo
+from lightning_recycle.runtime.comm.gloo import Device, UnsupportedError, _with_address
+from lightning_recycle.runtime.comm.groups import GroupFactory, GroupPlan
+from lightning_recycle.runtime.comm.sockets import OpenSockets
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.stage.gradients import GradientBuffers
 
 
 def buffers(lends_copies: bool) -> tuple[nn.Linear, GradientBuffers]:

@@ -15,8 +15,8 @@ from lightning_recycle.control.connection import MessageConnection
 from lightning_recycle.control.inbox import Inbox
 from lightning_recycle.control.protocol.messages import TO_WORKERS, Regroup
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.stage.gradients import GradientBuffers
 
 
 class Recorder:

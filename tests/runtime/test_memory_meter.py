@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recycle.runtime.kept_inputs import Kept
-from lightning_recycle.runtime.machine_memory import machine_bytes, peak_bytes, process_bytes
-from lightning_recycle.runtime.memory_meter import MemoryMeter, storage_bytes
-from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.executor.memory_meter import (
+    MemoryMeter,
+    machine_bytes,
+    peak_bytes,
+    process_bytes,
+    storage_bytes,
+)
+from lightning_recycle.runtime.stage.stage import Kept, Stage
 
 CPU = torch.device("cpu")
 WIDTH, BATCH = 64, 8

@@ -13,7 +13,9 @@ from types import ModuleType
 import pytest
 from nccl_histories import BrokenPromiseError, check_histories
 
-from lightning_recycle.runtime import group_payloads, launched, nccl_comms, payloads, traffic
+from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, payloads
+from lightning_recycle.runtime.nccl import nccl_ops as traffic
+from lightning_recycle.runtime.nccl import pending_op as launched
 
 SAMPLE = 150  # histories in the ordinary run
 HUNT = 150  # within so many a broken transport must be noticed

@@ -9,11 +9,11 @@ import pytest
 from support.fake_nccl import FakeComm
 from transport_world import ALL, World
 
-from lightning_recycle.runtime import nccl_transport as module
-from lightning_recycle.runtime.groups import CommunicationError
-from lightning_recycle.runtime.nccl import NcclError
-from lightning_recycle.runtime.nccl_comms import Kept, Place, group_places, kept_by_all, pair, successors
-from lightning_recycle.runtime.payload_notes import Kind, Note
+from lightning_recycle.runtime.comm.groups import CommunicationError
+from lightning_recycle.runtime.nccl import nccl_transport as module
+from lightning_recycle.runtime.nccl.nccl_comms import Kept, Place, group_places, kept_by_all, pair, successors
+from lightning_recycle.runtime.nccl.nccl_library import NcclError
+from lightning_recycle.runtime.nccl.pending_op import Kind, Note
 
 RNG = random.Random(0)
 EVERYBODY = {"stage0": (0, 1, 2, 3)}

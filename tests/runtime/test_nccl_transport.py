@@ -17,16 +17,15 @@ from support.waiting import wait_for
 from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime import courier as courier_module
-from lightning_recycle.runtime import nccl_transport as module
-from lightning_recycle.runtime.groups import CommunicationError, Group
+from lightning_recycle.runtime.comm.groups import CommunicationError, Group
+from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory
+from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.machine_errors import is_device_error
-from lightning_recycle.runtime.nccl import NcclError
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transport_choice import transport_for
-from lightning_recycle.runtime.transports import Channel, GlooTransport
-from lightning_recycle.runtime.wire import Layout
+from lightning_recycle.runtime.nccl import nccl_thread as courier_module
+from lightning_recycle.runtime.nccl import nccl_transport as module
+from lightning_recycle.runtime.nccl.nccl_library import NcclError
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
+from lightning_recycle.runtime.nccl.transport_choice import transport_for
 
 VALUE = torch.arange(20_000.0)
 LAYOUT = Layout.of(VALUE)
@@ -431,7 +430,7 @@ def test_auto_is_gloo_on_cpus_and_explains_itself_on_devices_without_the_library
     def missing() -> None:
         raise ConfigurationError("There is no NCCL here")
 
-    monkeypatch.setattr("lightning_recycle.runtime.transport_choice.Libnccl", missing)
+    monkeypatch.setattr("lightning_recycle.runtime.nccl.transport_choice.Libnccl", missing)
     chosen = transport_for("auto", 0, torch.device("cuda", 0))
     assert isinstance(chosen, NcclTransport)
     assert chosen._library == "There is no NCCL here"

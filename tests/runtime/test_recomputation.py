@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.stage.stage import Stage
 
 WIDTH, SEED, STEP = 8, 3, 5
 CPU = torch.device("cpu")

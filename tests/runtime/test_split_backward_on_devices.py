@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_recycle.planning.ops import OpKind
-from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
-from lightning_recycle.runtime.memory_meter import MemoryMeter
-from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.timings import Timings
+from lightning_recycle.runtime.executor.memory_meter import MemoryMeter
+from lightning_recycle.runtime.executor.profiling import Timings
+from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.stage.stage import Stage
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH, HEADS, ROWS = 128, 2, 64

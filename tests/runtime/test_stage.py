@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.stage.stage import Stage
 
 CPU = torch.device("cpu")
 SEED, STEP = 7, 3

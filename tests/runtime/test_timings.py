@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_recycle.planning.ops import OpKind
-from lightning_recycle.runtime.timings import Timings
+from lightning_recycle.runtime.executor.profiling import Timings
 
 CUDA = torch.device("cuda", 0)
 

@@ -14,10 +14,10 @@ from lightning_recycle.planning.check_places import WorkerChecks
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.ops import Op, OpKind
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime import verification
-from lightning_recycle.runtime.microbatch_records import MicrobatchRecord, Recomputation
-from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.verification import Verifier
+from lightning_recycle.runtime.checks import verification
+from lightning_recycle.runtime.checks.microbatch_records import MicrobatchRecord, Recomputation
+from lightning_recycle.runtime.checks.verification import Verifier
+from lightning_recycle.runtime.stage.stage import Stage
 
 KINDS = {"F": OpKind.FORWARD, "B": OpKind.BACKWARD_INPUT, "W": OpKind.BACKWARD_WEIGHT, "X": OpKind.BACKWARD}
 ORDERS = [

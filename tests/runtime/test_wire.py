@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_recycle.runtime.communicator import _Inbox, _Outbox
-from lightning_recycle.runtime.message_sums import sum_of_bytes, sum_of_tensors
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.wire import HEADER_BYTES, Layout
+from lightning_recycle.runtime.comm.communicator import _Inbox, _Outbox
+from lightning_recycle.runtime.comm.transports import HostMemory
+from lightning_recycle.runtime.comm.wire import HEADER_BYTES, Layout, sum_of_bytes, sum_of_tensors
 
 
 def test_a_header_says_which_gradients_are_wanted_back() -> None:

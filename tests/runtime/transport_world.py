@@ -14,13 +14,12 @@ import torch
 from support.fake_nccl import FakeDevice, LocalNetwork
 from support.meeting import Meeting
 
-from lightning_recycle.runtime import nccl_transport as module
-from lightning_recycle.runtime.groups import Group
-from lightning_recycle.runtime.nccl_comms import successors
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import Channel, GlooTransport, Rosters
-from lightning_recycle.runtime.wire import Layout
+from lightning_recycle.runtime.comm.groups import Group
+from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Rosters
+from lightning_recycle.runtime.comm.wire import Layout
+from lightning_recycle.runtime.nccl import nccl_transport as module
+from lightning_recycle.runtime.nccl.nccl_comms import successors
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 CPU = torch.device("cpu")
 PATIENCE = 30.0

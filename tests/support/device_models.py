@@ -16,9 +16,9 @@ import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor, nn
 
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.transport_choice import transport_for
-from lightning_recycle.runtime.transports import Transport
+from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
+from lightning_recycle.runtime.nccl.transport_choice import transport_for
 from lightning_recycle.session import session
 from support.models import Regression
 

@@ -37,7 +37,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl import UNIQUE_ID_BYTES, NcclError
+from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, NcclError
 
 Message: TypeAlias = tuple[Any, ...]
 Lane: TypeAlias = tuple[int, int]

@@ -6,9 +6,8 @@ from datetime import timedelta
 
 import torch
 
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import GlooTransport
+from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from support.fake_nccl import FakeDevice, SocketNetwork
 
 

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.runtime.communicator import _EXCHANGE_TAG
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import Channel, GlooTransport, Transport
-from lightning_recycle.runtime.wire import Layout
+from lightning_recycle.runtime.comm.communicator import _EXCHANGE_TAG
+from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Transport
+from lightning_recycle.runtime.comm.wire import Layout
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.session import session
 from support.fake_nccl import FakeDevice, SocketNetwork
 from support.models import Decode, Encode, Regression

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_recycle.runtime.nccl import NcclError
-from lightning_recycle.runtime.nccl_transport import NcclTransport
-from lightning_recycle.runtime.staging import HostMemory
-from lightning_recycle.runtime.transports import GlooTransport, Transport
+from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory, Transport
+from lightning_recycle.runtime.nccl.nccl_library import NcclError
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.session import session
 from support.fake_nccl import FakeComm, FakeDevice, SocketNetwork
 from support.models import Regression

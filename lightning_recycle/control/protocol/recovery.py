@@ -14,7 +14,7 @@ is done. It computes the forward and the input gradients of step v for the other
 but neither reduces nor steps again, so its optimizer and Lightning's hooks see every step once. What was reduced is
 dropped in two cases only, before anybody has applied it: with tied stages (:class:`Forget`), and by the worker itself,
 before it reports, where a check of the step's computations was not over
-(:mod:`~lightning_recycle.runtime.verification`).
+(:mod:`~lightning_recycle.runtime.checks.verification`).
 
 A step whose loss is not known cannot be committed: losses travel apart from the gradients and can die with a worker.
 Where all stages hold the gradient of such a step, all are ahead, and compute it once more for its losses.

@@ -1,0 +1,288 @@
+"""What a stage was given of a micro-batch, and what it made of that, so that a peer can compute the same.
+
+Concept: a :class:`Recorder` watches the operations of one micro-batch. Its record has the values that the stage was
+given, the buffers that its forward changes, as they were before, and checksums of the results.
+:class:`Recomputation` makes the same of a record on another worker.
+
+Contract: recomputing changes nothing that lasts: gradients are computed into memory of their own, buffers are what the
+record has, and afterwards what they were; what the user's code logs or collects is dropped.
+
+Must not know: who asks, schedules, messages to other workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recycle.control.protocol.corruption import FINITE, IS_FINITE, NOT_FINITE
+from lightning_recycle.model.apart import put_together, take_apart
+from lightning_recycle.planning.program import Task
+from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.runtime.stage.stage import Stage
+
+__all__ = [
+    "WEIGHT_GRADIENT",
+    "GradientsApart",
+    "MicrobatchRecord",
+    "MicrobatchWatcher",
+    "Recomputation",
+    "Recorder",
+    "is_sound",
+    "mapped",
+    "tensors_of",
+]
+
+log = logging.getLogger(__name__)
+
+_OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
+
+
+@dataclass(frozen=True)
+class MicrobatchRecord:
+    """What a stage was given of a micro-batch, and what it made of that.
+
+    Args:
+        step, microbatch: which one; the index in the global batch.
+        inputs, target, grads: as given to the stage.
+        wanted: of each tensor in the inputs, whether its gradient is.
+        buffers: those that its forward changes, as they were before, by number.
+        decoupled: whether its weight gradients were computed apart.
+        sums: the checksums of the results, as far as there are some.
+        machine: what must be equal for the bits to be.
+        watches_numbers: whether it is of interest if the results are finite, and not which they are.
+    """
+
+    step: int
+    microbatch: int
+    inputs: Any
+    target: Any
+    wanted: tuple[bool, ...]
+    decoupled: bool
+    grads: Any = None
+    buffers: Mapping[int, Tensor] = field(default_factory=dict)
+    sums: Mapping[str, bytes] = field(default_factory=dict)
+    machine: str = ""
+    watches_numbers: bool = False
+
+
+def is_sound(values: Sequence[Tensor | float | None]) -> bool:
+    """Whether no number is a NaN or infinity. A negative infinity in a tensor may be a mask's."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and bool((torch.isnan(value) | torch.isposinf(value)).any()):
+                return False
+            if value.is_complex() and not bool(torch.isfinite(value).all()):
+                return False
+        elif value is not None and not math.isfinite(value):
+            return False
+    return True
+
+
+class MicrobatchWatcher(Protocol):
+    """Sees what a stage is given of each micro-batch, and what it makes of that; may record some.
+
+    Any method may raise :class:`~lightning_recycle.control.client.Interrupted`: what it has seen must not be committed.
+    """
+
+    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
+        """The forward of ``task`` begins."""
+
+    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
+        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
+
+    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
+        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
+
+    def completed(self, task: Task) -> None:
+        """The weight gradients of ``task`` are complete."""
+
+
+class Recorder:
+    """Records one micro-batch.
+
+    Args:
+        stage: the layers that compute it.
+        step: its step.
+        task: its forward.
+        inputs, target: what the forward is given.
+    """
+
+    def __init__(self, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> None:
+        self._stage = stage
+        given, told = mapped((inputs, target), _copy)
+        wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
+        self._before = [owner[name].clone() for owner, name in _buffers(stage)]
+        self.record = MicrobatchRecord(step, task.index, given, told, wanted, task.decoupled)
+
+    @classmethod
+    def of(cls, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> Recorder | None:
+        """A recorder, or None if what the stage is given cannot be sent to others."""
+        try:
+            return cls(stage, step, task, inputs, target)
+        except Exception as error:  # whatever an object of the user's raises that cannot be pickled
+            log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
+            return None
+
+    def computed(self, output: Any, loss: Tensor | float | None) -> None:
+        """The forward gave ``output``, and on the last stage ``loss``."""
+        changed = {
+            number: before
+            for number, ((owner, name), before) in enumerate(zip(_buffers(self._stage), self._before, strict=True))
+            if not torch.equal(owner[name], before)
+        }
+        self._before = []
+        sums = {_OUTPUT: checksum([*tensors_of(output), None if loss is None else float(loss)])}
+        self.record = replace(self.record, buffers=changed, sums=sums)
+
+    def differentiated(self, grads: Any, input_grads: Any) -> None:
+        """The backward, given ``grads``, gave ``input_grads``."""
+        sums = {**self.record.sums, _INPUT_GRADIENT: checksum(tensors_of(input_grads))}
+        self.record = replace(self.record, grads=mapped(grads, _copy), sums=sums)
+
+    def completed(self, gradients: Sequence[Tensor]) -> None:
+        """The weight gradients are complete, and no others are in ``gradients``."""
+        self.record = replace(self.record, sums={**self.record.sums, WEIGHT_GRADIENT: checksum(gradients)})
+
+
+class GradientsApart:
+    """Gradients that are added up elsewhere for a while, from negative zeros as in a step.
+
+    Args:
+        parameters: whose; those without a gradient are left alone.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._usual: list[tuple[nn.Parameter, Tensor]] = []
+        self._apart: list[Tensor] = []
+
+    def begin(self) -> None:
+        """From now on ``parameter.grad`` is apart. The first time it is empty, later it has what it had."""
+        self._usual = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if not self._apart:
+            self._apart = [torch.full_like(grad, -0.0) for _, grad in self._usual]
+        for (parameter, _), apart in zip(self._usual, self._apart, strict=True):
+            parameter.grad = apart
+
+    def end(self) -> None:
+        """From now on ``parameter.grad`` is what it was, unless somebody has replaced it."""
+        for (parameter, usual), apart in zip(self._usual, self._apart, strict=True):
+            if parameter.grad is apart:
+                parameter.grad = usual
+
+    def add(self) -> None:
+        """Adds what is apart to what was there before."""
+        if self._apart:
+            torch._foreach_add_([usual for _, usual in self._usual], self._apart)
+        self._usual, self._apart = [], []
+
+
+class Recomputation:
+    """Computes records once more.
+
+    Args:
+        stage: the layers.
+        parameters: their parameters, as in the attribute.
+        divisor: the number of micro-batches in the global batch.
+        computing_again: context in which the micro-batch with an index is computed.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        parameters: Sequence[nn.Parameter],
+        divisor: int,
+        computing_again: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
+    ) -> None:
+        self._stage, self.parameters, self._divisor = stage, parameters, divisor
+        self._computing_again = computing_again
+
+    def gradients(self) -> list[Tensor]:
+        """The weight gradients, as far as there are some."""
+        return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
+
+    def __call__(self, record: MicrobatchRecord) -> dict[str, bytes]:
+        """The checksums of what this worker makes of ``record``, of all that it has checksums of."""
+        stage, index = self._stage, record.microbatch
+        inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
+        for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
+            tensor.requires_grad_(wanted)
+        with self._computing_again(index), self._gradients_apart(), self._buffers_of(record):
+            output = stage.forward(record.step, index, inputs, target, decoupled=record.decoupled)
+            results: list[Any] = [*tensors_of(output), None]
+            if stage.has_loss:
+                results[-1] = float(stage.loss(record.step, index, output, target, self._divisor))
+            sums = {_OUTPUT: checksum(results)}
+            if _INPUT_GRADIENT not in record.sums:
+                stage.forget(index)
+                return _with_numbers(record, sums, results)
+            if record.decoupled:
+                input_grads = stage.backward_input(index, grads)
+                stage.backward_weight(index)
+            else:
+                input_grads = stage.backward(index, grads)
+            sums[_INPUT_GRADIENT] = checksum(tensors_of(input_grads))
+            results += [*tensors_of(input_grads), *self.gradients()]
+            if WEIGHT_GRADIENT in record.sums:
+                sums[WEIGHT_GRADIENT] = checksum(self.gradients())
+            return _with_numbers(record, sums, results)
+
+    @contextmanager
+    def _gradients_apart(self) -> Iterator[None]:
+        """Within the block gradients are added up elsewhere."""
+        apart = GradientsApart(self.parameters)
+        apart.begin()
+        try:
+            yield
+        finally:
+            apart.end()
+
+    @contextmanager
+    def _buffers_of(self, record: MicrobatchRecord) -> Iterator[None]:
+        """Within the block the buffers that a forward changes are those of ``record``."""
+        places = list(_buffers(self._stage))
+        kept = [owner[name] for owner, name in places]
+        for number, before in record.buffers.items():
+            owner, name = places[number]
+            owner[name] = before.detach().clone()
+        try:
+            yield
+        finally:
+            for (owner, name), buffer in zip(places, kept, strict=True):
+                owner[name] = buffer
+
+
+def _with_numbers(record: MicrobatchRecord, sums: dict[str, bytes], results: list[Any]) -> dict[str, bytes]:
+    if record.watches_numbers:
+        sums[FINITE] = IS_FINITE if is_sound(results) else NOT_FINITE
+    return sums
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in ``value``, of whatever objects."""
+    return take_apart(value)[1]
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``value``, of whatever objects, with other tensors."""
+    rest, tensors = take_apart(value)
+    return put_together(rest, [function(tensor) for tensor in tensors])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _buffers(stage: Stage) -> Iterator[tuple[dict[str, Any], str]]:
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module._buffers, name

@@ -1,0 +1,317 @@
+"""Workers of a stage check each other's computations.
+
+Concept: in a step with checks each worker records one micro-batch, drawn from the step: what its stage was given, and
+checksums of the output, of the gradient of the input, and of the weight gradients, which are added to those of others
+only then. It sends the record to a peer, which computes the same at its CHECK and compares. If it gets other bits, it
+tells the coordinator and goes no further, so nobody can commit the step. Then all workers of the stage compute the
+record once more, and vote.
+Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
+its own once more instead, which shows errors that do not come again.
+
+A result that is found wrong has been handed on to other stages. So all say when they have nothing against a step
+(:class:`~lightning_recycle.control.protocol.messages.Passed`), and nobody applies it before.
+
+Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.checks.microbatch_records`). Nothing of
+the user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
+Before its first check a worker computes the record twice: if that gives different bits, computations cannot be
+compared.
+
+Knows the stage, but neither schedules nor why a step is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.model.apart import put_together, take_apart
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.runtime.checks.microbatch_records import (
+    GradientsApart,
+    MicrobatchRecord,
+    Recomputation,
+    Recorder,
+    mapped,
+    tensors_of,
+)
+from lightning_recycle.runtime.comm.communicator import Channel, Communicator, Incoming
+from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm.wire import MAX_TENSORS
+from lightning_recycle.runtime.stage.stage import Stage
+
+__all__ = ["Verifier"]
+
+log = logging.getLogger(__name__)
+
+_COMPLETING = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
+_VERDICT_TIMEOUT = 600.0  # seconds until the others have voted as well
+
+
+class Verifier:
+    """One worker's part in the checks of its stage.
+
+    Args:
+        client: the connection to the coordinator.
+        communicator: the connection to the other workers.
+        stage: the layers of this stage.
+        recompute: computes micro-batches of this stage once more.
+        grid: the grid of the run.
+        device: the name of this worker's device, by which its machine knows it.
+        possible: whether computations of this stage can be repeated at all.
+
+    Attributes:
+        tasks: what this worker runs in the attempt that begins, with a CHECK if it has one.
+    """
+
+    def __init__(
+        self,
+        client: ControlClient,
+        communicator: Communicator,
+        stage: Stage,
+        recompute: Recomputation,
+        grid: Grid,
+        device: str,
+        possible: bool,
+    ) -> None:
+        self._client, self._communicator, self._stage = client, communicator, stage
+        self._recompute, self._grid, self._device, self._possible = recompute, grid, device, possible
+        self._program = Program()
+        self.tasks: tuple[Task, ...] = ()
+        self._completing: list[Task] = []  # of each micro-batch
+        self._target: Task | None = None  # completes the micro-batch that this worker is checked on
+        self._apart = GradientsApart(())
+        self._checks: int | None = None  # rank whose record comes, while a step with checks runs
+        self._checked_by: int | None = None
+        self._incoming: Incoming | None = None
+        self._recorder: Recorder | None = None
+        self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
+        self._disputed: MicrobatchRecord | None = None
+        self._is_tried = False
+        self._open = -1  # the step that all must have passed
+
+    # ------------------------------------------------------------------ being checked
+
+    def follow(self, program: Program) -> None:
+        """From now on this worker runs ``program``."""
+        self._program = program
+        self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
+
+    def begin(self, step: int, whole: bool) -> None:
+        """An attempt at ``step`` begins; ``whole``: this worker does all of it, and nobody has done so before."""
+        checks, self.tasks = self._program.checks, self._program.tasks
+        self._recorder = self._own = self._disputed = self._incoming = None
+        self._target = self._checks = self._checked_by = None
+        # Once its loss is known some may have applied the step: what others make of it can be held back no more.
+        self._open = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
+        if self._open < 0:
+            return
+        number = checks.drawn(step) if checks is not None and self._possible and whole else None
+        if checks is None or number is None:
+            self._pass()
+            return
+        self._target = self._completing[number % len(self._completing)]
+        self._apart = GradientsApart(self._recompute.parameters)
+        self._checks, self._checked_by = checks.partners(step, self._client.rank)
+        self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
+        self.tasks = self._program.tasks_with_check(checks.places[number])
+
+    @property
+    def target(self) -> Task | None:
+        """The operation that completes the micro-batch that this worker is checked on, and adds all its gradients."""
+        return self._target
+
+    @property
+    def needs_last_gradients(self) -> bool:
+        """Whether nobody may sum up what the last micro-batch completes before it is :meth:`completed`."""
+        return self._target is not None and self._target is self._completing[-1]
+
+    def leaves_open(self, step: int) -> bool:
+        """Whether the results of the newest attempt at ``step`` have not been passed by all. They may all be wrong."""
+        return step == self._open and not self._client.knows_loss(step)
+
+    def _pass(self) -> None:
+        self._client.send(messages.Passed(self._client.rank, self._client.generation, self._open))
+
+    @property
+    def _tag(self) -> int:
+        return self._grid.global_microbatches  # behind those of micro-batches
+
+    def _is_checked_on(self, task: Task) -> bool:
+        return self._target is not None and task.index == self._target.index
+
+    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
+        """The forward of ``task`` begins."""
+        if self._is_checked_on(task):
+            self._recorder = Recorder.of(self._stage, step, task, inputs, target)
+            if self._recorder is None:
+                self._give_up("what its layers are given cannot be sent to another worker")
+
+    def computed(self, task: Task, output: Any, loss: Any) -> None:
+        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
+        if self._recorder is not None and self._is_checked_on(task):
+            self._recorder.computed(output, loss)
+
+    def adds_gradients(self, task: Task) -> None:
+        """``task``, which adds weight gradients, begins."""
+        if self._recorder is not None and self._is_checked_on(task):
+            self._apart.begin()
+
+    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
+        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
+        if self._recorder is not None and self._is_checked_on(task):
+            self._recorder.differentiated(grads, input_grads)
+            if task.op.kind is OpKind.BACKWARD_INPUT:
+                self._apart.end()
+
+    def completed(self, task: Task) -> None:
+        """The weight gradients of ``task`` are complete: if this worker is checked on it, its peer gets the record."""
+        if self._recorder is None or task is not self._target or self._checked_by is None:
+            return
+        self._recorder.completed(self._recompute.gradients())
+        self._apart.end()
+        self._apart.add()
+        record = self._own = replace(self._recorder.record, machine=_machine())
+        self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
+
+    # ------------------------------------------------------------------ checking
+
+    def check(self, step: int) -> None:
+        """Computes the record of a peer once more, if the step has checks, and compares.
+
+        Raises:
+            Interrupted: if the results differ: a new generation begins, and nobody commits the step before.
+        """
+        if self._incoming is None or self._checks is None:
+            return
+        other, incoming = self._checks, self._incoming
+        self._incoming = None
+        with self._client.waiting(f"rank {other}"):
+            record = _from_message(self._communicator.receive(incoming))
+        if record.machine != _machine():
+            if self._own is None:
+                self._pass()
+                return
+            record, other = self._own, self._client.rank
+        sums = self._recompute(record)
+        if not self._is_tried or (sums != record.sums and other == self._client.rank):
+            self._is_tried = True
+            if (again := self._recompute(record)) != sums:
+                self._give_up(f"{self._what_differs(record, sums, again)} gives other bits each time")
+                return
+        if sums != record.sums:
+            self.dispute(record, other, sums)
+        self._pass()
+
+    def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
+        """All workers of the stage are to compute ``record``, of rank ``other``, of which this worker got ``sums``.
+        Nobody has to if it is this worker's own, and it got something else at first.
+
+        Raises:
+            Interrupted: a new generation begins, and nobody commits the step before.
+        """
+        self._disputed = record
+        rank, generation = self._client.rank, self._client.generation
+        step, index = record.step, record.microbatch
+        told = messages.Disputed(rank, generation, step, index, other, sums, record.sums, self._device)
+        self._client.send(told)
+        self._client.await_announcement(_VERDICT_TIMEOUT)
+        raise Interrupted
+
+    def vote(self, vote: messages.Vote) -> None:
+        """This worker's part in the vote on a record.
+
+        Raises:
+            Interrupted: when it is over.
+        """
+        rank = self._client.rank
+        if rank in vote.voters:
+            with self._client.waiting("a record of a peer"):
+                if rank == vote.recorder:
+                    for other in vote.voters:
+                        if other != rank:
+                            send_object(self._communicator, self._disputed, other)
+                    record = self._disputed
+                else:
+                    record = receive_object(self._communicator, vote.recorder)
+            assert record is not None, "who disputed keeps the record"
+            with self._stage.as_in_training(), self._client.busy("a disputed micro-batch"):
+                record = _to_device(record, self._communicator.device)
+                has_a_say = record.machine in ("", _machine())
+                sums = self._recompute(record) if has_a_say else {}
+                repeats = not has_a_say or self._recompute(record) == sums
+            self._client.send(messages.Voted(rank, self._client.generation, sums, repeats, self._device))
+        self._client.await_announcement(_VERDICT_TIMEOUT)
+        raise Interrupted
+
+    def _give_up(self, cause: str) -> None:
+        self._possible = False
+        log.warning("Computations cannot be compared: %s.", cause)
+        self._client.send(messages.Incomparable(self._client.rank, cause))
+
+    def _what_differs(self, record: MicrobatchRecord, sums: Mapping[str, bytes], again: Mapping[str, bytes]) -> str:
+        """The first layer whose output differs between two forwards; else which results of two computations do."""
+        one, other = self._outputs(record), self._outputs(record)
+        results = f"the {' and the '.join(name for name in sums if sums[name] != again[name])} of this stage"
+        return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
+
+    def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
+        """The checksum of what each layer without parts gives in a forward, with its name."""
+        seen: list[tuple[str, bytes]] = []
+
+        def watch(name: str, module: nn.Module) -> Any:
+            return module.register_forward_hook(lambda _, __, output: seen.append((name, checksum(tensors_of(output)))))
+
+        handles = [watch(name, module) for name, module in self._stage.named_leaves()]
+        try:
+            self._recompute(record)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+
+def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:
+    found: MicrobatchRecord = mapped(record, lambda tensor: tensor.detach().to(device))
+    return found
+
+
+def _as_message(record: MicrobatchRecord) -> tuple[Tensor, ...]:
+    """A value that can be sent: the tensors as they are, the rest as bytes."""
+    rest, tensors = take_apart(record)
+    if len(tensors) >= MAX_TENSORS:
+        rest, tensors = pickle.dumps(record), []
+    return torch.frombuffer(bytearray(rest), dtype=torch.uint8), *tensors
+
+
+def _from_message(message: Any) -> MicrobatchRecord:
+    rest, *tensors = message
+    found: MicrobatchRecord = put_together(bytes(rest.cpu().numpy().tobytes()), tensors)
+    return found
+
+
+def _machine() -> str:
+    """What two workers must have in common to get the same bits."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    facts = (device, torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line for line in file if line.startswith("model name")), platform.processor())
+    except OSError:
+        return platform.processor()

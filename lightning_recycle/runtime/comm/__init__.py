@@ -1,0 +1,1 @@
+"""Messages between workers: authenticated connections, Gloo's groups, values as bytes, sums."""

@@ -1,0 +1,383 @@
+"""Authenticated connections between the workers of a generation.
+
+Concept: a *link* is one TCP connection between two workers, for one of the groups that both are in. One of the two
+dials the other's :class:`Gate`. Before the connection is handed out, each side has proved to the other that it knows
+the key of the run, for this generation, this group and these two ranks, and for random numbers that both chose a moment
+ago. So whoever lacks the key can open connections and send what he likes: he takes nobody's place, nothing is read
+after his first 64 bytes, and he is dropped.
+
+Contract: :func:`connect` returns all links of a worker or none. It reads no byte beyond the handshake, so a link can be
+used as if it had just been opened. A gate is open only while its worker connects: between two generations, and
+during one, nobody listens.
+
+The handshake (SKID3, with HMAC-SHA256) is a pair of generators without sockets, :func:`dialing` and :func:`accepting`:
+
+    dialer -> acceptor   name of the link (a code that needs the key), random number
+    acceptor -> dialer   random number, proof
+    dialer -> acceptor   proof
+
+Whoever proves last knows that the connection will be used, and the other learns it from the proof: an attempt that
+takes too long can be given up and begun anew, without the two sides holding different connections.
+
+Must not know: Gloo, what is sent over a link, the coordinator.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from lightning_recycle.engines.discovery import port_range
+from lightning_recycle.runtime.comm.sockets import address_of, dial, listen
+
+__all__ = ["Gate", "Link", "Refusal", "accepting", "connect", "dialing", "name_of"]
+
+log = logging.getLogger(__name__)
+
+_RANDOM = _CODE = 32  # bytes of a random number, and of a name or a proof
+_OPENING, _ANSWER, _CLOSING = _CODE + _RANDOM, _RANDOM + _CODE, _CODE
+
+_BACKLOG = 4096  # as many as Linux allows by default
+_STRANGERS = 256  # callers without a name that are held at a time; the oldest goes
+_ACCEPTED_AT_ONCE = 64  # before those that are connected get a turn
+_ATTEMPT_SECONDS = 0.25  # after which a link is dialed again, and twice that the next time,
+_LONGEST_ATTEMPT_SECONDS = 1.0  # up to this
+_REDIAL_SECONDS = 0.02  # after an attempt that fails at once
+_LOOK_SECONDS = 0.02  # between checks for cancellation
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+class Link(NamedTuple):
+    """A connection: the group that it is for, the rank that dials, and the rank that accepts."""
+
+    group: str
+    dialer: int
+    acceptor: int
+
+    @classmethod
+    def between(cls, group: str, a: int, b: int) -> Link:
+        """The link between the ranks ``a`` and ``b``; both get the same, and of many pairs each dials about half."""
+        low, high = sorted((a, b))
+        return cls(group, low, high) if (low + high) % 2 else cls(group, high, low)
+
+    def other(self, rank: int) -> int:
+        return self.acceptor if rank == self.dialer else self.dialer
+
+
+# ---------------------------------------------------------------------- the handshake: pure
+
+
+class Refusal(Exception):
+    """The other side is not the worker that it should be."""
+
+
+Talk: TypeAlias = Generator[bytes | int, bytes, Link]
+"""One side of a handshake: yields bytes to send, or the number of bytes that it needs next; returns the link.
+
+It raises :class:`Refusal` if the other side proves nothing."""
+
+
+def dialing(key: bytes, generation: int, link: Link) -> Talk:
+    """The side of the worker that dialed ``link``."""
+    name, mine = name_of(key, generation, link), secrets.token_bytes(_RANDOM)
+    yield name + mine
+    answer = yield _ANSWER
+    theirs, proof = answer[:_RANDOM], answer[_RANDOM:]
+    if not hmac.compare_digest(proof, _proof(key, b"acceptor", name, mine, theirs)):
+        raise Refusal("it answered without knowing the key of the run")
+    yield _proof(key, b"dialer", name, mine, theirs)
+    return link
+
+
+def accepting(key: bytes, awaited: Mapping[bytes, Link]) -> Talk:
+    """The side of the worker that was dialed and waits for the links ``awaited``, by their names."""
+    opening = yield _OPENING
+    name, theirs = opening[:_CODE], opening[_CODE:]
+    link = awaited.get(name)
+    if link is None:
+        raise Refusal("it knows no name of a link that is awaited")
+    mine = secrets.token_bytes(_RANDOM)
+    yield mine + _proof(key, b"acceptor", name, theirs, mine)
+    proof = yield _CLOSING
+    if not hmac.compare_digest(proof, _proof(key, b"dialer", name, theirs, mine)):
+        raise Refusal("it repeated the name of a link without knowing the key of the run")
+    return link
+
+
+def name_of(key: bytes, generation: int, link: Link) -> bytes:
+    """What only those who know the key can call ``link``."""
+    return hmac.digest(key, f"link {generation} {link.dialer} {link.acceptor} {link.group}".encode(), "sha256")
+
+
+def _proof(key: bytes, side: bytes, name: bytes, dialers: bytes, acceptors: bytes) -> bytes:
+    return hmac.digest(key, side + name + dialers + acceptors, "sha256")
+
+
+# ---------------------------------------------------------------------- connecting
+
+
+class Gate:
+    """The port at ``host`` at which a worker is dialed by the others; close it once it is connected."""
+
+    def __init__(self, host: str) -> None:
+        self.socket = listen(host, _BACKLOG, port_range())
+        self.socket.setblocking(False)
+
+    @property
+    def address(self) -> bytes:
+        """Its address, for :func:`connect` in other workers."""
+        return address_of(self.socket)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def connect(
+    gate: Gate,
+    key: bytes,
+    generation: int,
+    rank: int,
+    links: Collection[Link],
+    addresses: Mapping[int, bytes],
+    cancelled: threading.Event,
+    seconds: float,
+) -> dict[Link, socket.socket]:
+    """Connects all ``links`` of this worker at the same time.
+
+    Args:
+        gate: where the others dial this worker; it stays open.
+        key: the key that all workers share.
+        generation: distinguishes these links from earlier ones.
+        rank: the rank of this worker; it is an end of each link.
+        links: what to connect; the others connect their parts of it at about the same time.
+        addresses: addresses of the others' gates, by rank.
+        cancelled: event that ends connecting soon after it is set.
+        seconds: limit.
+
+    Returns:
+        Sockets that do not block, without delay for small messages.
+
+    Raises:
+        InterruptedError: if ``cancelled`` was set.
+        TimeoutError: names the ranks that could not be connected in time.
+    """
+    with selectors.DefaultSelector() as selector:
+        work = _Connecting(gate, key, generation, rank, set(links), addresses, selector)
+        try:
+            deadline = time.monotonic() + seconds
+            while work.missing:
+                if cancelled.is_set():
+                    raise InterruptedError(f"Connecting generation {generation} was cancelled.")
+                work.redial()
+                for ready, _ in selector.select(_LOOK_SECONDS):
+                    work.proceed(ready)
+                if time.monotonic() > deadline and work.missing:
+                    ranks = sorted({link.other(rank) for link in work.missing})
+                    raise TimeoutError(f"no connection to rank {', '.join(map(str, ranks))} within {seconds:g} s")
+            return work.take()
+        finally:
+            work.close()
+
+
+@dataclass(eq=False)
+class _Conversation:
+    """A connection on which the handshake has not ended; ``link``: which one it is for, if this side dialed; ``peer``:
+    who dialed, if this side accepted.
+    """
+
+    socket: socket.socket
+    talk: Talk
+    link: Link | None = None
+    peer: str = ""
+    deadline: float = 0.0  # of an attempt to dial
+    named: bool = False  # the other side has said something right
+    wanted: bytes | int = field(init=False)
+    received: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.wanted = next(self.talk)
+
+    def proceed(self) -> Link | None:
+        """Sends and receives what is possible now; returns the link when the handshake has ended well.
+
+        Raises:
+            Refusal: if it has not.
+            OSError: if the connection has ended.
+        """
+        try:
+            while True:
+                if isinstance(self.wanted, bytes):
+                    if self.socket.send(self.wanted) < len(self.wanted):  # an empty buffer holds much more
+                        raise ConnectionError("the connection takes no data")
+                    self.wanted = next(self.talk)
+                else:
+                    data = self.socket.recv(self.wanted - len(self.received))
+                    if not data:
+                        raise ConnectionError("the other side hung up")
+                    self.received += data
+                    if len(self.received) == self.wanted:
+                        self.wanted = self.talk.send(bytes(self.received))
+                        self.received.clear()
+                        self.named = True
+        except BlockingIOError:
+            return None
+        except StopIteration as end:
+            link: Link = end.value
+            return link
+
+
+class _Connecting:
+    """The connections of :func:`connect`, while it runs."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        key: bytes,
+        generation: int,
+        rank: int,
+        missing: set[Link],
+        addresses: Mapping[int, bytes],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.missing = missing
+        self._gate, self._key, self._generation, self._rank = gate, key, generation, rank
+        self._addresses, self._selector = addresses, selector
+        self._awaited = {name_of(key, generation, link): link for link in missing if link.acceptor == rank}
+        self._done: dict[Link, socket.socket] = {}
+        self._callers: dict[_Conversation, None] = {}  # in the order in which they came
+        self._calls: dict[Link, _Conversation] = {}
+        self._patience = dict.fromkeys(missing, _ATTEMPT_SECONDS)
+        self._not_before = dict.fromkeys(missing, 0.0)
+        self._strangers: list[str] = []
+        selector.register(gate.socket, selectors.EVENT_READ)
+
+    # dialing
+
+    def redial(self) -> None:
+        """Dials what is not being dialed, or for too long: strangers may fill the other's queue for a moment."""
+        now = time.monotonic()
+        for link in self.missing:
+            if link.dialer != self._rank or now < self._not_before[link]:
+                continue
+            call = self._calls.get(link)
+            if call is not None:
+                if now < call.deadline:
+                    continue
+                self._drop(call)
+            self._not_before[link] = now + _REDIAL_SECONDS
+            sock = dial(self._addresses[link.acceptor])
+            if sock is None:
+                continue
+            call = _Conversation(
+                sock, dialing(self._key, self._generation, link), link, deadline=now + self._patience[link]
+            )
+            self._patience[link] = min(2 * self._patience[link], _LONGEST_ATTEMPT_SECONDS)
+            self._calls[link] = call
+            self._selector.register(sock, selectors.EVENT_WRITE, call)
+
+    # both
+
+    def proceed(self, ready: selectors.SelectorKey) -> None:
+        """Does what is possible with a socket that is ready."""
+        if ready.fileobj is self._gate.socket:
+            self._accept()
+        elif ready.data in self._callers or ready.data in self._calls.values():  # not dropped since
+            self._converse(ready.data)
+
+    def _converse(self, conversation: _Conversation) -> None:
+        sock = conversation.socket
+        try:
+            link = conversation.proceed()
+        except Refusal as error:
+            if conversation.link is None:
+                self._note(conversation, str(error))
+            self._drop(conversation)
+        except OSError:  # the other side has ended, or hung up to dial again; links are dialed again, too
+            self._drop(conversation)
+        else:
+            if link is None:
+                self._selector.modify(sock, selectors.EVENT_READ, conversation)
+            elif link not in self.missing:
+                self._drop(conversation)  # it is connected: this attempt was given up
+            else:
+                self._forget(conversation)
+                self.missing.discard(link)
+                self._done[link] = sock
+
+    # accepting
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, (host, port, *_) = self._gate.socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # A connection may end before it is accepted; one who waits longer makes room for one who waits less.
+                if error.errno in _OUT_OF_DESCRIPTORS and not self._evict(0):
+                    return
+                continue
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller = _Conversation(sock, accepting(self._key, self._awaited), peer=f"{host} port {port}")
+            self._callers[caller] = None
+            self._selector.register(sock, selectors.EVENT_READ, caller)
+            self._converse(caller)  # perhaps it has spoken already
+            self._evict(_STRANGERS)
+
+    def _evict(self, at_most: int) -> bool:
+        """Drops the oldest callers without a name if there are more than ``at_most``; whether there were."""
+        nameless = [caller for caller in self._callers if not caller.named] if len(self._callers) > at_most else []
+        surplus = nameless[: max(0, len(nameless) - at_most)]
+        for caller in surplus:
+            self._note(caller, "it said nothing")
+            self._drop(caller)
+        return bool(surplus)
+
+    # ending
+
+    def _note(self, caller: _Conversation, why: str) -> None:
+        """Remembers a stranger."""
+        self._strangers.append(f"{caller.peer}: {why}")
+
+    def _forget(self, conversation: _Conversation) -> None:
+        self._selector.unregister(conversation.socket)
+        self._callers.pop(conversation, None)
+        if conversation.link is not None and self._calls.get(conversation.link) is conversation:
+            del self._calls[conversation.link]
+
+    def _drop(self, conversation: _Conversation) -> None:
+        self._forget(conversation)
+        conversation.socket.close()
+
+    def take(self) -> dict[Link, socket.socket]:
+        """Hands out the links; :meth:`close` leaves them open."""
+        done, self._done = self._done, {}
+        return done
+
+    def close(self) -> None:
+        for caller in self._callers:
+            if not caller.named and not caller.received:
+                self._note(caller, "it said nothing")
+        for conversation in (*self._callers, *self._calls.values()):
+            conversation.socket.close()
+        for sock in self._done.values():
+            sock.close()
+        if self._strangers:
+            log.warning(
+                "Generation %d: worker %d refused %d connections that were not from workers of this run; the first was "
+                "from %s.",
+                self._generation,
+                self._rank,
+                len(self._strangers),
+                self._strangers[0],
+            )

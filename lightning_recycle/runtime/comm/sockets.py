@@ -1,0 +1,299 @@
+"""TCP sockets that this package listens and dials with: their addresses, what they let in, and how they are cut off.
+
+Concept: connections that the owner of a listening socket does not accept in time fill its queue, until nobody is
+answered any more. A *filter* in the kernel (classic BPF, which needs no privileges) decides before that:
+:func:`drop_everything` lets nothing in; with :func:`answer_only` the kernel answers whoever dials and forgets him, so
+no number of dialers fills a queue.
+
+Must not know: Gloo, generations, who may connect.
+
+Finds the other workers that this one can reach, by opening a TCP connection to each, used for nothing else.
+
+Concept: a worker that wants to be found opens a :class:`Doorbell`, a listening socket whose connections are never
+accepted. The system answers for the process, so even a busy or stopped process is reachable: the check tests both
+directions of the way to it, not the process. As no connection is ever completed either
+(:func:`~lightning_recycle.runtime.comm.sockets.answer_only`), nobody can fill its queue to make a worker look
+unreachable.
+
+Contract: :func:`unreachable` returns at once if all can be reached. Otherwise it keeps trying until its time is up, so
+that a lost packet or a slightly late peer does not count, and workers that check at the same time get their results at
+the same time.
+
+Must not know: process groups, generations, the coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import random
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+from lightning_recycle.errors import ConfigurationError
+
+__all__ = [
+    "CHECK_SECONDS",
+    "Doorbell",
+    "OpenSockets",
+    "address_of",
+    "answer_only",
+    "dial",
+    "drop_everything",
+    "hang_up",
+    "inode_of",
+    "listen",
+    "open_sockets",
+    "unreachable",
+]
+
+# From asm-generic/socket.h; the socket module does not have it.
+_SO_ATTACH_FILTER = 26
+
+# Classic BPF: (code, jump if true, jump if false, constant). A filter sees a segment from its TCP header on.
+_LOAD_BYTE, _JUMP_IF_ANY_BIT, _JUMP_IF_EQUAL, _AND, _RETURN = 0x30, 0x45, 0x15, 0x54, 0x06
+_EVERYTHING, _NOTHING = 0xFFFF_FFFF, 0  # bytes of a segment that pass
+_FLAGS = 13  # offset of the flags in a TCP header
+_SYN, _RST, _ACK = 0x02, 0x04, 0x10
+
+_DROP_EVERYTHING = ((_RETURN, 0, 0, _NOTHING),)
+_ANSWER_ONLY = (
+    (_LOAD_BYTE, 0, 0, _FLAGS),
+    (_JUMP_IF_ANY_BIT, 2, 0, _RST),
+    (_AND, 0, 0, _SYN | _ACK),
+    (_JUMP_IF_EQUAL, 0, 1, _SYN),
+    (_RETURN, 0, 0, _EVERYTHING),
+    (_RETURN, 0, 0, _NOTHING),
+)
+
+
+# ---------------------------------------------------------------------- addresses
+
+
+def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket:
+    """A socket that listens at a free port of ``host``, a name or an address.
+
+    Args:
+        host: where to listen.
+        backlog: the length of its queue.
+        ports: those that may be used; None for any.
+
+    Raises:
+        ConfigurationError: if none of ``ports`` is free.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    if ports is None:
+        return socket.create_server(address, family=family, backlog=backlog)
+    # From any of them on: with many workers on a machine most of the first ones are taken.
+    start = random.SystemRandom().randrange(len(ports))
+    for port in (*ports[start:], *ports[:start]):
+        try:
+            return socket.create_server((address[0], port, *address[2:]), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigurationError(
+        f"RECYCLE_PORTS={ports[0]}-{ports[-1]}: none of these {len(ports)} ports is free at {host}. A worker listens at"
+        " two at a time: give three for each worker of a machine, that no other program uses."
+    )
+
+
+def address_of(listener: socket.socket) -> bytes:
+    """Where ``listener`` listens, for :func:`dial` in other processes."""
+    host, port = listener.getsockname()[:2]
+    return f"{host} {port}".encode()
+
+
+def dial(address: bytes) -> socket.socket | None:
+    """Starts to connect; None if that fails at once, as without a route. The socket does not block; it is writable
+    when it is connected or has failed.
+    """
+    host, port = address.decode().rsplit(" ", 1)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    if sock.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
+        return sock
+    sock.close()
+    return None
+
+
+# ---------------------------------------------------------------------- filters
+
+
+def drop_everything(sock: socket.socket) -> None:
+    """From now on no segment reaches ``sock``; a listening socket passes this on to what it accepts.
+
+    Raises:
+        OSError: if this system has no such filters.
+    """
+    _attach(sock, _DROP_EVERYTHING)
+
+
+def answer_only(listener: socket.socket) -> None:
+    """From now on the system answers whoever dials ``listener``, which connects him from his point of view, and lets
+    nothing else in: no connection is ever complete, so none waits to be accepted.
+
+    If too many are incomplete, Linux answers without remembering them (SYN cookies, on by default).
+
+    Raises:
+        OSError: if this system has no such filters.
+    """
+    _attach(listener, _ANSWER_ONLY)
+
+
+def _attach(sock: socket.socket, program: tuple[tuple[int, int, int, int], ...]) -> None:
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    descriptor = struct.pack("HP", len(program), ctypes.addressof(instructions))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, descriptor)
+
+
+# ---------------------------------------------------------------------- sockets of somebody else
+
+
+def open_sockets() -> dict[int, int]:
+    """The sockets of this process: file descriptor -> inode.
+
+    Raises:
+        OSError: without ``/proc``.
+    """
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def inode_of(descriptor: int) -> int:
+    """What tells a socket from a later one under the same descriptor."""
+    return os.fstat(descriptor).st_ino
+
+
+class OpenSockets:
+    """Sockets of which somebody else holds and closes the descriptors, to be cut off all at once; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inodes: dict[int, int] = {}
+        self._cut = False
+
+    def add(self, inodes: Mapping[int, int]) -> None:
+        """Adds sockets, descriptor -> inode. They are cut off at once if :meth:`cut` was called before."""
+        with self._lock:
+            self._inodes.update(inodes)
+            cut = self._cut
+        if cut:
+            _shut_down(inodes.items())
+
+    def cut(self) -> None:
+        """Ends the connections, in both directions; the descriptors stay open."""
+        with self._lock:
+            self._cut = True
+            sockets = list(self._inodes.items())
+        _shut_down(sockets)
+
+
+def _shut_down(sockets: Iterable[tuple[int, int]]) -> None:
+    for descriptor, inode in sockets:
+        # Their owner closes them in threads of its own, and their numbers go to whatever is opened next: so take hold
+        # of it first, and look whether it is the right one then. (The other way round, on a busy machine, aborts
+        # shut down connections to DataLoader processes that were opened at that moment.)
+        try:
+            held = os.dup(descriptor)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise  # out of descriptors: what waits cannot be interrupted, and this worker must end
+            continue  # closed
+        try:
+            if inode_of(held) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(held)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)  # an OSError means that it is no longer connected
+        finally:
+            os.close(held)
+
+
+CHECK_SECONDS = 1.4
+"""How long to try to reach a worker. Linux resends the first packet of a connection after one second."""
+
+_BACKLOG = 1024  # dialers that the system remembers; each worker makes one or a few
+_REDIAL_SECONDS = 0.1  # between attempts that fail at once
+_LOOK_SECONDS = 0.02  # between checks for cancellation
+
+
+class Doorbell:
+    """A listening socket at ``host``; close it when no worker needs to reach this one any more.
+
+    ``ports``: those that it may use; None for any.
+    """
+
+    def __init__(self, host: str, ports: range | None = None) -> None:
+        self._socket = listen(host, _BACKLOG, ports)
+        with contextlib.suppress(OSError):  # without filters it answers as well, until its queue is full
+            answer_only(self._socket)
+
+    @property
+    def address(self) -> bytes:
+        """Its address, for :func:`unreachable` in other workers."""
+        return address_of(self._socket)
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def unreachable(
+    addresses: Mapping[int, bytes], cancelled: threading.Event, seconds: float = CHECK_SECONDS
+) -> tuple[int, ...]:
+    """Tries to reach all workers at the same time.
+
+    Args:
+        addresses: addresses of the others' doorbells, by rank.
+        cancelled: event that ends the check soon after it is set.
+        seconds: duration of the check.
+
+    Returns:
+        The ranks that could not be reached, in order; meaningless if ``cancelled`` is set.
+    """
+    missing = set(addresses)
+    dialled: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + seconds
+    next_dial = 0.0
+    with selectors.DefaultSelector() as selector:
+        try:
+            while missing and not cancelled.is_set():
+                now = time.monotonic()
+                if now >= next_dial:
+                    next_dial = now + _REDIAL_SECONDS
+                    for rank in missing - dialled.keys():
+                        if (sock := dial(addresses[rank])) is not None:
+                            dialled[rank] = sock
+                            selector.register(sock, selectors.EVENT_WRITE, rank)
+                for key, _ in selector.select(_LOOK_SECONDS):
+                    with dialled.pop(key.data) as sock:
+                        selector.unregister(sock)
+                        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                            missing.discard(key.data)
+                            hang_up(sock)
+                if now >= deadline:  # after the check: this process may not have been running until now
+                    break
+        finally:
+            for sock in dialled.values():
+                sock.close()
+    return tuple(sorted(missing))
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Lets ``sock``, connected to a doorbell, end without a farewell when it is closed: nobody would answer it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,0 +1,252 @@
+"""What carries payloads: the tensors that are too large to travel with their header.
+
+Concept: headers, shapes, tags and waiting are Gloo's, on every device. A payload is announced by its header, and then
+goes by the transport. :class:`GlooTransport` sends one message per tensor, by way of the processor's memory;
+:class:`~lightning_recycle.runtime.nccl.nccl_transport.NcclTransport` goes from device to device, and so do the sums and
+broadcasts of groups that it says it takes.
+
+Contract: :meth:`Transport.connect` is called in a thread that may be left behind, :meth:`Transport.abort` in any. After
+an abort whatever waits ends with an exception within milliseconds. Others are called by the thread that exchanges
+messages.
+
+Must not know: schedules, and what a payload is for.
+
+Memory of the host through which tensors of a device travel.
+
+Concept: a device copies to and from *pinned* memory by itself, and to other memory by way of a small buffer of its
+driver. To pin memory takes long, so torch keeps what is no longer used for the next time, once the device is done with
+it. On a CPU all of this is ordinary memory.
+
+Not tried with a device: see docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
+from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Layout
+
+__all__ = ["TAGS", "Channel", "GlooTransport", "HostMemory", "Rosters", "Transport", "receive_all", "send_all"]
+
+TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
+_PAYLOAD = 2  # the first of them that payloads use
+_PACKED_BYTES = 4 * 1024 * 1024  # above this, copying into one message costs more than a second message
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
+
+
+class Channel(Enum):
+    """The directions between stages: activations one way, gradients the other."""
+
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+
+
+Rosters: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The ranks of the members of groups, in order, by the groups' names."""
+
+
+class Transport(Protocol):
+    """Carries the payloads of one worker, generation after generation.
+
+    Attributes:
+        connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
+        keeps_connections: whether :meth:`connect` may be called again without :meth:`close`, with the groups of before
+            and more; the same on all workers.
+        in_one_order: whether a collective of one group waits for those of other groups that were begun before.
+    """
+
+    connect_seconds: float
+    keeps_connections: bool
+
+    @property
+    def in_one_order(self) -> bool: ...
+
+    def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
+        """The connections that it needs to exchange payloads with ``ranks``, and for the collectives of ``rosters``,
+        besides the groups of the channels and those that Gloo has for these.
+        """
+
+    def connect(
+        self,
+        generation: int,
+        rosters: Rosters,
+        groups: Mapping[str, Group],
+        rendezvous: Rendezvous,
+        cancelled: threading.Event,
+    ) -> None:
+        """Connects with the workers that ``groups`` lead to, until ``cancelled`` is set; that ends everything later.
+
+        Args:
+            generation: which generation.
+            rosters: of the groups that do something together.
+            groups: created as :meth:`plans` asks, with those of the channels.
+            rendezvous: where workers find each other.
+            cancelled: set when the generation is aborted.
+
+        Raises:
+            CommunicationError: if it is set: the next generation may be connected by now, and stays so.
+        """
+
+    def packed_bytes(self, peer: int) -> int:
+        """Up to which size a value travels packed behind its header, to and from worker ``peer``."""
+
+    def carries(self, peer: int) -> bool:
+        """Whether payloads to and from worker ``peer`` go from device to device; the same on both sides."""
+
+    def send(
+        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
+    ) -> list[tuple[Any, Tensor]]:
+        """Starts to send ``tensors``. What it returns must be kept until they have arrived."""
+
+    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+        """Waits for the tensors of a value whose header has come."""
+
+    def takes(self, roster: str, tensor: Tensor) -> bool:
+        """Whether collectives of ``tensor`` in a group go by this transport; the same on all members."""
+
+    def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
+        """Begins to replace the contiguous ``tensor`` by its sum over a group, or by that of rank ``root``. All members
+        begin the same ones in the same order, and those of several groups in orders that agree.
+
+        Until :meth:`end_collective`, or the end of the generation, nobody may touch ``tensor``.
+        """
+
+    def end_collective(self, begun: Any) -> None:
+        """Waits for what :meth:`begin_collective` has returned."""
+
+    def prepare(self) -> None:
+        """The generation goes well: begins in the background what the next one will need. Called once in it."""
+
+    def abort(self) -> None:
+        """Called once ``cancelled`` is set."""
+
+    def close(self) -> None:
+        """Drops everything of the generation, which is over, but what the next one can use."""
+
+    def end(self) -> None:
+        """Drops everything; there is no next generation."""
+
+
+class GlooTransport:
+    """Payloads as messages of Gloo.
+
+    Args:
+        timeout: limit of any single operation.
+        memory: of the host.
+    """
+
+    connect_seconds = 0.0
+    keeps_connections = True
+    in_one_order = False
+
+    def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
+        self._timeout, self._memory = timeout, memory
+        self._lock = threading.Lock()
+        self._groups: dict[Channel, Group] = {}
+
+    def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
+        return ()
+
+    def connect(
+        self,
+        generation: int,
+        rosters: Rosters,
+        groups: Mapping[str, Group],
+        rendezvous: Rendezvous,
+        cancelled: threading.Event,
+    ) -> None:
+        with self._lock:
+            if cancelled.is_set():
+                raise CommunicationError(f"Generation {generation} was aborted.")
+            self._groups = {channel: groups.get(channel.value, Group()) for channel in Channel}
+
+    def packed_bytes(self, peer: int) -> int:
+        return _PACKED_BYTES
+
+    def carries(self, peer: int) -> bool:
+        return False
+
+    def send(
+        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
+    ) -> list[tuple[Any, Tensor]]:
+        staged = [self._memory.staged(tensor).contiguous() for tensor in tensors]
+        return send_all(self._groups[channel], staged, destination, tag * TAGS + _PAYLOAD)
+
+    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+        tensors = layout.empty(self._memory.empty)
+        full = [t for t in tensors if t is not None]
+        *works, end = receive_all(self._groups[channel], full, source, tag * TAGS + _PAYLOAD)
+        end.wait(self._timeout)
+        for work in works:
+            work.wait(self._timeout)
+        return tensors
+
+    def takes(self, roster: str, tensor: Tensor) -> bool:
+        return False  # they are the communicator's own business
+
+    def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
+        raise NotImplementedError
+
+    def end_collective(self, begun: Any) -> None:
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Nothing: to connect takes it milliseconds."""
+
+    def abort(self) -> None:
+        """Nothing: its sockets are cut by whoever has made them."""
+
+    def close(self) -> None:
+        self._groups = {}
+
+    def end(self) -> None:
+        self.close()
+
+
+def send_all(group: Group, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
+    """Starts to send ``tensors`` and an empty message as one, under the tags from ``base`` on."""
+    process_group, rank = group.places[destination]
+    return [(process_group.send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+
+
+def receive_all(group: Group, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
+    """The counterpart of :func:`send_all`; the last must be waited for first."""
+    process_group, rank = group.places[source]
+    return [process_group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
+
+
+class HostMemory:
+    """What a worker needs of the host's memory to exchange tensors of ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A new, uninitialised tensor of the host."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """``tensor`` if it is on the host, else a contiguous copy of it there, which is complete."""
+        if tensor.device.type == "cpu":
+            return tensor
+        copy = self.empty(tensor.shape, tensor.dtype)
+        copy.copy_(tensor)
+        return copy
+
+    def on_device(self, tensor: Tensor, is_reused: bool) -> Tensor:
+        """A copy of ``tensor`` on the device, or itself on a CPU.
+
+        Args:
+            tensor: on the host, or on the device already.
+            is_reused: whether its memory is written again. If not, the copy need not be complete: torch keeps the
+                memory until it is.
+        """
+        return tensor.to(self._device, non_blocking=not is_reused)

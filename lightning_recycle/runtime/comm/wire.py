@@ -1,0 +1,174 @@
+"""Values between stages as bytes: a header that describes the tensors, and the tensors, packed behind it or separate.
+
+Every message carries its layout, so no shapes need to be agreed beforehand. Behind the layout the header has room for
+two sums (:mod:`~lightning_recycle.runtime.comm.wire`), of the layout and of the tensors.
+
+Sums that tell whether a message arrived as it was sent.
+
+Concept: the 64-bit words of a message are added up, by its sender and by its receiver. A flipped bit, or any other
+change within one word, shows; changes in several words cancel with a probability of about 2^-64 if they are random. TCP
+has a sum of 16 bits of its own, which misses one in 65,536, and none where a message never leaves the machine.
+
+Contract: only memory of the host is looked at: nobody waits for a device. 0 stands for a message that has no sum.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.tensor_memory import memory_of
+
+__all__ = ["HEADER_BYTES", "LAYOUT_BYTES", "MAX_TENSORS", "Layout", "Value", "sum_of_bytes", "sum_of_tensors"]
+
+Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
+"""A value sent between stages: a tensor or a tuple of tensors; in gradients, an item may be None."""
+
+MAX_TENSORS = 31
+_ALIGNMENT = 64
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_NONE = -1
+_WITH_GRADIENT = 64  # added to the code of a dtype
+_HEADER = struct.Struct("=126q")
+LAYOUT_BYTES = _HEADER.size
+"""Of a header, what describes the tensors."""
+
+HEADER_BYTES = LAYOUT_BYTES + 16
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The structure of a value.
+
+    Args:
+        is_tuple: whether the value is a tuple, even of one tensor.
+        tensors: (dtype, shape, whether its gradient is wanted back) of each tensor, None for None.
+    """
+
+    is_tuple: bool
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]
+
+    @classmethod
+    def of(cls, value: Value) -> Layout:
+        """The layout of ``value``."""
+        if isinstance(value, tuple):
+            return cls(True, tuple(None if t is None else (t.dtype, t.shape, t.requires_grad) for t in value))
+        return cls(False, ((value.dtype, value.shape, value.requires_grad),))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of the header and the tensors behind it."""
+        return HEADER_BYTES + sum(_aligned(_num_bytes(*item[:2])) for item in self.tensors if item is not None)
+
+    def header(self, packed: bool) -> bytes:
+        """The header without its sums, of LAYOUT_BYTES bytes.
+
+        Raises:
+            ReCycleError: for too many tensors or dimensions, or a dtype that cannot be sent.
+        """
+        if len(self.tensors) > MAX_TENSORS:
+            raise ReCycleError(
+                f"A layer passes {len(self.tensors)} tensors to the next stage; at most {MAX_TENSORS} are allowed."
+            )
+        numbers = [int(self.is_tuple), int(packed), len(self.tensors)]
+        for item in self.tensors:
+            if item is None:
+                numbers += [_NONE, 0]
+                continue
+            dtype, shape, has_gradient = item
+            if dtype not in _DTYPE_CODES:
+                raise ReCycleError(
+                    f"A layer passes a tensor of {dtype} to the next stage; convert it in the layer to one of"
+                    f" {', '.join(str(known).removeprefix('torch.') for known in _DTYPES)}."
+                )
+            numbers += [_DTYPE_CODES[dtype] + _WITH_GRADIENT * has_gradient, len(shape), *shape]
+        if len(numbers) * 8 > LAYOUT_BYTES:
+            raise ReCycleError(f"The shapes of {len(self.tensors)} tensors between stages do not fit into a header.")
+        return _HEADER.pack(*numbers, *[0] * (LAYOUT_BYTES // 8 - len(numbers)))
+
+    @classmethod
+    def parse(cls, header: bytes) -> tuple[Layout, bool]:
+        """The layout that ``header``, without its sums, describes, and whether the tensors are packed behind it."""
+        is_tuple, packed, count, *numbers = _HEADER.unpack(header)
+        tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []
+        cursor = 0
+        for _ in range(count):
+            code, dims = numbers[cursor], numbers[cursor + 1]
+            shape = tuple(numbers[cursor + 2 : cursor + 2 + dims])
+            has_gradient, kind = divmod(code, _WITH_GRADIENT)
+            tensors.append(None if code == _NONE else (_DTYPES[kind], shape, bool(has_gradient)))
+            cursor += 2 + dims
+        return cls(bool(is_tuple), tuple(tensors)), bool(packed)
+
+    def views(self, message: Tensor) -> list[Tensor | None]:
+        """The tensors packed in ``message`` (bytes), as views of it."""
+        found: list[Tensor | None] = []
+        offset = HEADER_BYTES
+        for item in self.tensors:
+            if item is None:
+                found.append(None)
+                continue
+            size = _num_bytes(*item[:2])
+            found.append(message[offset : offset + size].view(item[0]).view(item[1]))
+            offset += _aligned(size)
+        return found
+
+    def empty(self, allocate: Callable[[Sequence[int], torch.dtype], Tensor]) -> list[Tensor | None]:
+        """New tensors; ``allocate`` makes one of a shape and a dtype."""
+        return [None if item is None else allocate(item[1], item[0]) for item in self.tensors]
+
+    def value(self, tensors: Sequence[Tensor | None]) -> Any:
+        """The value with these tensors, which require a gradient where the sender wants it back."""
+        for tensor, item in zip(tensors, self.tensors, strict=True):
+            if tensor is not None and item is not None:
+                tensor.requires_grad_(item[2])
+        return tuple(tensors) if self.is_tuple else tensors[0]
+
+
+def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    size = dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+_WORD = 8
+_MODULUS = (1 << 63) - 1  # a signed number that is not 0 remains
+
+
+def sum_of_bytes(data: bytes | np.ndarray) -> int:
+    """The sum of contiguous bytes, from 1 to 2^63 - 1."""
+    each = np.frombuffer(data, dtype=np.uint8)
+    whole = each.size // _WORD * _WORD
+    total = int(np.add.reduce(each[:whole].view(np.uint64))) if whole else 0
+    return (total + int.from_bytes(each[whole:].tobytes(), sys.byteorder)) % _MODULUS + 1
+
+
+def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
+    """The sum of the bits of all tensors, whatever their shapes; 0 if one is not in memory of the host."""
+    total = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.device.type != "cpu":
+            return 0
+        if tensor.numel():
+            flat = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+            total = total * 3 + sum_of_bytes(flat.numpy())
+    return total % _MODULUS + 1

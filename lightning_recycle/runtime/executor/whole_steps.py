@@ -1,0 +1,425 @@
+"""Runs steps that are more than a forward and a backward: the user's code steps optimizers itself.
+
+Concept: what such a step is only the user's code knows, so it is no schedule's; the schedule says which micro-batches a
+worker has. There is one stage: every worker does the whole step, and all hold the same afterwards. A step is done on
+the parameters in place, with a copy of the whole state that it began with (:class:`StepState`). A failure rewinds
+it, and all do it again.
+
+Contract: for the protocol a worker is REDUCED when it has done its step, and holds the state before and after it.
+Before its losses are known, and before it votes for the commit, all workers have said that they are done (the last of
+the checks below). So when all losses are known, all live workers are REDUCED, and a recovery applies the step on all of
+them; otherwise it redoes it on all. No worker ever needs another's.
+
+All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a
+check that they have done the same so far: they end with an error instead of waiting for each other.
+
+Functions that run in turns, each up to the next point where all of them meet.
+
+Concept: the training steps of a worker's micro-batches compute in turns, and do some things together: they reduce their
+gradients, and step an optimizer once. :meth:`Turns.meet` is such a point. Each function runs until it calls it; when
+all of them have, what they do together is done once, by the thread that called :meth:`Turns.run`, with what each of
+them brought; and all go on with the answer.
+
+Contract: never do two of them run at the same time, and their order is fixed. One alone runs in the caller's thread;
+several have a thread each, as Python can suspend a function that calls user's code no other way. Functions that take
+different ways (one meets where another ends) are an error. If one raises, or what is done together does, the others
+end where they met.
+
+Must not know: tensors, steps, workers.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recycle.control.client import Interrupted
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.recovery import Action, Adopt
+from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
+from lightning_recycle.planning.grid import Microbatch, global_index
+from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
+
+__all__ = ["Exchange", "StepBody", "StepState", "Turns", "Way", "WholeStepExecutor", "WholeStepMicrobatch"]
+
+_TOLD = 4  # of the newest things that a worker has done, in errors
+_HASHES = 2
+
+
+class StepState(Protocol):
+    """All that a step may change, on this worker."""
+
+    def keep(self) -> None:
+        """Copies it; called right before a step."""
+
+    def rewind(self) -> None:
+        """Restores what was kept."""
+
+
+class Way:
+    """What a worker has done so far in a step, in order: the same on all workers."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._newest: deque[str] = deque(maxlen=_TOLD)
+
+    def add(self, what: str) -> None:
+        self._digest.update(what.encode() + b"\0")
+        self._newest.append(what)
+
+    def numbers(self) -> list[int]:
+        """Numbers of 20 bits; those of different ways differ, almost certainly."""
+        whole = int.from_bytes(self._digest.digest(), "little")
+        return [whole >> (20 * part) & 0xFFFFF for part in range(_HASHES)]
+
+    def __str__(self) -> str:
+        return ", ".join(self._newest) or "nothing"
+
+
+class Exchange(Protocol):
+    """What the workers do together in a step."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums ``tensor`` in place over the workers."""
+
+    def check(self, way: Way) -> None:
+        """Raises UnsupportedFeatureError, on all workers, unless all have done the same."""
+
+
+@dataclass(frozen=True)
+class WholeStepMicrobatch:
+    """A micro-batch that a worker has in a step.
+
+    Args:
+        index: its index in the global batch.
+        inputs: the arguments of the user's step.
+        samples: how many it has.
+        counts: whether it contributes. A worker for which the schedule has nothing does another's work without
+            contributing, as its optimizers must step like all others.
+    """
+
+    index: int
+    inputs: tuple[Any, ...]
+    samples: int
+    counts: bool = True
+
+
+class StepBody(Protocol):
+    """The user's step."""
+
+    def run(
+        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: Exchange, way: Way
+    ) -> list[tuple[float, bytes]]:
+        """Runs it for the micro-batches of this worker.
+
+        Returns:
+            Of each its loss (NaN if it has none), and what must reach all workers.
+        """
+
+
+class WholeStepExecutor(Executor):
+    """An executor whose steps are run by ``body``, with ``state`` kept before them; further arguments as for
+    :class:`~lightning_recycle.runtime.executor.executor.Executor`, with ``staggered=False`` and without parameters.
+    """
+
+    def __init__(self, *args: Any, body: StepBody, state: StepState, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "staggered": False})
+        self._body, self._state = body, state
+        self._redoes_whole_steps = True
+        self._has_begun = False  # the state is in the middle of a step, or after one that is not committed
+        self._broken: Exception | None = None  # what ended an exchange of this attempt
+        self._waited = 0.0  # seconds in exchanges of this attempt
+
+    @override
+    def _run_program(self, step: int) -> None:
+        self._rewind()
+        self._broken, self._waited, self._reduced, self._payload = None, 0.0, False, None
+        microbatches = self._read(step)
+        self._client.doing(step, "keeping the state")
+        self._state.keep()
+        self._has_begun = True
+        way = Way()
+        for task in self._of_kind(OpKind.FORWARD):
+            self._client.doing(step, task.label, task.op.kind.value, task.index)
+            self._place = (step, task.label)
+            for hook in self.before_operation:
+                hook(step, task.op)
+        started = time.perf_counter()
+        try:
+            done = self._body.run(step, microbatches, self, way)
+        except Exception:
+            if self._broken is not None:  # whatever the user's code made of it is no error of its own
+                raise self._broken from None
+            raise
+        if self._broken is not None:  # the user's code has caught it
+            raise self._broken
+        mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
+        self._timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
+        self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
+        self._reduced, self._payload = True, CommitPayload()
+        way.add("the end of the step")
+        self.check(way)
+        if mine:
+            losses, outputs = {i: loss for i, (loss, _) in mine.items()}, {i: output for i, (_, output) in mine.items()}
+            self._client.send(messages.Losses(self._client.rank, step, losses, outputs))
+        self._run_hooks(step, OpKind.REDUCE, OpKind.STEP)
+        self._commit_and_apply()
+        self._run_hooks(step, OpKind.STEP, None)
+        self._communicator.end_step()
+
+    def _read(self, step: int) -> list[WholeStepMicrobatch]:
+        """Reads this worker's micro-batches."""
+        handle = self._steps[step].handle
+        self._place = (step, "reading data")
+        wanted = [
+            op.microbatch for op in (task.op for task in self._of_kind(OpKind.FORWARD)) if op.microbatch is not None
+        ]
+        found = []
+        with self._client.busy("reading data"):
+            for microbatch in wanted or [Microbatch(0, 0)]:
+                inputs, _ = self._host.split(handle.loader.fetch(handle, microbatch), handle.index)
+                samples = handle.loader.num_samples(handle, microbatch)
+                index = global_index(self.grid, microbatch)
+                found.append(WholeStepMicrobatch(index, inputs, samples, counts=bool(wanted)))
+        return found
+
+    def _of_kind(self, kind: OpKind) -> list[Any]:
+        return [task for task in self._program if task.op.kind is kind]
+
+    def _run_hooks(self, step: int, after: OpKind, before: OpKind | None) -> None:
+        """Between two operations of the schedule; the user's step is the F of all micro-batches."""
+        for task in self._of_kind(after):
+            for hook in self.after_operation:
+                hook(step, task.op)
+        for task in self._of_kind(before) if before is not None else ():
+            self._client.doing(step, task.label)
+            self._place = (step, task.label)
+            for hook in self.before_operation:
+                hook(step, task.op)
+
+    # ------------------------------------------------------------------ what the workers do together
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self._broken is None and self._client.interrupted:
+            self._broken = Interrupted()
+        if self._broken is not None:
+            raise self._broken
+        started = time.perf_counter()
+        try:
+            with self._client.waiting("peers"):
+                self._communicator.all_reduce(tensor)
+        except Exception as error:
+            self._broken = error
+            raise
+        finally:
+            self._waited += time.perf_counter() - started
+
+    def check(self, way: Way) -> None:
+        # Numbers are equal if and only if their number times the sum of their squares is the square of their sum.
+        numbers = way.numbers()
+        sums = torch.tensor([1, *numbers, *(number**2 for number in numbers)], dtype=torch.int64)
+        self.all_reduce(sums)
+        count, *totals = sums.tolist()
+        for total, squares in zip(totals[:_HASHES], totals[_HASHES:], strict=True):
+            if count * squares != total**2:
+                ways: Mapping[int, str] = self._client.arrive_in_generation("way of a step", str(way))
+                raise UnsupportedFeatureError(
+                    different_ways([f"{way} (worker {rank})" for rank, way in sorted(ways.items())])
+                )
+
+    # ------------------------------------------------------------------ a failure
+
+    def _rewind(self) -> None:
+        if self._has_begun:
+            self._state.rewind()
+            self._has_begun = False
+
+    @override
+    def _recover(self) -> None:
+        if not self._reduced:
+            self._rewind()
+        super()._recover()
+
+    @override
+    def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:
+        if not isinstance(action, Adopt):
+            super()._carry_out(action, resume, commits)
+        elif action.step < resume.decision.version and action.lacks:
+            raise ReCycleError(
+                f"No recovery: worker {self.worker} has not done step {action.step}, although its losses are known:"
+                " the commit protocol was violated."
+            )
+
+    @override
+    def _apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
+        """The step that was done counts."""
+        self._has_begun = False
+        super()._apply(payloads, guesses)
+
+
+_T = TypeVar("_T")
+_END = "the end of the step"
+
+
+class _Ended(BaseException):
+    """Ends a function at a meeting that will not take place; no ``except Exception`` of the user's stops it."""
+
+
+@dataclass(frozen=True)
+class _Met:
+    """A function has come to a meeting."""
+
+    what: str
+    part: Any
+    together: Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class _Done(Generic[_T]):
+    """A function has returned, or raised."""
+
+    value: _T | None = None
+    error: BaseException | None = None
+    what: str = _END
+
+
+class _Coroutine(Generic[_T]):
+    """One function with a thread of its own, which runs only within :meth:`resume`."""
+
+    def __init__(self, body: Callable[[], _T], number: int) -> None:
+        self.number = number
+        self._body = body
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._states: SimpleQueue[_Met | _Done[_T]] = SimpleQueue()
+        self._has_ended = False
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._main,), name=f"recycle-step-{number}", daemon=True)
+        self._thread.start()
+
+    def resume(self, answer: Any) -> _Met | _Done[_T]:
+        """Lets it run with the answer of its meeting; returns at the next one, or at its end."""
+        self._answers.put(answer)
+        state = self._states.get()
+        if isinstance(state, _Done):
+            self._has_ended = True
+            self._thread.join()
+            if state.error is not None:
+                raise state.error
+        return state
+
+    def meet(self, state: _Met) -> Any:
+        """Within the thread: what :meth:`resume` is called with next."""
+        self._states.put(state)
+        return self._answered()
+
+    def end(self) -> None:
+        """Ends it where it met."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._answers.put(_Ended)
+            self._thread.join()
+
+    def _answered(self) -> Any:
+        answer = self._answers.get()
+        if answer is _Ended:
+            self._answers.put(_Ended)  # for any further meeting, in a ``finally`` of the user's
+            raise _Ended
+        return answer
+
+    def _main(self) -> None:
+        _here.coroutine = self
+        try:
+            self._answered()
+            self._states.put(_Done(self._body()))
+        except _Ended:
+            pass
+        except BaseException as error:  # raised again in the thread that waits for it
+            self._states.put(_Done(error=error))
+
+
+_here = threading.local()
+
+
+class Turns:
+    """Functions that run in turns.
+
+    Args:
+        places: what is entered while each function runs, one for each of several; what they do together is done in the
+            first of them.
+    """
+
+    def __init__(self, places: Sequence[AbstractContextManager[Any]] = ()) -> None:
+        self._places = places
+
+    @property
+    def number(self) -> int:
+        """The number of the function that calls this; 0 in what they do together."""
+        coroutine = getattr(_here, "coroutine", None)
+        return 0 if coroutine is None else coroutine.number
+
+    def meet(self, what: str, part: Any, together: Callable[[list[Any]], _T]) -> _T:
+        """A point where all functions meet.
+
+        Args:
+            what: names it; all must come to the same.
+            part: what this function brings.
+            together: called once, with what each of them brought; one that calls it again is not met again.
+
+        Returns:
+            What ``together`` returned, to each of them.
+
+        Raises:
+            UnsupportedFeatureError: if they come to different points.
+        """
+        coroutine: _Coroutine[Any] | None = getattr(_here, "coroutine", None)
+        if coroutine is None:
+            return together([part])
+        return coroutine.meet(_Met(what, part, together))  # type: ignore[no-any-return]
+
+    def run(self, bodies: Sequence[Callable[[], _T]]) -> list[_T]:
+        """Runs all of ``bodies``; returns what they returned."""
+        if len(bodies) == 1:
+            return [bodies[0]()]
+        coroutines = [_Coroutine(body, number) for number, body in enumerate(bodies)]
+        answer: Any = None
+        try:
+            while True:
+                states: list[_Met | _Done[_T]] = []
+                for coroutine, place in zip(coroutines, self._places, strict=True):
+                    with place:
+                        states.append(coroutine.resume(answer))
+                ways = list(dict.fromkeys(state.what for state in states))
+                if len(ways) > 1:
+                    raise UnsupportedFeatureError(different_ways(ways))
+                first = states[0]
+                if isinstance(first, _Done):
+                    return [state.value for state in states]  # type: ignore[union-attr, misc]
+                with self._places[0]:
+                    answer = first.together([state.part for state in states])  # type: ignore[union-attr]
+        finally:
+            for coroutine, place in zip(coroutines, self._places, strict=True):
+                with place:
+                    coroutine.end()
+
+
+def different_ways(ways: Sequence[str]) -> str:
+    """What is said of training steps that take different ways."""
+    return (
+        f"The training steps of the micro-batches of one batch do different things: {' and '.join(ways)} come at the"
+        " same time. With manual optimization all of them must step the same optimizers with the same backward passes"
+        " in between. Decide by what they have in common, such as batch_idx, and not by their data."
+    )

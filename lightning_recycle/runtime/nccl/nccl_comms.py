@@ -1,0 +1,280 @@
+"""The communicators of one worker: those of a generation, and in reserve those that a failure would need.
+
+Concept: to begin a communicator takes NCCL long: its members meet, and find out about devices and networks. So while a
+generation goes well its workers begin, in the background, what the next one may need: each pair once more, and each
+group once more, as it is and without any one of its members. When a generation ends, what of this *reserve* is complete
+is kept, as nothing was ever launched on it; all else is aborted together. The next generation uses what all members of
+a communicator have kept (:func:`kept_by_all`), and begins the rest.
+
+The first member of a communicator *founds* it: it makes the unique id, and invites the others by notes. Nobody waits
+for a communicator before all that are wanted are begun, as others may begin them in another order.
+
+Contract: one thread calls everything here. A reserve that fails harms nobody: it is aborted with all else, as an abort
+by itself would wait for what is on the device.
+
+Must not know: threads, sockets, what is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from lightning_recycle.runtime.nccl.nccl_library import NcclComm, NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note
+
+__all__ = ["Comms", "Kept", "Place", "abort_together", "group_places", "kept_by_all", "pair", "successors"]
+
+log = logging.getLogger(__name__)
+
+_PAIR = -1
+_WANTED, _RESERVED = 253, 252  # the channels of invitations
+_MOST_WITHOUT = 8  # members of a group that has a reserve for the loss of each
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Which communicator.
+
+    Args:
+        ranks: of its members, in order; the first one founds it.
+        kind: tells those with the same members apart.
+    """
+
+    ranks: tuple[int, ...]
+    kind: int
+
+    @property
+    def name(self) -> str:
+        """As text, the same on all members."""
+        return f"{self.kind}:{'-'.join(map(str, self.ranks))}"
+
+    @property
+    def founder(self) -> int:
+        return self.ranks[0]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A communicator; ``digest`` tells it from others in its place."""
+
+    comm: NcclComm
+    digest: int
+
+
+def pair(sender: int, receiver: int) -> Place:
+    """The communicator for what ``sender`` sends to ``receiver``."""
+    return Place((sender, receiver), _PAIR)
+
+
+def group_places(rosters: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Those of groups, by name; the same on all members, of which each knows its own groups."""
+    count: Counter[tuple[int, ...]] = Counter()
+    places = {}
+    for name, roster in sorted(rosters.items()):
+        places[name] = Place(roster, count[roster])
+        count[roster] += 1
+    return places
+
+
+def successors(rank: int, peers: Collection[int], rosters: Mapping[str, tuple[int, ...]]) -> list[Place]:
+    """What worker ``rank`` may need in the next generation: if nobody is lost whom it has a group with, and if one is.
+
+    Args:
+        rank: of this worker.
+        peers: whom it exchanges payloads with.
+        rosters: its groups.
+    """
+    found = {place for peer in peers for place in (pair(rank, peer), pair(peer, rank))}
+    found |= set(group_places(rosters).values())
+    small = {name: roster for name, roster in rosters.items() if len(roster) <= _MOST_WITHOUT}
+    for lost in {member for roster in small.values() for member in roster} - {rank}:
+        left = {name: tuple(member for member in roster if member != lost) for name, roster in small.items()}
+        found |= set(group_places({name: roster for name, roster in left.items() if len(roster) > 1}).values())
+    return sorted(found)
+
+
+def kept_by_all(
+    wanted: Iterable[Place], kept: Mapping[Place, Kept], told: Mapping[int, Mapping[str, int]]
+) -> dict[Place, Kept]:
+    """What of ``kept`` all members have kept as well.
+
+    Args:
+        wanted: what is needed.
+        kept: by this worker.
+        told: the digests that each member, this one included, tells of what it has kept, by names of places.
+    """
+    return {
+        place: kept[place]
+        for place in wanted
+        if place in kept and all(told[rank].get(place.name) == kept[place].digest for rank in place.ranks)
+    }
+
+
+class _Batch:
+    """Communicators that are begun together.
+
+    Args:
+        rank: of this worker.
+        library: NCCL.
+        channel: of the invitations.
+        tell: sends a note to a worker.
+    """
+
+    def __init__(self, rank: int, library: NcclLibrary, channel: int, tell: Callable[[int, Note], None]) -> None:
+        self._rank, self._library, self._channel, self._tell = rank, library, channel, tell
+        self._awaited: dict[int, Place] = {}  # to which somebody else will invite, by number
+        self._invitations: dict[int, bytes] = {}  # that came too early
+        self.comms: dict[Place, Kept] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all are begun."""
+        return not self._awaited
+
+    def begin(self, places: Iterable[Place]) -> None:
+        """Begins those of ``places``, as their founders invite.
+
+        Raises:
+            NcclError, RuntimeError: from NCCL.
+        """
+        for place in places:
+            number = _number(place)
+            if place.founder == self._rank:
+                self._found(place)
+            elif number in self._invitations:
+                self._join(place, self._invitations.pop(number))
+            else:
+                self._awaited[number] = place
+
+    def hear(self, note: Note) -> None:
+        """Takes an invitation."""
+        number = note.key[1]
+        if number in self._awaited:
+            self._join(self._awaited.pop(number), note.body)
+        else:
+            self._invitations[number] = note.body
+
+    def _found(self, place: Place) -> None:
+        unique_id = self._library.unique_id()
+        self._join(place, unique_id)
+        key: Key = (self._channel, _number(place))
+        for member in place.ranks[1:]:
+            self._tell(member, Note(Kind.INVITE, key, 0, 0, unique_id))
+
+    def _join(self, place: Place, unique_id: bytes) -> None:
+        comm = self._library.init(unique_id, len(place.ranks), place.ranks.index(self._rank))
+        self.comms[place] = Kept(comm, zlib.crc32(unique_id))
+
+
+class Comms:
+    """The communicators of one worker in one generation.
+
+    Args:
+        rank: of this worker.
+        library: NCCL.
+        tell: sends a note to a worker.
+        wanted: those that the generation uses.
+        kept: which of these there are already.
+        outdated: what was kept and is not needed; it is aborted before anything is begun.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        library: NcclLibrary,
+        tell: Callable[[int, Note], None],
+        wanted: Collection[Place],
+        kept: Mapping[Place, Kept],
+        outdated: Iterable[Kept] = (),
+    ) -> None:
+        self._library = library
+        self._outdated = [each.comm for each in outdated]
+        self._wanted = _Batch(rank, library, _WANTED, tell)
+        self._wanted.comms.update(kept)
+        self._to_begin = [place for place in sorted(wanted) if place not in kept]
+        self._reserve = _Batch(rank, library, _RESERVED, tell)
+        self._is_ready = self._has_begun = False
+
+    def of(self, place: Place) -> NcclComm:
+        """The communicator of ``place``, which is wanted and begun."""
+        return self._wanted.comms[place].comm
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that are wanted can be used.
+
+        Raises:
+            NcclError, RuntimeError: from NCCL.
+        """
+        if not self._is_ready and self._has_begun and self._wanted.has_begun:
+            self._is_ready = not any(self._library.in_progress(kept.comm) for kept in self._wanted.comms.values())
+        return self._is_ready
+
+    def begin(self) -> None:
+        """Begins those that are wanted, when called for the first time.
+
+        Raises:
+            NcclError, RuntimeError: from NCCL.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            outdated, self._outdated = self._outdated, []
+            abort_together(self._library, outdated)
+            self._wanted.begin(self._to_begin)
+
+    def reserve(self, places: Iterable[Place]) -> None:
+        """Begins the reserve, in the background. Called once.
+
+        Raises:
+            RuntimeError: if the device is lost.
+        """
+        self._unharmed(lambda: self._reserve.begin(places))
+
+    def hear(self, note: Note) -> None:
+        """Takes an invitation.
+
+        Raises:
+            NcclError, RuntimeError: from NCCL.
+        """
+        if note.key[0] == _WANTED:
+            self._wanted.hear(note)
+        else:
+            self._unharmed(lambda: self._reserve.hear(note))
+
+    def _unharmed(self, begin: Callable[[], None]) -> None:
+        try:
+            begin()
+        except NcclError as error:  # the generation needs nothing of this, and the next one begins what is missing
+            log.debug("A communicator for the next generation cannot begin: %s", error)
+
+    def abort(self) -> dict[Place, Kept]:
+        """Ends everything but what of the reserve is complete, which is returned. Returns when the device uses nothing
+        of the others any more.
+        """
+        kept = {place: reserved for place, reserved in self._reserve.comms.items() if self._is_complete(reserved)}
+        used = [each.comm for each in self._wanted.comms.values()]
+        incomplete = [each.comm for place, each in self._reserve.comms.items() if place not in kept]
+        abort_together(self._library, [*used, *incomplete, *self._outdated])
+        return kept
+
+    def _is_complete(self, reserved: Kept) -> bool:
+        try:
+            return not self._library.in_progress(reserved.comm)
+        except RuntimeError:  # it has failed, or the device is lost, which the abort says
+            return False
+
+
+def abort_together(library: NcclLibrary, comms: Iterable[NcclComm]) -> None:
+    """Aborts ``comms``. The end of one waits for the device, so the others must have been told to end before."""
+    library.group_start()
+    for comm in comms:
+        library.abort(comm)
+    library.group_end()
+
+
+def _number(place: Place) -> int:
+    return zlib.crc32(place.name.encode())

@@ -1,0 +1,231 @@
+"""The part of NCCL that payloads and sums need, and its C library through ``ctypes``.
+
+Concept: whoever wants to end a transfer in milliseconds must hold the communicator itself. torch's ``ProcessGroupNCCL``
+hides it behind a watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the
+library that torch has loaded, called directly, with communicators that never block.
+
+Contract of :class:`NcclLibrary`: a communicator is created and used without blocking. A call on it may leave it *in
+progress*; until :meth:`NcclLibrary.in_progress` says otherwise nothing else may be called with it, and what was asked
+for is not on its stream yet. Only :meth:`NcclLibrary.abort` is allowed at any time. One thread calls at a time.
+Communicators that may have kernels on the device are aborted together, between ``group_start`` and ``group_end``:
+the end of one waits for the device, and so for the kernels of those that are not aborted yet. None is destroyed: that
+waits for the others.
+
+Not tried: :class:`Libnccl` has never run with a device, as there was none. What is above it has run over an imitation.
+
+Must not know: who is at the other end, and why something is sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime.nccl.device_streams import Stream
+
+__all__ = ["SUMMED", "UNIQUE_ID_BYTES", "Libnccl", "NcclComm", "NcclError", "NcclLibrary", "device_name"]
+
+NcclComm: TypeAlias = Any
+"""A communicator, as its library names it."""
+
+UNIQUE_ID_BYTES = 128
+_SUCCESS, _UNHANDLED_CUDA_ERROR, _IN_PROGRESS = 0, 1, 7  # ncclResult_t
+_OLDEST = 22602  # 2.26.2; aborting hangs in 2.25.1, and several at once are not supported before 2.22
+_MAGIC = 0xCAFEBEEF  # of ncclConfig_t
+_CONFIG_VERSION = 21400  # the first one with a configuration, whose only option is `blocking`
+_BYTES = 1  # ncclUint8: whatever is not summed is sent as bytes
+_SUM = 0  # ncclRedOp_t
+_TYPES = {  # ncclDataType_t
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
+    torch.float64: 8, torch.bfloat16: 9, torch.complex64: 7, torch.complex128: 8,
+}  # fmt: skip
+SUMMED = frozenset(_TYPES)
+"""What :meth:`NcclLibrary.all_reduce` takes."""
+
+
+class NcclError(RuntimeError):
+    """A call of NCCL, or something that it did in the background, failed: a peer or the network is gone."""
+
+
+class NcclLibrary(Protocol):
+    """What is needed of NCCL."""
+
+    def unique_id(self) -> bytes:
+        """The name of a new communicator, which one of its members makes and all must have."""
+
+    def init(self, unique_id: bytes, size: int, rank: int) -> NcclComm:
+        """Begins to connect member ``rank`` of ``size`` on the current device."""
+
+    def in_progress(self, comm: NcclComm) -> bool:
+        """Whether the last call on ``comm`` is not done yet.
+
+        Raises:
+            NcclError: if it, or anything else on this communicator, has failed.
+            RuntimeError: if the device is lost ("CUDA error").
+        """
+
+    def send(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+        """Enqueues sending the contiguous ``tensor`` to member ``peer``. It must live until that is done."""
+
+    def receive(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+        """Enqueues filling the contiguous ``tensor`` by member ``peer``. It must live until that is done."""
+
+    def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: Stream) -> None:
+        """Enqueues replacing the contiguous ``tensor``, of a dtype of SUMMED, by its sum over all members, the same
+        bits on all of them. It must live until that is done.
+        """
+
+    def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: Stream) -> None:
+        """Enqueues replacing the contiguous ``tensor`` by that of member ``root``. It must live until that is done."""
+
+    def group_start(self) -> None:
+        """What is called from now on happens together, at :meth:`group_end`."""
+
+    def group_end(self) -> None: ...
+
+    def abort(self, comm: NcclComm) -> None:
+        """Ends ``comm`` and all of its kernels; what they have received is incomplete."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * UNIQUE_ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` of NCCL 2.14; later versions add fields, and fill those that an older version lacks."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    ]
+
+
+class Libnccl:
+    """NCCL as torch ships it.
+
+    Args:
+        path: of the library; by default the one that torch has loaded into this process.
+
+    Raises:
+        ConfigurationError: if there is none, or one that cannot be relied on.
+    """
+
+    def __init__(self, path: str = "libnccl.so.2") -> None:
+        remedy = 'Install a build of torch for CUDA, or choose ReCycleStrategy(transport="gloo").'
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise ConfigurationError(f"There is no NCCL here: {error}. {remedy}") from error
+        self._declare()
+        version = ctypes.c_int()
+        self._check("ncclGetVersion", self._library.ncclGetVersion(ctypes.byref(version)))
+        if version.value < _OLDEST:
+            raise ConfigurationError(
+                f"NCCL {version.value} (as major * 10000 + minor * 100 + patch) cannot be aborted reliably; at least"
+                f" {_OLDEST} is needed. {remedy}"
+            )
+
+    def _declare(self) -> None:
+        comm, stream, pointer, size = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+        exchange = [pointer, size, ctypes.c_int, ctypes.c_int, comm, stream]
+        arguments: dict[str, list[Any]] = {
+            "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
+            "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
+            "ncclCommInitRankConfig": [
+                ctypes.POINTER(comm), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)
+            ],
+            "ncclCommGetAsyncError": [comm, ctypes.POINTER(ctypes.c_int)],
+            "ncclSend": exchange,
+            "ncclRecv": exchange,
+            "ncclAllReduce": [pointer, pointer, size, ctypes.c_int, ctypes.c_int, comm, stream],
+            "ncclBroadcast": [pointer, pointer, size, ctypes.c_int, ctypes.c_int, comm, stream],
+            "ncclGroupStart": [],
+            "ncclGroupEnd": [],
+            "ncclCommAbort": [comm],
+        }  # fmt: skip
+        for name, types in arguments.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = types, ctypes.c_int
+        texts: dict[str, list[Any]] = {"ncclGetErrorString": [ctypes.c_int], "ncclGetLastError": [comm]}
+        for name, types in texts.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = types, ctypes.c_char_p
+
+    def _check(self, call: str, result: int) -> None:
+        """Raises for the ``result`` of ``call``, unless it is a success or not known yet."""
+        if result in (_SUCCESS, _IN_PROGRESS):
+            return
+        text = self._library.ncclGetErrorString(result).decode(errors="replace")
+        last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace")
+        if result == _UNHANDLED_CUDA_ERROR:
+            # These stay until the end of the process: this worker is lost (runtime/machine_errors.py).
+            raise RuntimeError(f"CUDA error in {call}: {text}. {last}")
+        raise NcclError(f"{call}: {text}. {last}")
+
+    def unique_id(self) -> bytes:
+        found = _UniqueId()
+        self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(found)))
+        return bytes(found)
+
+    def init(self, unique_id: bytes, size: int, rank: int) -> NcclComm:
+        comm = ctypes.c_void_p()
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0)
+        self._check(
+            "ncclCommInitRankConfig",
+            self._library.ncclCommInitRankConfig(
+                ctypes.byref(comm), size, _UniqueId.from_buffer_copy(unique_id), rank, ctypes.byref(config)
+            ),
+        )
+        return comm
+
+    def in_progress(self, comm: NcclComm) -> bool:
+        state = ctypes.c_int()
+        self._check("ncclCommGetAsyncError", self._library.ncclCommGetAsyncError(comm, ctypes.byref(state)))
+        self._check("an earlier call", state.value)
+        return state.value == _IN_PROGRESS
+
+    def send(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+        self._exchange("ncclSend", comm, tensor, peer, stream)
+
+    def receive(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+        self._exchange("ncclRecv", comm, tensor, peer, stream)
+
+    def _exchange(self, call: str, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+        assert tensor.is_contiguous()
+        result = getattr(self._library, call)(
+            tensor.data_ptr(), tensor.nbytes, _BYTES, peer, comm, ctypes.c_void_p(stream.handle)
+        )
+        self._check(call, result)
+
+    def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: Stream) -> None:
+        assert tensor.is_contiguous()
+        count = tensor.numel() * (2 if tensor.is_complex() else 1)
+        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.handle)
+        result = self._library.ncclAllReduce(memory, memory, count, _TYPES[tensor.dtype], _SUM, comm, handle)
+        self._check("ncclAllReduce", result)
+
+    def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: Stream) -> None:
+        assert tensor.is_contiguous()
+        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.handle)
+        result = self._library.ncclBroadcast(memory, memory, tensor.nbytes, _BYTES, root, comm, handle)
+        self._check("ncclBroadcast", result)
+
+    def group_start(self) -> None:
+        self._check("ncclGroupStart", self._library.ncclGroupStart())
+
+    def group_end(self) -> None:
+        self._check("ncclGroupEnd", self._library.ncclGroupEnd())
+
+    def abort(self, comm: NcclComm) -> None:
+        self._check("ncclCommAbort", self._library.ncclCommAbort(comm))
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device, the same in all processes that use it, and no other's."""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,270 @@
+"""The thread that owns NCCL in a worker, and the links over which it exchanges notes with those of others.
+
+Concept: one thread per generation calls NCCL, hears and tells notes over plain connections to the neighbours and the
+leaders of groups, and launches what :mod:`~lightning_recycle.runtime.nccl.nccl_ops` says. So no call of NCCL is made by
+two threads at a time, a send leaves although the main thread is computing, and an abort is not held up by whatever the
+main thread waits for.
+
+Contract: the main thread hands over what it wants, and waits until that is there. What an abort ends is not there,
+whatever the device says.
+
+Must not know: who agrees on what, and what a payload or a sum is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from lightning_recycle.runtime.comm.groups import CommunicationError
+from lightning_recycle.runtime.nccl.device_streams import Streams
+from lightning_recycle.runtime.nccl.group_payloads import Collective
+from lightning_recycle.runtime.nccl.nccl_comms import Kept, Place
+from lightning_recycle.runtime.nccl.nccl_ops import Traffic
+from lightning_recycle.runtime.nccl.payloads import Receiving, Sending
+from lightning_recycle.runtime.nccl.pending_op import Note
+
+__all__ = ["ABORT_SECONDS", "Courier"]
+
+ABORT_SECONDS = 10.0  # what an abort may take; it waits for the device, which is asked to stop
+_POLL_SECONDS = 50e-6, 500e-6  # between two looks at a device that is busy; one takes 36 us of Python's lock (measured)
+_POLL_SHARE = 0.05  # of the time since something happened, in between: so little later is noticed what takes long
+_MOST_SELECTED = 1024  # FD_SETSIZE
+_LOOK_SECONDS = 0.1  # between checks of what nobody is woken up for
+
+
+class Courier:
+    """The thread that owns the communicators of one generation.
+
+    Args:
+        traffic: makes all that goes over them, given how it tells notes and that something has finished.
+        generation: the number of the generation.
+        streams: of the device.
+        links: the connections to the workers that it exchanges notes with.
+        cancelled: set when the generation is aborted.
+
+    Attributes:
+        linked: those workers.
+        kept: the communicators that the next generation can use; complete once it has ended.
+    """
+
+    def __init__(
+        self,
+        traffic: Callable[[Callable[[int, Note], None], Callable[[], None]], Traffic],
+        generation: int,
+        streams: Streams,
+        links: Mapping[int, socket.socket],
+        cancelled: threading.Event,
+    ) -> None:
+        self._generation, self._cancelled, self._streams = generation, cancelled, streams
+        self.linked = frozenset(links)
+        self._links = {peer: _Link(sock) for peer, sock in links.items()}
+        self._traffic = traffic(self._tell, self._notify)
+        self.kept: dict[Place, Kept] = {}
+        self._is_over = threading.Event()
+        self._asked: deque[Callable[[], None]] = deque()  # by the main thread
+        self._changed = threading.Condition()
+        self._moved = time.monotonic()  # when something happened
+        self._failure: Exception | None = None
+        self._selector = selectors.EpollSelector()
+        self._alarm, self._bell = socket.socketpair()
+        self._bell.setblocking(False)
+        self._alarm.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="recycle-courier", daemon=True)
+
+    @property
+    def connected(self) -> bool:
+        """Whether something has gone over all communicators."""
+        return self._traffic.connected
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # the main thread
+
+    def members(self, group: int) -> Collection[int]:
+        """Of group number ``group``."""
+        return self._traffic.groups.members(group)
+
+    def begin(self, collective: Collective) -> None:
+        """Has ``collective`` done."""
+        self._ask(lambda: self._traffic.groups.begin(collective))
+
+    def send(self, sending: Sending) -> None:
+        """Has ``sending`` sent."""
+        self._ask(lambda: self._traffic.pairs.send(sending))
+
+    def receive(self, receiving: Receiving) -> None:
+        """Returns when ``receiving`` is there.
+
+        Raises:
+            CommunicationError: if the generation was aborted, or the sender is gone.
+            RuntimeError: if the device is lost.
+        """
+        self._ask(lambda: self._traffic.pairs.receive(receiving))
+        self.wait_for(lambda: receiving.finished, (receiving.peer,))
+
+    def reserve(self, places: Iterable[Place]) -> None:
+        """Begins communicators for the next generation, in the background. Called once."""
+        self._ask(lambda: self._traffic.reserve(places))
+
+    def _ask(self, request: Callable[[], None]) -> None:
+        self._asked.append(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the thread look at what has changed."""
+        with contextlib.suppress(OSError):  # full, so it has been rung; or closed, as the thread has ended
+            self._bell.send(b"!")
+        self._notify()
+
+    def wait_for(
+        self, condition: Callable[[], bool], peers: Collection[int] = (), timeout: float | None = None
+    ) -> None:
+        """Waits for ``condition``, as long as it can come to be: workers ``peers`` must be there for it.
+
+        Raises:
+            CommunicationError: if the generation is aborted, or one of them is gone.
+            TimeoutError: after ``timeout`` seconds.
+            RuntimeError: of NCCL, or of a device that is lost.
+        """
+        began = time.monotonic()
+        with self._changed:
+            while True:
+                # In this order: what an abort ends is not there, whatever the device says.
+                there = condition()
+                if self._cancelled.is_set():
+                    raise CommunicationError(f"Generation {self._generation} was aborted.")
+                if self._failure is not None:
+                    raise self._failure
+                if there:
+                    return
+                for peer in peers:
+                    if peer in self._traffic.lost:
+                        raise CommunicationError(f"Generation {self._generation}: the link to worker {peer} has ended.")
+                if timeout is not None and time.monotonic() - began > timeout:
+                    raise TimeoutError(f"not all communicators were connected after {timeout:g} s")
+                self._changed.wait(_LOOK_SECONDS)
+
+    def _notify(self) -> None:
+        self._moved = time.monotonic()
+        with self._changed:
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._is_over.set()
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join(ABORT_SECONDS)
+        if self._thread.is_alive():
+            raise RuntimeError(
+                f"CUDA error, presumably: NCCL has not aborted generation {self._generation} within"
+                f" {ABORT_SECONDS:.0f} s, so this process cannot use its device any more."
+            )
+
+    # its own thread
+
+    def _run(self) -> None:
+        try:
+            self._streams.use()
+            self._selector.register(self._alarm, selectors.EVENT_READ, None)
+            for peer, link in self._links.items():
+                self._selector.register(link.socket, selectors.EVENT_READ, peer)
+            while not (self._cancelled.is_set() or self._is_over.is_set()):
+                while self._asked:
+                    self._asked.popleft()()
+                busy = self._traffic.advance()
+                self._listen(_poll_seconds(time.monotonic() - self._moved) if busy else _LOOK_SECONDS)
+        except Exception as error:  # the main thread raises it
+            self._failure = error
+        finally:
+            self._notify()
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self.kept = self._traffic.abort()
+        except Exception as error:  # of a device that is lost; what failed first says more
+            self._failure = self._failure or error
+        finally:
+            self._selector.close()
+            for sock in (self._alarm, self._bell, *(link.socket for link in self._links.values())):
+                sock.close()
+            self._notify()
+
+    def _listen(self, timeout: float) -> None:
+        for link in self._links.values():
+            link.flush()
+        for key, _ in self._select(timeout):
+            self._moved = time.monotonic()
+            if key.data is None:
+                self._alarm.recv(4096)
+                continue
+            link = self._links[key.data]
+            for note in link.notes():
+                self._traffic.hear(key.data, note)
+            if link.ended:
+                self._selector.unregister(link.socket)
+                self._traffic.lose(key.data)
+                self._notify()
+
+    def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """What has come, after ``timeout`` seconds at most. epoll counts milliseconds; ``select`` does not, and takes
+        the epoll instance for one descriptor, if that has a small number.
+        """
+        descriptor = self._selector.fileno()
+        if timeout >= 1e-3 or descriptor >= _MOST_SELECTED:
+            return self._selector.select(timeout)
+        select.select([descriptor], [], [], timeout)
+        return self._selector.select(0)
+
+    def _tell(self, peer: int, note: Note) -> None:
+        self._links[peer].put(note)
+
+
+class _Link:
+    """Notes over a connection that does not block."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.ended = False
+        self._outgoing, self._incoming = bytearray(), bytearray()
+
+    def put(self, note: Note) -> None:
+        self._outgoing += note.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what it can. What is left is sent with the next look, since notes never fill a connection for long."""
+        if not self._outgoing or self.ended:
+            return
+        try:
+            del self._outgoing[: self.socket.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:  # reading tells
+            self._outgoing.clear()
+
+    def notes(self) -> list[Note]:
+        """What has come."""
+        try:
+            data = self.socket.recv(64 * 1024)
+        except BlockingIOError:
+            return []
+        except OSError:  # ended by the other side, or cut off by an abort
+            data = b""
+        self.ended = not data
+        self._incoming += data
+        return Note.decode_all(self._incoming)
+
+
+def _poll_seconds(waited: float) -> float:
+    """How long to wait for the device, if nothing has happened for ``waited`` seconds."""
+    return min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1])

@@ -1,0 +1,418 @@
+"""Payloads, sums and broadcasts from device to device, by NCCL.
+
+Concept: one thread per generation, the :mod:`courier <lightning_recycle.runtime.nccl.nccl_thread>`, owns everything of
+NCCL. The main thread hands over what it wants, and waits on the processor until that is there: nothing that an aborted
+transfer has left behind is ever computed with.
+
+Contract: as :class:`~lightning_recycle.runtime.comm.transports.Transport`. Two workers use NCCL if each has a device of
+its own, a link leads from one to the other, and something has gone over all of their communicators; a group does if
+that holds for all members. Else Gloo does it. All sides decide that from what all have published. So they do about the
+communicators that an earlier generation has begun for this one: one is used if all of its members have kept it. If
+these turn out not to work all connect once more, without them.
+
+Not tried with a device: see docs/gpu.md.
+
+Must not know: schedules, and what a payload or a sum is for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
+from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, Rosters
+from lightning_recycle.runtime.comm.wire import Layout
+from lightning_recycle.runtime.nccl.device_streams import Streams
+from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
+from lightning_recycle.runtime.nccl.nccl_comms import (
+    Comms,
+    Kept,
+    Place,
+    abort_together,
+    group_places,
+    kept_by_all,
+    pair,
+    successors,
+)
+from lightning_recycle.runtime.nccl.nccl_library import SUMMED, NcclLibrary
+from lightning_recycle.runtime.nccl.nccl_ops import Traffic
+from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, Courier
+from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
+from lightning_recycle.runtime.nccl.pending_op import Note
+
+__all__ = ["NcclTransport"]
+
+log = logging.getLogger(__name__)
+
+_LINKS = "payloads"  # name of the group of links
+_PACKED_BYTES = 64 * 1024  # what is smaller is there by Gloo before two notes have gone to and fro
+_TRIAL_SECONDS = 120.0  # to connect, where Gloo can do it instead; NCCL takes seconds, some of them in large networks
+_KEPT_SECONDS = 10.0  # the same if all communicators are there already
+_CHANNELS = {channel: number for number, channel in enumerate(Channel)}
+
+
+@dataclass
+class _Agreement:
+    """What a worker does by NCCL in a generation.
+
+    Args:
+        rank: of this worker.
+        neighbours: the workers that it exchanges payloads with.
+        rosters: of its groups, by name.
+        obstacles: why not with others.
+        kept: the digests of what each worker has kept of the generation before, by rank and name of a place.
+    """
+
+    rank: int
+    neighbours: set[int] = field(default_factory=set)
+    rosters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    obstacles: list[str] = field(default_factory=list)
+    kept: dict[int, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> set[int]:
+        """All other workers that it has a communicator with."""
+        return self.neighbours.union(*self.rosters.values()) - {self.rank}
+
+    @property
+    def groups(self) -> dict[str, Place]:
+        """The communicators of its groups."""
+        return group_places(self.rosters)
+
+    @property
+    def places(self) -> list[Place]:
+        """All communicators that it needs."""
+        pairs = (place for peer in self.neighbours for place in (pair(self.rank, peer), pair(peer, self.rank)))
+        return sorted({*pairs, *self.groups.values()})
+
+
+class NcclTransport:
+    """Payloads and collectives by NCCL, and by Gloo where workers cannot use it.
+
+    Args:
+        rank: of this worker.
+        device: where payloads are received.
+        library: NCCL; a text that says why this worker has none.
+        streams: of the device.
+        name: of the device; no two workers have one of the same name if each has its own.
+        gloo: for workers that cannot be reached by NCCL.
+        required: whether that is an error instead.
+        reserves: whether communicators for the next generation are begun while one goes well.
+    """
+
+    connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
+    keeps_connections = False
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        library: NcclLibrary | str,
+        streams: Streams,
+        name: str,
+        gloo: GlooTransport,
+        required: bool = False,
+        reserves: bool = True,
+    ) -> None:
+        self._rank, self._device, self._library, self._streams = rank, device, library, streams
+        self._name, self._gloo, self._required, self._reserves = name, gloo, required, reserves
+        self._has_explained = False
+        self._lock = threading.Lock()
+        self._courier: Courier | None = None
+        self._usable = _Agreement(rank)
+        self._kept: dict[Place, Kept] = {}  # of the generation before
+
+    def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
+        # The second of a group founds what takes its place without the first.
+        led = {rank for roster in rosters.values() for rank in roster if self._rank in roster[:2]}
+        leaders = {rank for roster in rosters.values() for rank in roster[:2]}
+        return [GroupPlan(_LINKS, tuple(sorted({*ranks, *led, *leaders})), None, meshed=False)]
+
+    def connect(
+        self,
+        generation: int,
+        rosters: Rosters,
+        groups: Mapping[str, Group],
+        rendezvous: Rendezvous,
+        cancelled: threading.Event,
+    ) -> None:
+        self._gloo.connect(generation, rosters, groups, rendezvous, cancelled)
+        links = groups.get(_LINKS, Group()).links
+        rosters = {name: roster for name, roster in rosters.items() if len(roster) > 1}
+        neighbours = {rank for channel in Channel for rank in groups.get(channel.value, Group()).places} - {self._rank}
+        meeting = _Meeting(generation, self._rank, neighbours.union(*rosters.values()) - {self._rank}, rendezvous)
+        if not meeting.others:
+            return
+        agreed = self._agree(meeting, neighbours, rosters, links, cancelled)
+        if self._required and agreed.obstacles:
+            raise ConfigurationError(
+                f"Worker {self._rank} cannot use NCCL as it should: {'; '.join(agreed.obstacles)}. Each worker needs a"
+                " device of its own (LOCAL_RANK), and connections that prove who is at the other end. Or choose"
+                ' ReCycleStrategy(transport="auto").'
+            )
+        for peer in set(links) - agreed.peers:
+            links.pop(peer).close()
+        with self._lock:
+            if cancelled.is_set():  # and the next generation may be connecting already
+                raise CommunicationError(f"Generation {generation} was aborted.")
+            kept, self._kept = self._kept, {}
+            used = kept_by_all(agreed.places, kept, agreed.kept)
+            outdated = [each for place, each in kept.items() if place not in used]
+            courier = self._courier = self._start(generation, agreed, used, outdated, links, cancelled)
+        failure = None if courier is None else self._try(courier, bool(used), cancelled)
+        if self._required:
+            self._use(generation, agreed, cancelled)
+        else:
+            self._decide(meeting, agreed, failure, cancelled)
+
+    def _use(self, generation: int, agreed: _Agreement, cancelled: threading.Event) -> None:
+        with self._lock:
+            if cancelled.is_set():  # and the next generation may be connected already
+                raise CommunicationError(f"Generation {generation} was aborted.")
+            self._usable = agreed
+
+    def _start(
+        self,
+        generation: int,
+        agreed: _Agreement,
+        used: Mapping[Place, Kept],
+        outdated: Collection[Kept],
+        links: Mapping[int, socket.socket],
+        cancelled: threading.Event,
+    ) -> Courier | None:
+        library = self._library
+        if not agreed.peers:
+            if outdated and not isinstance(library, str):
+                abort_together(library, (each.comm for each in outdated))
+            return None
+        assert not isinstance(library, str)
+        groups = {_number(name): place for name, place in agreed.groups.items()}
+
+        def traffic(tell: Callable[[int, Note], None], on_change: Callable[[], None]) -> Traffic:
+            comms = Comms(self._rank, library, tell, agreed.places, used, outdated)
+            common, rest = (self._rank, generation, library, self._streams, comms), (self._device, tell, on_change)
+            return Traffic(comms, Payloads(*common, agreed.neighbours, *rest), GroupPayloads(*common, groups, *rest))
+
+        courier = Courier(traffic, generation, self._streams, links, cancelled)
+        courier.start()
+        return courier
+
+    def _agree(
+        self,
+        meeting: _Meeting,
+        neighbours: Collection[int],
+        rosters: Rosters,
+        links: Mapping[int, socket.socket],
+        cancelled: threading.Event,
+    ) -> _Agreement:
+        """What can be done by NCCL, from what all have published about themselves."""
+        own: dict[str, Any] = {
+            "device": None if isinstance(self._library, str) else self._name,
+            "why": self._library if isinstance(self._library, str) else "",
+            "links": sorted(links),
+            "kept": {place.name: kept.digest for place, kept in self._kept.items()},
+        }
+        cards = {self._rank: own, **meeting.exchange("nccl", own, cancelled)}
+        agreed = _Agreement(self._rank, kept={rank: card["kept"] for rank, card in cards.items()})
+        for peer in sorted(neighbours):
+            pair = sorted((self._rank, peer))  # so that both find the same
+            if obstacle := _obstacle(cards, pair, pair[0], pair[1:]):
+                agreed.obstacles.append(obstacle)
+                continue
+            agreed.neighbours.add(peer)
+        for name, roster in sorted(rosters.items()):
+            if obstacle := _obstacle(cards, roster, roster[0], roster[1:]):
+                agreed.obstacles.append(obstacle)
+                continue
+            agreed.rosters[name] = roster
+        return agreed
+
+    def _try(self, courier: Courier, uses_kept: bool, cancelled: threading.Event) -> Exception | None:
+        """Connects; returns why it does not work, if Gloo can do it instead.
+
+        Args:
+            courier: which connects.
+            uses_kept: whether it uses communicators that were begun earlier, which may have become useless.
+            cancelled: set if the generation is aborted.
+
+        Raises:
+            CommunicationError: if the generation is aborted, or all should connect again.
+            RuntimeError: if the device is lost.
+        """
+        try:
+            if uses_kept or not self._required:
+                limit = _KEPT_SECONDS if uses_kept else _TRIAL_SECONDS
+                courier.wait_for(lambda: courier.connected, courier.linked, limit)
+            else:
+                courier.wait_for(lambda: courier.connected)
+        except (RuntimeError, CommunicationError, TimeoutError) as error:  # also CUDA's: perhaps only NCCL's use of it
+            if cancelled.is_set() or (self._required and not uses_kept):
+                raise
+            with self._lock:
+                self._courier = None
+            courier.end()
+            self._streams.check()
+            if uses_kept:
+                raise CommunicationError(f"Communicators that were begun earlier do not work: {error}") from error
+            return error
+        return None
+
+    def _decide(
+        self, meeting: _Meeting, agreed: _Agreement, failure: Exception | None, cancelled: threading.Event
+    ) -> None:
+        """What goes by NCCL, now that all have tried it: what works for all who take part in it. A worker for which it
+        does not work does not try again in later generations.
+        """
+        is_own = not isinstance(failure, CommunicationError)  # and no consequence of another's
+        mine = "" if failure is None else str(failure)
+        failures = {self._rank: (mine, is_own), **meeting.exchange("nccl-works", (mine, is_own), cancelled)}
+        working = {rank for rank, (why, _) in failures.items() if not why}
+        agreed.obstacles += [f"worker {rank}: {why}" for rank, (why, own) in sorted(failures.items()) if why and own]
+        if mine and is_own:
+            self._library = mine
+        usable = replace(
+            agreed,
+            neighbours={peer for peer in agreed.neighbours if {peer, self._rank} <= working},
+            rosters={name: roster for name, roster in agreed.rosters.items() if set(roster) <= working},
+        )
+        self._use(meeting.generation, usable, cancelled)
+        if (agreed.obstacles or mine) and not self._has_explained:
+            self._has_explained = True
+            log.warning(
+                "Worker %d: some or all payloads and sums go by Gloo, through host memory: %s.",
+                self._rank,
+                "; ".join(agreed.obstacles or [mine]),
+            )
+
+    # what is carried
+
+    def _courier_to(self, peer: int) -> Courier | None:
+        return self._courier if peer in self._usable.neighbours else None
+
+    def packed_bytes(self, peer: int) -> int:
+        return self._gloo.packed_bytes(peer) if self._courier_to(peer) is None else _PACKED_BYTES
+
+    def carries(self, peer: int) -> bool:
+        return self._courier_to(peer) is not None
+
+    def send(
+        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
+    ) -> list[tuple[Any, Tensor]]:
+        courier = self._courier_to(destination)
+        if courier is None:
+            return self._gloo.send(channel, layout, tensors, destination, tag)
+        payload = [tensor.to(self._device).contiguous() for tensor in tensors if tensor.numel() > 0]
+        ready = self._streams.current.record()
+        courier.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
+        return []  # the courier keeps them
+
+    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+        courier = self._courier_to(source)
+        if courier is None:
+            return self._gloo.receive(channel, layout, source, tag)
+        tensors = layout.empty(self._streams.empty)
+        payload = [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
+        courier.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
+        return tensors
+
+    @property
+    def in_one_order(self) -> bool:
+        return bool(self._usable.rosters)
+
+    def takes(self, roster: str, tensor: Tensor) -> bool:
+        is_here = tensor.device.type == self._device.type and tensor.is_contiguous()
+        large = tensor.nbytes > _PACKED_BYTES
+        return roster in self._usable.rosters and is_here and large and tensor.dtype in SUMMED
+
+    def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
+        courier = self._courier
+        assert courier is not None, "it is taken only while there is one"
+        collective = Collective(_number(roster), tensor, root, self._streams.current.record())
+        courier.begin(collective)
+        return courier, collective
+
+    def end_collective(self, begun: tuple[Courier, Collective]) -> None:
+        courier, collective = begun
+        courier.wait_for(lambda: collective.finished, courier.members(collective.group))
+
+    # the end
+
+    def prepare(self) -> None:
+        courier, usable = self._courier, self._usable
+        if courier is not None and self._reserves:
+            courier.reserve(successors(self._rank, usable.neighbours, usable.rosters))
+
+    def abort(self) -> None:
+        courier = self._courier
+        if courier is not None:
+            courier.wake()
+
+    def close(self) -> None:
+        """Waits until the device uses none of the generation's tensors any more.
+
+        Raises:
+            RuntimeError: if that takes too long. This process cannot go on with its device.
+        """
+        with self._lock:
+            courier, self._courier = self._courier, None
+            self._usable = _Agreement(self._rank)
+        if courier is not None:
+            courier.end()
+            self._kept |= courier.kept
+        self._gloo.close()
+
+    def end(self) -> None:
+        self.close()
+        kept, self._kept = self._kept, {}
+        if kept and not isinstance(self._library, str):
+            abort_together(self._library, (each.comm for each in kept.values()))
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Where this worker and ``others`` tell each other something, in a generation."""
+
+    generation: int
+    rank: int
+    others: set[int]
+    rendezvous: Rendezvous
+
+    def exchange(self, what: str, mine: Any, cancelled: threading.Event) -> dict[int, Any]:
+        """What the others say, by rank."""
+        prefix, others = f"generation{self.generation}/{what}", sorted(self.others)
+        self.rendezvous.publish(f"{prefix}{self.rank}", json.dumps(mine).encode())
+        answers = self.rendezvous.lookup([f"{prefix}{rank}" for rank in others], cancelled)
+        return {rank: json.loads(answer) for rank, answer in zip(others, answers, strict=True)}
+
+
+def _obstacle(cards: Mapping[int, Any], ranks: Sequence[int], hub: int, linked: Sequence[int]) -> str:
+    """Why workers ``ranks`` cannot have a communicator, or an empty text. ``hub`` must have links to ``linked``."""
+    without = [rank for rank in ranks if cards[rank]["device"] is None]
+    if without:
+        return f"worker {without[0]}: {cards[without[0]]['why']}"
+    owners: dict[str, int] = {}
+    for rank in ranks:
+        if (owner := owners.setdefault(cards[rank]["device"], rank)) != rank:
+            return f"workers {owner} and {rank} share a device"
+    missing = set(linked) - set(cards[hub]["links"])
+    return f"worker {hub} has no link to worker {min(missing)}" if missing else ""
+
+
+def _number(roster: str) -> int:
+    """The number of a group, the same on all members."""
+    return zlib.crc32(roster.encode())
+
+
+def _digest(layout: Layout) -> int:
+    return zlib.crc32(layout.header(packed=False))

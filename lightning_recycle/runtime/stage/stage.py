@@ -1,0 +1,483 @@
+"""One pipeline stage: the layers that a worker owns, run as F, R, B, W or BW on micro-batches.
+
+Knows tensors and autograd, but not schedules, peers or failures. The stage holds what a micro-batch needs between its
+operations: after F the inputs and the graph (or, if R will make the graph, the inputs alone), after B the queued weight
+gradients.
+
+What a micro-batch keeps of its F when its forward is computed again: the input of the stage, and nothing else.
+
+Concept: the first run is a usual one, with autograd, so the output is the same and knows whether it needs a gradient;
+but whatever autograd saves in it is dropped at once. The second run, R, begins with what the first one began with:
+
+- *the input*: the first run gets copies of the tensors, as layers may write into what they are given;
+- *buffers*: those that the first run changed (running statistics, the vectors of spectral norm) are for the second one
+  what they were, and afterwards what they are now: a forward changes them once, however often it runs;
+- *randomness* and autocast are the caller's: both follow from the micro-batch, not from the moment.
+
+Other attributes that a layer's forward changes are changed twice, and its hooks run twice, as with
+``torch.utils.checkpoint``.
+
+Knows tensors and modules, but neither stages nor schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.randomness import microbatch_randomness
+from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+
+__all__ = ["Kept", "Sharing", "Stage"]
+
+Value = Tensor | tuple[Tensor | None, ...]
+Sharing: TypeAlias = Callable[[Sequence[nn.Module], int | None], tuple[Sequence[nn.Module], int]]
+"""(layers of a stage, index of a micro-batch, or None for what is none) -> (those of them that it runs there, the index
+of the first of these in the whole model)
+"""
+
+_NOTHING = nullcontext()
+
+
+@dataclass
+class _InFlight:
+    """What one micro-batch of ``step`` holds in memory."""
+
+    step: int
+    input_grads: list[Tensor | None] = field(default_factory=list)
+    outputs: tuple[Any, ...] = ()
+    kept: Kept | None = None
+    queue: WeightGradQueue = field(default_factory=WeightGradQueue)
+
+
+class _Enter(torch.autograd.Function):
+    """Where a received tensor enters the graph of this stage; hands its gradient out.
+
+    A leaf that requires a gradient would do, except for in-place layers such as ``nn.ReLU(inplace=True)``, which
+    autograd forbids on leaves and their views. ``anchor`` is a scalar that requires a gradient and makes the result do
+    so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, received: Tensor, grads: list[Tensor | None], index: int) -> Tensor:
+        ctx.grads, ctx.index = grads, index
+        entered = torch.empty(0, dtype=received.dtype, device=received.device)
+        entered.set_(received)  # type: ignore[call-overload]
+        return entered
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
+        ctx.grads[ctx.index] = grad_outputs[0]
+        return None, None, None, None
+
+
+class Stage:
+    """The layers of one stage.
+
+    Args:
+        layers: the stage's layers, in order.
+        first_layer: index of the first of them in the whole model.
+        seed: seed of the run.
+        device: device of the layers.
+        loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
+        forward_context: context entered around every forward (from the precision plugin).
+        evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
+        forward_layers: what :meth:`run` runs instead of ``layers``, likewise.
+        loss_name: the user's function that computes the loss, for errors.
+        loss_backward: the user's backward of the loss, if there is one.
+        loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
+        scale_loss: what makes of a loss the one that is differentiated.
+        takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
+            the target elsewhere.
+        sharing: which of the layers a micro-batch runs here, if neighbouring stages share some; None: all.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        seed: int,
+        device: torch.device,
+        loss: Callable[[Any, Any], Tensor | None] | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = lambda: _NOTHING,
+        evaluation_layers: Sequence[nn.Module] | None = None,
+        forward_layers: Sequence[nn.Module] | None = None,
+        loss_name: str = "loss",
+        loss_backward: Callable[[Tensor], None] | None = None,
+        loss_is_optional: bool = False,
+        takes_target: bool = False,
+        scale_loss: Callable[[Tensor], Tensor] | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._scale_loss = scale_loss
+        self._sharing = sharing
+        self._takes_target = takes_target
+        self._layers = list(layers)
+        self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
+        self._forward_layers = self._layers if forward_layers is None else list(forward_layers)
+        self._first_layer = first_layer
+        self._seed = seed
+        self._device = device
+        self._loss = loss
+        self._loss_name = loss_name
+        self._loss_backward = loss_backward
+        self._loss_is_optional = loss_is_optional
+        self._forward_context = forward_context
+        self._in_flight: dict[int, _InFlight] = {}
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """What F runs, in order."""
+        return self._layers
+
+    def remember_modes(self) -> None:
+        """Records which modules are in training mode, for :meth:`as_in_training`."""
+        self._modes = [(module, module.training) for layer in self._layers for module in layer.modules()]
+
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """Within the block, gradients are on and the modules are in the recorded modes: a training step can be redone
+        during validation.
+        """
+        now = [(module, module.training) for module, _ in self._modes]
+        self._set_modes(self._modes)
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self._set_modes(now)
+
+    def _set_modes(self, modes: list[tuple[nn.Module, bool]]) -> None:
+        for module, training in modes:
+            module.training = training
+
+    def clear(self) -> None:
+        """Drops every micro-batch in flight."""
+        self._in_flight.clear()
+
+    def forward(
+        self, step: int, microbatch: int, value: Any, target: Any = None, *, decoupled: bool, recomputed: bool = False
+    ) -> Value:
+        """F: runs the layers on ``value`` and keeps the graph.
+
+        Args:
+            step: optimizer step, for the randomness.
+            microbatch: global index of the micro-batch.
+            value: input of the first layer, or the message of the previous stage; the gradient of what requires one
+                there is sent back.
+            target: of the micro-batch, on the last stage.
+            decoupled: whether weight gradients will be computed in a separate W.
+            recomputed: whether :meth:`recompute` will make the graph; not on the last stage. Only ``value`` is kept.
+
+        Returns:
+            The output, detached, to be sent on. On the last stage call :meth:`loss` next.
+        """
+        held = self._in_flight[microbatch] = _InFlight(step)
+        if recomputed:
+            held.kept = self.kept(value)
+            with held.kept.first_run() as copy:
+                output = self._with_graph(_InFlight(step), microbatch, copy, target, decoupled)
+        else:
+            output = self._with_graph(held, microbatch, value, target, decoupled)
+        if self._loss is not None:
+            return output  # type: ignore[no-any-return]
+        self._check_output(output)
+        return tuple(_detached(item) for item in output) if isinstance(output, tuple) else _detached(output)  # type: ignore[return-value]
+
+    def kept(self, value: Any) -> Kept:
+        """What F keeps of a micro-batch with this input if its forward is computed again, before F."""
+        return Kept(value, self._layers)
+
+    def recompute(self, microbatch: int, *, decoupled: bool) -> None:
+        """R: the forward again, which keeps the graph."""
+        held = self._in_flight[microbatch]
+        kept, held.kept = held.kept, None
+        assert kept is not None, "the micro-batch's F was told"
+        with kept.second_run() as value:
+            self._with_graph(held, microbatch, value, None, decoupled)
+
+    def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, decoupled: bool) -> Any:
+        """Runs the layers; ``held`` gets what the backward begins with."""
+        inputs = value if isinstance(value, tuple) else (value,)
+        held.input_grads = [None] * len(inputs)
+        if self._first_layer > 0:
+            inputs = tuple(
+                _Enter.apply(self._anchor, t.detach(), held.input_grads, i) if t is not None and t.requires_grad else t
+                for i, t in enumerate(inputs)
+            )
+        if self._takes_target:
+            inputs = (inputs, *target)
+        with self._forward_context(), intercept_linear() if decoupled else _NOTHING:
+            output = self._run(self._layers, held.step, microbatch, inputs)
+        held.outputs = output if isinstance(output, tuple) else (output,)
+        return output
+
+    def _check_output(self, output: Any) -> None:
+        """Raises ConfigurationError for values that cannot be sent to the next stage."""
+        for item in output if isinstance(output, tuple) else (output,):
+            if not (isinstance(item, Tensor) or (item is None and isinstance(output, tuple))):
+                raise ConfigurationError(
+                    f"Layer {self._first_layer + len(self._layers) - 1} ({type(self._layers[-1]).__name__}) is the"
+                    f" last of its stage and returned a {type(item).__name__}; between stages only tensors and tuples"
+                    " of tensors and None can be passed."
+                )
+
+    def evaluate(self, step: int, microbatch: int, value: Any, target: Any = None) -> Value:
+        """Runs the layers on ``value`` without gradients and keeps nothing; arguments as for :meth:`forward`."""
+        inputs = value if isinstance(value, tuple) else (value,)
+        if self._takes_target:
+            inputs = (inputs, *target)
+        with self._forward_context():
+            output = self._run(self._evaluation_layers, step, microbatch, inputs)
+        if self._loss is None:
+            self._check_output(output)
+        return output  # type: ignore[no-any-return]
+
+    def run(self, step: int, draw: int, value: Any, target: Any = None) -> Value:
+        """Runs the layers on ``value`` for a hook of the user's: in the context of the caller, as on one device.
+
+        Arguments as for :meth:`forward`; ``draw`` stands for the micro-batch.
+        """
+        inputs = value if isinstance(value, tuple) else (value,)
+        if self._takes_target:
+            inputs = (inputs, *target)
+        output = self._run(self._forward_layers, step, draw, inputs, is_one=False)
+        if self._loss is None:
+            self._check_output(output)
+        return output  # type: ignore[no-any-return]
+
+    def _run(
+        self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...], is_one: bool = True
+    ) -> Any:
+        """Runs those of ``layers`` that ``microbatch`` runs here; of a whole batch all micro-batches do the same."""
+        value: Any = inputs
+        first = self._first_layer
+        if self._sharing is not None:
+            layers, first = self._sharing(layers, microbatch if is_one else None)
+        with self._randomness(step, microbatch) as draw_for:
+            for index, layer in enumerate(layers, first):
+                draw_for(index)
+                value = layer(*value) if isinstance(value, tuple) else layer(value)
+        return value
+
+    def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
+        return microbatch_randomness(self._device, self._seed, step, microbatch)
+
+    def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
+        """Computes the loss of a micro-batch on the last stage and ends the graph with its share of the mean.
+
+        Returns:
+            The micro-batch's loss, detached, a 0-dimensional tensor; zero if it has none.
+
+        Raises:
+            ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
+        """
+        assert self._loss is not None
+        with self._forward_context(), self._randomness(step, microbatch) as draw_for:
+            draw_for(self._first_layer + len(self._layers))
+            loss = self._loss(output, target)
+        if loss is None and self._loss_is_optional:
+            self._in_flight[microbatch].outputs = ()
+            return torch.zeros((), device=self._device)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ConfigurationError(
+                f"{self._loss_name}() returned {got}; it must return a scalar tensor, the mean over the micro-batch."
+                " Add .mean(), or return the tensor itself instead of .item()."
+            )
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                f"{self._loss_name}() returned a tensor without a gradient: compute it with differentiable"
+                " operations, outside torch.no_grad()."
+            )
+        share = loss / divisor
+        self._in_flight[microbatch].outputs = (share if self._scale_loss is None else self._scale_loss(share),)
+        return loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
+
+    def backward(self, microbatch: int, grads: Value | None) -> Value | None:
+        """BW: the fused backward.
+
+        Args:
+            grads: gradients of the outputs from the next stage; None on the last stage.
+
+        Returns:
+            Gradients of the inputs, for the previous stage; None on the first stage.
+        """
+        held = self._in_flight.pop(microbatch)
+        with self._randomness(held.step, microbatch):  # activation checkpointing runs layers again
+            self._differentiate(held, grads)
+        return self._input_grads(held)
+
+    def backward_input(self, microbatch: int, grads: Value | None) -> Value | None:
+        """B: gradients of the inputs; weight gradients that can wait are queued for :meth:`backward_weight`."""
+        held = self._in_flight[microbatch]
+        with held.queue.collecting(), self._randomness(held.step, microbatch):
+            self._differentiate(held, grads)
+        result = self._input_grads(held)
+        held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory
+        return result
+
+    def forget(self, microbatch: int) -> None:
+        """Drops what is left of a micro-batch whose B is done and whose W will not come."""
+        self._in_flight.pop(microbatch, None)
+
+    def backward_weight(self, microbatch: int, done: Callable[[nn.Parameter], None] | None = None) -> None:
+        """W: the weight gradients that B queued; ``done`` is called with each parameter that has its own."""
+        self._in_flight.pop(microbatch).queue.flush(done)
+
+    def waiting_parameters(self, microbatch: int) -> list[nn.Parameter]:
+        """The parameters whose gradients W of ``microbatch`` completes."""
+        return self._in_flight[microbatch].queue.parameters()
+
+    def untouched(self, microbatch: int) -> set[int]:
+        """The ids of the parameters of those layers that a neighbouring stage runs ``microbatch`` through instead."""
+        if self._sharing is None:
+            return set()
+        run, _ = self._sharing(self._layers, microbatch)
+        here, all_here = ({id(p) for layer in layers for p in layer.parameters()} for layers in (run, self._layers))
+        return all_here - here
+
+    @property
+    def differentiates_itself(self) -> bool:
+        """Whether nobody else's code runs the backward of a micro-batch, which is then one pass of autograd."""
+        return self._loss_backward is None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it is the last stage."""
+        return self._loss is not None
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of its layers, each once."""
+        yield from dict.fromkeys(module for layer in self._layers for module in layer.modules())
+
+    def named_leaves(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules without children in its layers, with names for people."""
+        for index, layer in enumerate(self._layers, self._first_layer):
+            for name, module in layer.named_modules():
+                if not any(module.children()):
+                    path = f"{index}.{name}" if name else str(index)
+                    yield f"layer {path} ({type(module).__name__})", module
+
+    def waiting(self, microbatch: int) -> list[Tensor]:
+        """The tensors that W of ``microbatch`` needs, between its B and its W."""
+        return self._in_flight[microbatch].queue.tensors()
+
+    def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
+        if grads is None:
+            if not held.outputs:
+                pass  # this micro-batch has no loss
+            elif self._loss_backward is not None:
+                self._loss_backward(held.outputs[0])
+            else:
+                torch.autograd.backward(held.outputs)
+            return
+        received = grads if isinstance(grads, tuple) else (grads,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(held.outputs, received, strict=True)
+            if output is not None and grad is not None and output.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+    def _input_grads(self, held: _InFlight) -> Value | None:
+        return tuple(held.input_grads) if self._first_layer > 0 else None
+
+
+def _detached(item: Tensor | None) -> Tensor | None:
+    """What leaves the graph of this stage; it requires a gradient if that is wanted back."""
+    return None if item is None else item.detach().requires_grad_(item.requires_grad)
+
+
+class Kept:
+    """What one micro-batch keeps.
+
+    Args:
+        value: the input of the layers: tensors in whatever Lightning moves to a device.
+        layers: they are about to run for the first time.
+    """
+
+    def __init__(self, value: Any, layers: Sequence[nn.Module]) -> None:
+        self._value = value
+        copies: dict[int, Tensor] = {}  # a buffer may have several names
+        self._buffers = [
+            _Buffer(module._buffers, name, buffer, copies)
+            for module in dict.fromkeys(module for layer in layers for module in layer.modules())
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @contextmanager
+    def first_run(self) -> Iterator[Any]:
+        """The first run, on the input that it yields; autograd saves nothing in it."""
+        with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):
+            yield apply_to_collection(self._value, Tensor, _copy)
+        self.ran()
+
+    def ran(self) -> None:
+        """The first run is over: of the buffers, those that it changed are kept."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.has_changed()]
+
+    @contextmanager
+    def second_run(self) -> Iterator[Any]:
+        """The second run, on the input that it yields; nothing is kept any more."""
+        value, buffers = self._value, self._buffers
+        self._value, self._buffers = None, []
+        now = [buffer.swap() for buffer in buffers]
+        try:
+            yield value
+        finally:
+            for buffer, tensor in zip(buffers, now, strict=True):
+                buffer.owner[buffer.name] = tensor
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are kept."""
+        found = [buffer.before for buffer in self._buffers]
+        apply_to_collection(self._value, Tensor, found.append)
+        return found
+
+
+class _Buffer:
+    """A buffer of a module, ``owner[name]``, and a copy of it.
+
+    In the second run the copy takes its place, instead of its values: graphs of other micro-batches may have saved the
+    buffer, and autograd refuses tensors that were written to since.
+    """
+
+    def __init__(self, owner: dict[str, Tensor | None], name: str, buffer: Tensor, copies: dict[int, Tensor]) -> None:
+        self.owner, self.name = owner, name
+        self._buffer = buffer
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffer.detach().clone()
+        self.before = copies[id(buffer)]
+
+    def has_changed(self) -> bool:
+        # Not by its version: batch norm writes its running statistics without telling autograd.
+        return self.owner.get(self.name) is not self._buffer or not torch.equal(self._buffer, self.before)
+
+    def swap(self) -> Tensor | None:
+        now = self.owner.get(self.name)
+        self.owner[self.name] = self.before
+        return now
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _nothing(tensor: Tensor) -> None:
+    return None
+
+
+def _never(_: None) -> NoReturn:
+    raise RuntimeError("The graph of a forward that is computed again has no backward: its R must come first.")
