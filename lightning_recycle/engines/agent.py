@@ -2,7 +2,7 @@
 
 Concept: an agent has tasks, each with a restart loop (:mod:`~lightning_recycle.engines.restarts`), and may host the
 coordinator. What a task is, is not its business: a worker, as on one machine, or under SLURM, where each task of a job
-is an agent with one worker; or another agent behind ssh, with the workers of its machine.
+is an agent with one worker.
 
 Contract: :meth:`Agent.run` returns the exit status for all; then no process is left. Replacements need not be told
 their position: the coordinator gives it to them. The run is at its end when a process finished, when one failed with an
@@ -62,7 +62,6 @@ class Agent:
         grace: seconds for processes to end after a signal that asks them to; None if whoever sends signals, to all
             processes himself, waits as long as he wants: then nobody is killed, and no signal passed on.
         coordinator: the task of the coordinator, if this agent hosts it.
-        talks: whether signals are passed on in words, on the standard input of the processes.
         pipes: whether what the processes print goes through ``printer``.
 
     Attributes:
@@ -77,7 +76,6 @@ class Agent:
         printer: Printer,
         grace: float | None,
         coordinator: Task | None = None,
-        talks: bool = False,
         pipes: bool = True,
     ) -> None:
         self._running = {task.name: _Running(task) for task in tasks}
@@ -87,7 +85,6 @@ class Agent:
         self._grace = grace
         self._hosted = None if coordinator is None else _Running(coordinator)
         self._failure: int | None = None  # of the coordinator, for good
-        self._talks = talks
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._asked: int | None = None
         self._is_ending = False
@@ -110,11 +107,6 @@ class Agent:
     def finished_elsewhere(self) -> None:
         """A process of another agent has finished, so the run has."""
         self._events.put(("finished", None))
-
-    def end_now(self) -> None:
-        """Nobody wants the run any more: all processes are killed."""
-        for _ in range(2):
-            self._events.put(("asked", signal.SIGTERM))
 
     # ------------------------------------------------------------------ the main thread
 
@@ -250,9 +242,7 @@ class Agent:
 
     def _tell(self, number: int) -> None:
         for running in self._running.values():
-            if running.child is not None and self._talks:
-                running.child.say(f"signal {number}\n".encode())
-            elif running.child is not None:
+            if running.child is not None:
                 running.child.signal(number)
 
     # ------------------------------------------------------------------ the coordinator

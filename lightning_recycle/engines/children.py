@@ -25,13 +25,13 @@ class Task:
         name: for people, and for files of logs.
         command: the program and its arguments.
         environ: all of its environment.
-        said: what it is told on its standard input, which then stays open while this process lives; None: it has none.
+        listens: whether it reads from this process on its standard input, which stays open while this process lives.
     """
 
     name: str
     command: tuple[str, ...]
     environ: Mapping[str, str] = field(repr=False)
-    said: bytes | None = field(default=None, repr=False)
+    listens: bool = False
 
 
 class Child:
@@ -62,7 +62,7 @@ class Child:
         self.process = subprocess.Popen(
             task.command,
             env=dict(task.environ),
-            stdin=subprocess.DEVNULL if task.said is None else subprocess.PIPE,
+            stdin=subprocess.PIPE if task.listens else subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,  # Ctrl-C at a terminal reaches it through this process, and once
@@ -73,8 +73,6 @@ class Child:
             assert self.process.stderr is not None
             printer.follow(task.name, self.process.stdout, to_stderr=False)
             printer.follow(task.name, self.process.stderr, to_stderr=True)
-        if task.said is not None:
-            self.say(task.said)
         threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
 
     def say(self, text: bytes) -> None:

@@ -32,9 +32,10 @@ def check_copies(environ: Mapping[str, str] = os.environ, command: Sequence[str]
     script = shlex.join(sys.argv if command is None else command)
     if "TORCHELASTIC_RUN_ID" in environ and (count := _number(environ, "WORLD_SIZE")) > 1:
         local = _number(environ, "LOCAL_WORLD_SIZE") or count
+        command = f"recycle-run --nproc-per-node={local} {script}"
         if local < count:
-            _refuse("torchrun", count, f"recycle-run --hosts FILE --nproc-per-node={local} {script}")
-        _refuse("torchrun", count, f"recycle-run --nproc-per-node={local} {script}")
+            command += ", on each machine with RECYCLE_COORDINATOR=HOST:PORT of a recycle-coordinator"
+        _refuse("torchrun", count, command)
     # A batch script has SLURM_PROCID, too; only srun tells the number of tasks of a step.
     if "SLURM_PROCID" in environ and (count := _number(environ, "SLURM_STEP_NUM_TASKS")) > 1:
         _refuse("srun", count, f"srun recycle-run python {script}")

@@ -39,7 +39,7 @@ def coordinator_task(
     """
     command = (sys.executable, "-c", _PROGRAM, "--listen", shown(address), "--obey", *options)
     own = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
-    return Task("coordinator", command, {**own, "RECYCLE_KEY": key}, said=b"")
+    return Task("coordinator", command, {**own, "RECYCLE_KEY": key}, listens=True)
 
 
 def worker_environment(
@@ -62,7 +62,7 @@ def worker_environment(
     if node:
         own.setdefault("RECYCLE_NODE", node)
     own.setdefault("PYTHONUNBUFFERED", "1")  # lines are passed on when they are printed
-    # "python" is the one of this program, also where nobody has activated its environment, as behind ssh.
+    # "python" is the one of this program, also where its environment is not activated.
     own["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH", os.defpath)])
     return own
 

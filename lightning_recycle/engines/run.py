@@ -1,7 +1,6 @@
 """``recycle-run``: starts the workers of a run, and again those that die.
 
     recycle-run --nproc-per-node 4 python train.py --lr 0.1        # this machine
-    recycle-run --hosts hosts.txt python train.py                  # these machines, through ssh
     srun recycle-run python train.py                               # a worker in each task of a job of SLURM
 
 It hosts the coordinator (:mod:`~lightning_recycle.engines.hosting`), gives every worker the environment in which
@@ -16,7 +15,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +24,7 @@ from lightning_recycle.control.addresses import address_from
 from lightning_recycle.control.keys import key_from_environment
 from lightning_recycle.engines.agent import Agent
 from lightning_recycle.engines.children import Task
-from lightning_recycle.engines.hosting import (
-    coordinator_task,
-    free_port,
-    new_key,
-    own_address_towards,
-    worker_environment,
-)
-from lightning_recycle.engines.hosts import agent_task, parse_hosts
+from lightning_recycle.engines.hosting import coordinator_task, free_port, new_key, worker_environment
 from lightning_recycle.engines.printing import Printer
 from lightning_recycle.engines.restarts import Policy
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
@@ -54,6 +45,7 @@ class Appointment:
     key: str
     hosts_it: bool
     engine: str = "recycle-run"
+    node: str = ""
     one_per_task: bool = False
     """Whether an engine starts one agent for each worker, and its environment says which device that has."""
 
@@ -64,10 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = _command(options.command)
         _check(options)
-        if options.agent is not None:
-            return _agent_of_a_host(options, command)
-        if options.hosts is not None:
-            return _on_hosts(options, command)
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
@@ -82,12 +70,12 @@ def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> App
     if "RECYCLE_COORDINATOR" in environ:
         address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
         return Appointment(address, key_from_environment(environ).decode(), hosts_it=False)
-    return Appointment(_own_address(options.coordinator, _HOST), new_key(), hosts_it=True)
+    return Appointment(_own_address(options.coordinator), new_key(), hosts_it=True)
 
 
-def _own_address(given: str | None, host: str) -> tuple[str, int]:
+def _own_address(given: str | None) -> tuple[str, int]:
     """Where this process's coordinator listens; the port is known before it does."""
-    host, port = (host, 0) if given is None else address_from(given, "--coordinator")
+    host, port = (_HOST, 0) if given is None else address_from(given, "--coordinator")
     if host in ("0.0.0.0", "::"):
         raise ConfigurationError(
             f"--coordinator {given}: workers must be told one address: give one that all machines reach."
@@ -109,8 +97,8 @@ def _workers(options: argparse.Namespace, command: Sequence[str], place: Appoint
     tasks = []
     for device in range(count):
         own = None if place.one_per_task else device
-        environ = worker_environment(os.environ, place.address, place.key, place.engine, own, options.node or "")
-        name = f"{options.node}.{device}" if options.node else f"worker{device}"
+        environ = worker_environment(os.environ, place.address, place.key, place.engine, own, place.node)
+        name = f"{place.node}.{device}" if place.node else f"worker{device}"
         tasks.append(Task(name, tuple(command), environ))
     return tasks
 
@@ -125,7 +113,6 @@ def _agent(
     options: argparse.Namespace,
     tasks: Sequence[Task],
     coordinator: Task | None,
-    talks: bool = False,
     in_slurm: bool = False,
 ) -> Agent:
     folder = None if options.log_dir is None else Path(options.log_dir)
@@ -134,7 +121,7 @@ def _agent(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--log-dir {folder}: {error.strerror or error}.") from error
-    names = len(tasks) + (coordinator is not None) > 1 and not talks
+    names = len(tasks) + (coordinator is not None) > 1
     policy = Policy(max_restarts=options.max_restarts)
     return Agent(
         tasks,
@@ -142,12 +129,8 @@ def _agent(
         Printer(names, folder),
         None if in_slurm else options.grace,
         coordinator,
-        talks,
-        pipes=names or talks or bool(folder),
+        pipes=names or bool(folder),
     )
-
-
-# ---------------------------------------------------------------------- several machines
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -157,17 +140,16 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
             f"--nproc-per-node {options.nproc_per_node}: srun starts one recycle-run for each worker: leave it out, and"
             f" say #SBATCH --ntasks-per-node={options.nproc_per_node}."
         )
-    options.node = task.node
     meeting = Meeting(task, options.shared)
     hosts_it = task.rank == 0
     if hosts_it:
-        address = own_address(task) if options.coordinator is None else _own_address(options.coordinator, _HOST)
+        address = own_address(task) if options.coordinator is None else _own_address(options.coordinator)
         key = new_key()
         meeting.announce(address, key)
     else:
         address, key = meeting.wait(_MEETING_SECONDS)
     try:
-        place = Appointment(address, key, hosts_it, "slurm", one_per_task=True)
+        place = Appointment(address, key, hosts_it, "slurm", task.node, one_per_task=True)
         agent = _agent(options, _workers(options, command, place), _coordinator(options, place), in_slurm=True)
         agent.on_finish = meeting.finish
         with meeting.watched(agent.finished_elsewhere):
@@ -179,49 +161,6 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
         # A job that SLURM preempts is requeued when its time of grace is over, unless it has ended before.
         return meeting.await_end(status)
     return status
-
-
-def _on_hosts(options: argparse.Namespace, command: Sequence[str]) -> int:
-    """Starts an agent on each host, and hosts the coordinator."""
-    path = options.hosts
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ConfigurationError(f"--hosts {path}: {error.strerror or error}.") from error
-    hosts = parse_hosts(text, options.nproc_per_node, path)
-    try:
-        own = _HOST if options.coordinator else own_address_towards(hosts[0].name)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--hosts {path}: {hosts[0].name} cannot be found ({error.strerror or error}): name machines that can, or"
-            " give --coordinator HOST:PORT, an address of this machine that all of them reach."
-        ) from error
-    place = Appointment(_own_address(options.coordinator, own), new_key(), hosts_it=True)
-    further = ["--max-restarts", str(options.max_restarts), "--grace", str(options.grace)]
-    tasks = [
-        agent_task(host, options.ssh, place.address, place.key, os.getcwd(), further, command, os.environ)
-        for host in hosts
-    ]
-    return _agent(options, tasks, _coordinator(options, place), talks=True).run()
-
-
-def _agent_of_a_host(options: argparse.Namespace, command: Sequence[str]) -> int:
-    """Runs the workers of one host; the key, and later signals, come on standard input."""
-    key = sys.stdin.readline().strip()
-    if not key:
-        raise ConfigurationError("--agent is for recycle-run --hosts, which tells the key on the standard input.")
-    place = Appointment(address_from(options.agent, "--agent"), key, hosts_it=False)
-    agent = _agent(options, _workers(options, command, place), None)
-
-    def listen() -> None:
-        for line in sys.stdin:
-            word, _, number = line.partition(" ")
-            if word == "signal":
-                agent.ask_to_end(int(number))
-        agent.end_now()  # who started this agent is gone
-
-    threading.Thread(target=listen, daemon=True).start()
-    return agent.run()
 
 
 # ---------------------------------------------------------------------- options
@@ -249,15 +188,12 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-run",
         "Starts the workers of a run, and replaces those that die.",
         "recycle-run --nproc-per-node 4 python train.py",
-        "recycle-run --hosts hosts.txt python train.py",
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on each machine (default 1)")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers of this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
-    parser.add_argument("--hosts", metavar="FILE", help="the machines, one a line: host [slots=N]")
-    parser.add_argument("--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="how machines are reached")
     parser.add_argument("--max-restarts", type=int, default=100, metavar="K", help="of each worker (default 100)")
     parser.add_argument(
         "--grace", type=float, default=60.0, metavar="SECONDS", help="for workers to end after a signal (default 60)"
@@ -266,8 +202,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shared", metavar="FOLDER", help="under srun: one that all nodes see (default: where the job was submitted)"
     )
-    parser.add_argument("--agent", metavar="HOST:PORT", help=argparse.SUPPRESS)  # for --hosts
-    parser.add_argument("--node", metavar="NAME", help=argparse.SUPPRESS)  # likewise
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

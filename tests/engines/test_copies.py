@@ -20,7 +20,11 @@ SRUN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     ("environ", "command"),
     [
         (TORCHRUN, "recycle-run --nproc-per-node=4 train.py --lr 0.1"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}, "recycle-run --hosts FILE --nproc-per-node=2 train.py --lr 0.1"),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"},
+            "recycle-run --nproc-per-node=2 train.py --lr 0.1, on each machine with RECYCLE_COORDINATOR=HOST:PORT of a"
+            " recycle-coordinator",
+        ),
         (SRUN, "srun recycle-run python train.py --lr 0.1"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "recycle-run --nproc-per-node=2 train.py --lr 0.1"),
         ({"PMI_SIZE": "2"}, "recycle-run --nproc-per-node=2 train.py --lr 0.1"),

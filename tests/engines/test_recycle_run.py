@@ -18,9 +18,6 @@ from support.process_tree import is_alive
 from support.training import TOLERANCE, difference, plain_loop
 from support.waiting import wait_for
 
-from lightning_recycle.engines.hosts import Host, parse_hosts
-from lightning_recycle.errors import ConfigurationError
-
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
@@ -121,7 +118,6 @@ def test_a_program_that_does_not_exist_is_an_error() -> None:
         (["--nproc-per-node", "0", "x"], "--nproc-per-node 0"),
         (["--max-restarts", "-1", "x"], "--max-restarts -1"),
         (["--grace", "0", "x"], "--grace 0"),
-        (["--hosts", "/no/such/file", "x"], "--hosts /no/such/file: No such file"),
         (["--coordinator", "0.0.0.0:1", "x"], "must be told one address"),
     ],
 )
@@ -244,77 +240,3 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
     expected = plain_loop(model, dataset(GLOBAL_BATCH * steps), steps)
     assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
     assert '"kind": "failure"' in errors
-
-
-# ---------------------------------------------------------------------- several machines
-
-
-def test_hosts_are_read() -> None:
-    text = "# machines\nnode1 slots=4\n\n  node2   # of the other rack\nfe80::1 slots=2\n"
-    assert parse_hosts(text, 3, "f") == [Host("node1", 4), Host("node2", 3), Host("fe80::1", 2)]
-    assert parse_hosts("a", None, "f") == [Host("a", 1)]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "f names no host"),
-        ("a b", "f, line 1: 'a b' is not of the form"),
-        ("a\na slots=2", "line 2: a is named twice"),
-        ("a slots=0", "slots=0"),
-        ("-oProxyCommand=x", "not of the form"),
-    ],
-)
-def test_hosts_that_are_none_are_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        parse_hosts(text, None, "f")
-
-
-FAKE_SSH = """#!/bin/sh
-# The host, and a command line for its shell: as ssh.
-echo "$@" >> "$FAKE_SSH_LOG"
-shift
-exec sh -c "$*"
-"""
-
-
-@pytest.fixture
-def ssh(tmp_path: Path) -> dict[str, str]:
-    """Options and environment for machines that are all this one."""
-    program = tmp_path / "fake_ssh"
-    program.write_text(FAKE_SSH)
-    program.chmod(0o755)
-    (tmp_path / "hosts").write_text("m1 slots=2\nm2 slots=2\n")
-    return {"FAKE_SSH_LOG": str(tmp_path / "log"), "ssh": str(program), "hosts": str(tmp_path / "hosts")}
-
-
-def on_hosts(ssh: dict[str, str]) -> list[str]:
-    return ["--hosts", ssh["hosts"], "--ssh", ssh["ssh"], "--coordinator", "127.0.0.1:0"]
-
-
-def test_workers_of_several_machines_are_told_where_they_are_and_the_key_is_in_no_command_line(
-    ssh: dict[str, str],
-) -> None:
-    script = "import os; print(*(os.environ['RECYCLE_' + name] for name in ('NODE', 'KEY')), os.environ['LOCAL_RANK'])"
-    with running(*on_hosts(ssh), "--", sys.executable, "-c", script, env=ssh) as process:
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    said = [line.split("] ")[1] for line in output.splitlines() if line.startswith("[m")]
-    (key,) = {words.split()[1] for words in said}
-    assert sorted(said) == [f"m{m} {key} {n}" for m in (1, 2) for n in (0, 1)]
-    assert len(key) >= 32
-    assert key not in Path(ssh["FAKE_SSH_LOG"]).read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_workers_of_other_machines_end_with_it(ssh: dict[str, str], number: signal.Signals) -> None:
-    with running(*on_hosts(ssh), *shell("echo ready; exec sleep 100"), env=ssh) as process:
-        assert process.stdout is not None
-        seen = 0
-        while seen < 4:
-            seen += "ready" in process.stdout.readline()
-        everybody = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(number)
-        process.wait(30)
-        assert wait_for(lambda: not any(is_alive(child.pid) for child in everybody), 15)
-        assert process.returncode == (143 if number == signal.SIGTERM else -9)
