@@ -54,7 +54,7 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.nccl.transport_choice import transport_for
 from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
 from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.runtime.stage.stage_bundle import Holding, StageTies
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.collectives import Collectives, watch_process_group
@@ -270,10 +270,10 @@ class Session:
             names = {id(p): ties.copies.get((stage, name), name) for name, p in self.module.named_parameters()}
             complete_norms(self.collectives.gather_stages, names)
 
-    def _has_other_layers(self, holding: Holding) -> None:
+    def _has_other_layers(self, bundle: StageBundle) -> None:
         """The layers of this worker have changed."""
-        self._name_norms(holding.ties)
-        self.checkpoints.copies = holding.ties.copies
+        self._name_norms(bundle.ties)
+        self.checkpoints.copies = bundle.ties.copies
         self._newest_step = OptimizerStep()
 
     def _save_when_ending(self) -> None:
@@ -317,7 +317,7 @@ class Session:
 
     def _hold(
         self, cuts: Cuts, ties: StageTies, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
-    ) -> Holding:
+    ) -> StageBundle:
         """What runs the parts of this worker under the layout ``cuts``, which are there."""
         device, owned = self.trainer.strategy.root_device, ranges(cuts)[self.worker.stage]
         by_itself = self._fitting and self.parts.optimizes_itself
@@ -344,7 +344,7 @@ class Session:
         several = self.grid.num_workers > 1  # otherwise nobody ever wants them
         lends_copies = several and self._fitting and may_change_gradients(self.trainer, self.module)
         gradients = GradientBuffers(parameters, device, self.options.bucket_bytes, lends_copies, ties.holders)
-        return Holding(stage, parameters, gradients, ties, accumulated)
+        return StageBundle(stage, parameters, gradients, ties, accumulated)
 
     def _among(
         self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None

@@ -31,7 +31,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.fractional_cuts import are_whole, rounded, shared_layers
-from lightning_recycle.runtime.stage.stage_bundle import Holding, StageTies
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.optimizer_states import merged_names
 
 __all__ = ["StageLayers", "why_layers_stay"]
@@ -178,9 +178,9 @@ class StageLayers:
         stage: int,
         stages: Sequence[range],
         device: torch.device,
-        hold: Callable[[Cuts, StageTies, Mapping[nn.Parameter, Tensor]], Holding],
+        hold: Callable[[Cuts, StageTies, Mapping[nn.Parameter, Tensor]], StageBundle],
         sums: Callable[[], Mapping[nn.Parameter, Tensor]],
-        changed: Callable[[Holding], None],
+        changed: Callable[[StageBundle], None],
         rank: int,
         tell: Callable[[LayerFacts], None],
         measures: bool = True,
@@ -317,7 +317,7 @@ class StageLayers:
 
     # ------------------------------------------------------------------ taking up
 
-    def take_up(self, cuts: Cuts, given: Sequence[_Given]) -> Holding:
+    def take_up(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
         stages = ranges(cuts)
         names = {self._stage: self._names(), **{one.stage: one.names for one in given}}
         sums = dict(self._sums())
@@ -341,9 +341,9 @@ class StageLayers:
         sums = {parameter: total for parameter, total in sums.items() if parameter in held}
         sums.update((by_name[name], total) for name, total in accumulated.items() if by_name[name] not in sums)
         ties = StageTies(self._parts.ties(stages), self._stage, dict(self._parts.module.named_parameters()))
-        holding = self._hold(cuts, ties, sums)
-        self._changed(holding)
-        return holding
+        bundle = self._hold(cuts, ties, sums)
+        self._changed(bundle)
+        return bundle
 
     def _whole(self, tensor: Tensor, is_parameter: bool, requires_grad: bool, on_device: bool) -> Tensor:
         tensor = tensor.to(self._device) if on_device else tensor

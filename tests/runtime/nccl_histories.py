@@ -1,7 +1,7 @@
 """Workers that exchange payloads, and sum in groups, in a simulated world: which goes on next is drawn, so a history is
 its number.
 
-Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.nccl.nccl_ops.Traffic`, and a *host*: a
+Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.nccl.nccl_ops.NcclOps`, and a *host*: a
 program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them all, so
 that no correct transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations run on
 the device when it comes to them. At some moment a worker begins what the next generation may need. In some histories a
@@ -88,7 +88,7 @@ class Worker:
     program: deque[tuple[str, Any]] = field(default_factory=deque)
     traffic: Any = None
     cancelled: bool = False
-    ended: bool = False  # its courier has aborted
+    ended: bool = False  # its thread has aborted
     failure: Exception | None = None
     waiting: tuple[Any, list[Tensor], Item] | None = None
     joints: dict[Joint, tuple[Any, Tensor]] = field(default_factory=dict)  # begun, and not waited for yet
@@ -205,7 +205,7 @@ class World:
 
             device = worker.device
             comms = nccl_comms.Comms(me, device, tell, wanted, used, outdated)
-            worker.traffic = traffic.Traffic(
+            worker.traffic = traffic.NcclOps(
                 comms,
                 payloads.Payloads(me, self.generation, device, device, comms, peers, CPU, tell),
                 group_payloads.GroupPayloads(me, self.generation, device, device, comms, mine, CPU, tell),
@@ -338,7 +338,7 @@ class World:
         worker.program.clear()
         return True
 
-    def courier(self, worker: Worker) -> bool:
+    def nccl_thread(self, worker: Worker) -> bool:
         """The other thread of ``worker``."""
         if worker.ended:
             return False
@@ -405,7 +405,7 @@ class World:
         self.met[trouble or "quiet"] += 1
         told: dict[int, int] = {}  # when who hears of the end
         turns: list[Turn] = [
-            (turn, worker) for worker in self.alive for turn in (self.host, self.courier, self.deliver, self.step)
+            (turn, worker) for worker in self.alive for turn in (self.host, self.nccl_thread, self.deliver, self.step)
         ]
         order = self.order(turns)
         for turn_number in range(PATIENCE):
@@ -429,7 +429,7 @@ class World:
         for worker in self.alive:
             if not worker.ended:  # as when a generation ends at a step boundary
                 worker.cancelled = True
-                self.courier(worker)
+                self.nccl_thread(worker)
             self.check_devices(worker, worker.kept)
         lost = [worker for worker in self.alive if worker.device.is_lost]
         for worker in lost:

@@ -38,7 +38,7 @@ def test_the_same_in_all_histories(block: int) -> None:
 MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
     "the tensors of a payload are sent in another order": (
         payloads,
-        [("Launched(comm, sending.tensors, ", "Launched(comm, sending.tensors[::-1], ")],
+        [("PendingOp(comm, sending.tensors, ", "PendingOp(comm, sending.tensors[::-1], ")],
     ),
     "a receive does not wait for an offer": (
         payloads,
@@ -215,11 +215,11 @@ MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
         group_payloads,
         [
             (
-                "        return Launched(comm, [collective.tensor], launch, stream)\n",
+                "        return PendingOp(comm, [collective.tensor], launch, stream)\n",
                 "        tensors = [collective.tensor]\n"
                 "        if self.connected:\n            collective.tensor = None\n\n"
                 "        def launch_and_forget(tensor):\n            launch(tensor)\n            tensors[0] = None\n\n"
-                "        return Launched(comm, tensors, launch_and_forget, stream)\n",
+                "        return PendingOp(comm, tensors, launch_and_forget, stream)\n",
             ),
         ],
     ),

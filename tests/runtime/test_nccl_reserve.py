@@ -162,10 +162,10 @@ def test_a_reserve_that_cannot_begin_harms_nobody(world: World) -> None:
 def test_a_lost_device_ends_the_generation_while_they_begin(world: World) -> None:
     world.devices[2].is_lost = True
     world.transports[2].prepare()
-    courier = world.transports[2]._courier
-    assert courier is not None
+    thread = world.transports[2]._thread
+    assert thread is not None
     with pytest.raises(RuntimeError, match="CUDA error"):
-        courier.wait_for(lambda: False, timeout=5)
+        thread.wait_for(lambda: False, timeout=5)
     world.devices[2].is_lost = False
 
 

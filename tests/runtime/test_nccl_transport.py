@@ -21,7 +21,7 @@ from lightning_recycle.runtime.comm.groups import CommunicationError, Group
 from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory
 from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.machine_errors import is_device_error
-from lightning_recycle.runtime.nccl import nccl_thread as courier_module
+from lightning_recycle.runtime.nccl import nccl_thread
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -314,20 +314,20 @@ def test_where_nccl_is_required_that_is_an_error_that_names_the_remedy() -> None
 def hang(pair: Pair) -> Waiting:
     """A receive that is on the device of worker 1, whose sender's device stands still."""
     waiting = Waiting(pair)
-    payloads = pair.transports[0]._courier._traffic.pairs  # type: ignore[union-attr]
+    payloads = pair.transports[0]._thread._traffic.pairs  # type: ignore[union-attr]
     payloads._begin_send = lambda sending: None  # type: ignore[method-assign, assignment, return-value]
     pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
-    courier = pair.transports[1]._courier
-    assert courier is not None
-    wait_for(lambda: courier._traffic.pairs._receiving is not None, 5)
+    thread = pair.transports[1]._thread
+    assert thread is not None
+    wait_for(lambda: thread._traffic.pairs._receiving is not None, 5)
     return waiting
 
 
 def sum_alone(pair: Pair) -> Waiting:
     """A sum for which worker 0 is not ready."""
-    waiting, courier = Waiting(pair, replace), pair.transports[1]._courier
-    assert courier is not None
-    (state,) = courier._traffic.groups._states.values()
+    waiting, thread = Waiting(pair, replace), pair.transports[1]._thread
+    assert thread is not None
+    (state,) = thread._traffic.groups._states.values()
     wait_for(lambda: state.told == 2, 5)  # the first one was that by which they connected
     return waiting
 
@@ -337,9 +337,9 @@ def hang_in_a_sum(pair: Pair) -> Waiting:
     waiting = Waiting(pair, replace)
     pair.devices[0].all_reduce = lambda comm, tensor, stream: None  # type: ignore[method-assign]
     pair.transports[0].begin_collective(STAGE, VALUE.clone())
-    courier = pair.transports[1]._courier
-    assert courier is not None
-    wait_for(lambda: courier._traffic.groups._under_way is not None, 5)
+    thread = pair.transports[1]._thread
+    assert thread is not None
+    wait_for(lambda: thread._traffic.groups._under_way is not None, 5)
     return waiting
 
 
@@ -369,7 +369,7 @@ def test_a_sender_that_is_gone_ends_a_wait(pair: Pair, begin: Callable[[Pair], W
 def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: Pair, begin: Callable[[Pair], Waiting]) -> None:
     waiting = begin(pair)
     pair.devices[1].is_lost = True
-    pair.transports[1]._courier.wake()  # type: ignore[union-attr]
+    pair.transports[1]._thread.wake()  # type: ignore[union-attr]
     if begin in (hang, hang_in_a_sum):
         assert is_device_error(waiting.end())
     else:
@@ -378,7 +378,7 @@ def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: Pair, begin: 
 
 
 def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "ABORT_SECONDS", 0.2)
+    monkeypatch.setattr(nccl_thread, "ABORT_SECONDS", 0.2)
     returns = threading.Event()
     real = pair.devices[1].group_end
     monkeypatch.setattr(pair.devices[1], "group_end", lambda: (returns.wait(), real()))
@@ -390,7 +390,7 @@ def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: Pair, monke
 
 
 def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_generation(pair: Pair) -> None:
-    courier, meeting = pair.transports[0]._courier, Meeting()
+    thread, meeting = pair.transports[0]._thread, Meeting()
     ours, theirs = socket.socketpair()
     links = Group()
     links.links = {1: ours}
@@ -400,7 +400,7 @@ def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_gener
     cancelled.set()
     with theirs, pytest.raises(CommunicationError, match="Generation 7 was aborted"):
         pair.transports[0].connect(7, {STAGE: (0, 1)}, {module._LINKS: links}, meeting, cancelled)
-    assert pair.transports[0]._courier is courier
+    assert pair.transports[0]._thread is thread
 
 
 def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
@@ -418,7 +418,7 @@ def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
 
 
 def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
-    seconds = [courier_module._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
+    seconds = [nccl_thread._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
     assert seconds == pytest.approx([50e-6, 50e-6, 200e-6, 500e-6, 500e-6])
 
 

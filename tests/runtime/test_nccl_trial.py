@@ -78,8 +78,8 @@ def test_a_group_is_not_used_if_a_member_has_failed_with_others() -> None:
         """That of the tie is until worker 2 is connected, and then fails."""
         if comm.size < 3 or comm not in launched:
             return ask(comm)
-        courier = world.transports[2]._courier
-        if courier is not None and courier.connected:
+        thread = world.transports[2]._thread
+        if thread is not None and thread.connected:
             raise NcclError("broken")
         return True
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_recycle.runtime.comm.small_allreduce import _HEADER, Mesh
+from lightning_recycle.runtime.comm.small_allreduce import _HEADER, SmallAllreduce
 from lightning_recycle.runtime.comm.wire import sum_of_bytes
 
 PATIENCE = 10.0  # seconds
 
 
-def mesh_of(size: int, timeout: float = PATIENCE) -> tuple[list[Mesh], dict[tuple[int, int], socket.socket]]:
+def mesh_of(size: int, timeout: float = PATIENCE) -> tuple[list[SmallAllreduce], dict[tuple[int, int], socket.socket]]:
     """The meshes of ``size`` workers, and the end of each worker of its connection to each other."""
     ends = {}
     for a, b in itertools.combinations(range(size), 2):
@@ -26,7 +26,8 @@ def mesh_of(size: int, timeout: float = PATIENCE) -> tuple[list[Mesh], dict[tupl
     for end in ends.values():
         end.setblocking(False)
     return [
-        Mesh(rank, {peer: end for (owner, peer), end in ends.items() if owner == rank}, timeout) for rank in range(size)
+        SmallAllreduce(rank, {peer: end for (owner, peer), end in ends.items() if owner == rank}, timeout)
+        for rank in range(size)
     ], ends
 
 

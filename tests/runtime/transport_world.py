@@ -107,10 +107,10 @@ class World:
     def is_prepared(self, rank: int) -> bool:
         """Whether all that worker ``rank`` may need has begun."""
         transport = self.transports[rank]
-        courier, usable = transport._courier, transport._usable
-        if courier is None:
+        thread, usable = transport._thread, transport._usable
+        if thread is None:
             return True
-        begun = courier._traffic._comms._reserve.comms
+        begun = thread._traffic._comms._reserve.comms
         wanted = successors(rank, usable.neighbours, usable.rosters)
         return len(begun) == len(wanted) and not any(each.comm.in_progress for each in list(begun.values()))
 
@@ -131,7 +131,7 @@ class World:
         """Until some worker is connected, if one can be."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if any(courier is not None and courier.connected for courier in (t._courier for t in self.transports)):
+            if any(thread is not None and thread.connected for thread in (t._thread for t in self.transports)):
                 return
             time.sleep(0.001)
 

@@ -31,7 +31,7 @@ class CountingTransport(NcclTransport):
     def send(
         self, channel: Channel, layout: Layout, tensors: Any, destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
-        assert self._courier_to(destination) is not None, "it would go by Gloo"
+        assert self._thread_to(destination) is not None, "it would go by Gloo"
         CountingTransport.sent += 1
         return super().send(channel, layout, tensors, destination, tag)
 

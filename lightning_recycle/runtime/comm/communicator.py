@@ -64,7 +64,7 @@ from lightning_recycle.runtime.comm.groups import (
     Rendezvous,
     UnreachableError,
 )
-from lightning_recycle.runtime.comm.small_allreduce import Mesh
+from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
 from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
 from lightning_recycle.runtime.comm.transports import (
     TAGS,
@@ -232,7 +232,7 @@ class Communicator:
         self._groups: dict[Channel, Group] = {}
         self._stage_name = ""
         self._rosters: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
-        self._mesh: Mesh | None = None
+        self._mesh: SmallAllreduce | None = None
         # What must stay alive until it has arrived, of this step and the previous one.
         self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
@@ -319,7 +319,7 @@ class Communicator:
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         links = groups.pop(f"{stage}-mesh", Group()).links
         if links:
-            self._mesh = Mesh(sorted(stage_roster).index(self._rank), links, self._timeout.total_seconds())
+            self._mesh = SmallAllreduce(sorted(stage_roster).index(self._rank), links, self._timeout.total_seconds())
         for group in groups.values():
             for process_group in group.process_groups:
                 process_group._set_default_timeout(self._timeout)

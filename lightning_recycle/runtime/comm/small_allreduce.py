@@ -5,10 +5,10 @@ wakes two other threads. That pays where the network is the limit. A gradient of
 all that it costs is the rounds: four workers on two cores spent 1.3 ms of processor time each for 66 numbers. Here
 everybody sends what he has to everybody, and adds up what arrives: one round, in the thread that asks.
 
-Contract: :meth:`Mesh.sum` gives all workers the same bits, because all add in the order of their numbers. It raises an
-OSError if a connection ends, and leaves the tensor as it was: whoever cuts the sockets off, from any thread, ends it.
-Each part says which sum it is of and how long it is, so parts that do not belong together are an error, and so is one
-that arrives otherwise than it was sent (:mod:`~lightning_recycle.runtime.comm.wire`).
+Contract: :meth:`SmallAllreduce.sum` gives all workers the same bits, because all add in the order of their numbers. It
+raises an OSError if a connection ends, and leaves the tensor as it was: whoever cuts the sockets off, from any thread,
+ends it. Each part says which sum it is of and how long it is, so parts that do not belong together are an error, and so
+is one that arrives otherwise than it was sent (:mod:`~lightning_recycle.runtime.comm.wire`).
 
 Must not know: generations, Gloo, who is in the stage and how they connected.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_recycle.runtime.comm.wire import sum_of_bytes
 
-__all__ = ["Mesh"]
+__all__ = ["SmallAllreduce"]
 
 _MOST_BYTES = 256 * 1024  # that a worker sends to all others together; above, Gloo is as fast or faster (measured)
 _HEADER = struct.Struct("=QQQ8x")  # number of the sum, bytes that follow, their sum; a multiple of the largest item
@@ -66,7 +66,7 @@ class _Transfer:
         return not self.left
 
 
-class Mesh:
+class SmallAllreduce:
     """The connections of a worker to all others of its stage.
 
     Args:

@@ -63,18 +63,18 @@ from lightning_recycle.runtime.comm.communicator import (
     UnreachableError,
 )
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
-from lightning_recycle.runtime.executor.executor_callbacks import Host, RecordOutput, StepResult
+from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, RecordOutput, StepResult
 from lightning_recycle.runtime.executor.forwards import Forwards
 from lightning_recycle.runtime.executor.memory_meter import MemoryMeter, peak_bytes
 from lightning_recycle.runtime.executor.profiling import SplitTrials, StageProfiler, Timings
-from lightning_recycle.runtime.executor.speculative_commit import CommitPayload, Guesses, norm_of
-from lightning_recycle.runtime.executor.state_repair import heal
+from lightning_recycle.runtime.executor.speculative_commit import CommitPayload, SpeculativeCommits, norm_of
+from lightning_recycle.runtime.executor.state_repair import repair_state
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, GradientBuffers, Share
 from lightning_recycle.runtime.stage.layer_exchange import FixedLayers, LayerKeeper, LayerMoves
 from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.runtime.stage.stage_bundle import Holding, Shadow, StageTies
+from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle, StageTies
 
 __all__ = ["Executor"]
 
@@ -111,7 +111,7 @@ class Executor:
         stage: the layers of this stage.
         parameters: the parameters of this stage.
         gradients: the gradients of this stage.
-        host: answers what is not the executor's business.
+        callbacks: answers what is not the executor's business.
         needs_norm: whether each step needs the norm of all gradients.
         needs_overflow: whether each step needs to know of infinities and NaNs among all gradients.
         staggered: whether a stage may step before the others hold their gradients.
@@ -144,7 +144,7 @@ class Executor:
         stage: Stage,
         parameters: Sequence[nn.Parameter],
         gradients: GradientBuffers,
-        host: Host,
+        callbacks: ExecutorCallbacks,
         needs_norm: bool = False,
         needs_overflow: bool = False,
         staggered: bool = True,
@@ -166,7 +166,7 @@ class Executor:
         self._client = client
         self._communicator = communicator
         self._held = held
-        self._host = host
+        self._callbacks = callbacks
         self._needs_norm, self._needs_overflow = needs_norm, needs_overflow
         self._profiler = profiler
         self._trials = SplitTrials(communicator.device) if tries_splitting else None
@@ -178,12 +178,14 @@ class Executor:
             layers or FixedLayers({tie.stages for tie in ties.ties}), grid, worker, client, communicator
         )
         waits = needs_overflow or not staggered or bool(ties.ties)
-        self._guesses = None if waits or presumes is None else Guesses(client, worker.stage, grid.stages, presumes)
+        self._guesses = (
+            None if waits or presumes is None else SpeculativeCommits(client, worker.stage, grid.stages, presumes)
+        )
         self._commits = waits or (needs_norm and presumes is None)
         self._redoes_whole_steps = bool(ties.ties)  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow_on_host = shadow_on_host
         self._device_name = device_name
-        self._hold(Holding(stage, parameters, gradients, ties))
+        self._hold(StageBundle(stage, parameters, gradients, ties))
         self._is_last = worker.stage == grid.stages - 1
         self._reduced = False
         self._payload: CommitPayload | None = None
@@ -205,13 +207,13 @@ class Executor:
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
 
-    def _hold(self, holding: Holding) -> None:
+    def _hold(self, bundle: StageBundle) -> None:
         """From now on this worker has these layers. Nothing is under way."""
-        self._stage, self._gradients, self._ties = holding.stage, holding.gradients, holding.ties
-        self._parameters = holding.parameters
-        self._forwards = Forwards(self.worker, self.grid, self._client, self._communicator, holding.stage)
+        self._stage, self._gradients, self._ties = bundle.stage, bundle.gradients, bundle.ties
+        self._parameters = bundle.parameters
+        self._forwards = Forwards(self.worker, self.grid, self._client, self._communicator, bundle.stage)
         self._reduction = BucketedReduction(self._communicator, self._gradients, self._stage, lambda: self.is_settled)
-        self.accumulated = AccumulatedGradients(self._gradients, self._parameters, holding.accumulated)
+        self.accumulated = AccumulatedGradients(self._gradients, self._parameters, bundle.accumulated)
         # A single stage is never ahead of others: what it has applied is what is committed.
         is_ahead = not self._commits and (self.grid.stages > 1 or self._guesses is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
@@ -219,7 +221,7 @@ class Executor:
         # A guess, or the user's own backward, may differ.
         comparing = self._guesses is None and self._stage.differentiates_itself
         recompute = Recomputation(
-            self._stage, self._parameters, self.grid.global_microbatches, self._host.computing_again
+            self._stage, self._parameters, self.grid.global_microbatches, self._callbacks.computing_again
         )
         self._verifier = Verifier(
             self._client,
@@ -361,8 +363,8 @@ class Executor:
                 self._place = (step, _READING)
                 read = data.handle.loader.fetch(data.handle, task.op.microbatch)
                 self._place = (step, task.label)
-                inputs, target = self._host.split(read, data.handle.index)
-                self._host.begin_microbatch(task.index)
+                inputs, target = self._callbacks.split(read, data.handle.index)
+                self._callbacks.begin_microbatch(task.index)
         if task.source is not None:
             inputs = self._receive(step, task)
         stage, meter = self._stage, self._meter
@@ -375,9 +377,11 @@ class Executor:
             if self._is_last:
                 loss = self._stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
-                if self._host.records_outputs:
+                if self._callbacks.records_outputs:
                     with self._client.busy("a hook that sees outputs"):
-                        self._outputs[task.index] = self._host.record_output(output, target, self._samples(step, task))
+                        self._outputs[task.index] = self._callbacks.record_output(
+                            output, target, self._samples(step, task)
+                        )
         for watcher in self._watchers:
             watcher.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
@@ -389,7 +393,7 @@ class Executor:
 
     def _recompute(self, step: int, task: Task) -> None:
         if task.op.stage == 0:
-            self._host.begin_microbatch(task.index)
+            self._callbacks.begin_microbatch(task.index)
         with self._profiled(step), self._measured(OpKind.RECOMPUTE):
             self._stage.recompute(task.index, decoupled=task.decoupled)
 
@@ -468,7 +472,7 @@ class Executor:
             if self._shadow is not None:
                 self._shadow.update()
             if guesses:
-                self._host.keep_optimizer()
+                self._callbacks.keep_optimizer()
             # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
             self.version += 1
             self._reduced = False
@@ -483,7 +487,7 @@ class Executor:
             if not self._commits and self._guesses is None:  # otherwise nobody needs them once they have been clipped
                 self._gradients.look_for_changes()
         step.result = result
-        measured, facts = self._timings.take_step(), self._host.describe_step(number)
+        measured, facts = self._timings.take_step(), self._callbacks.describe_step(number)
         seconds, peak = dict(self._timings.seconds), peak_bytes(self._communicator.device)
         self._client.send(messages.Applied(self._client.rank, number, seconds, measured, facts, peak))
         self._is_past = False
@@ -500,10 +504,10 @@ class Executor:
 
     # ------------------------------------------------------------------ steps on a guess
 
-    def _apply_at_once_or_later(self, guesses: Guesses, step: int) -> None:
+    def _apply_at_once_or_later(self, guesses: SpeculativeCommits, step: int) -> None:
         """Tells the others of this stage's gradient, and applies it now if a guess may do; else when all have told."""
         assert self._payload is not None
-        on_a_guess = guesses.is_likely(self._payload) and not self._host.must_know(step)
+        on_a_guess = guesses.is_likely(self._payload) and not self._callbacks.must_know(step)
         guesses.tell(step, self._payload, on_a_guess)
         if on_a_guess and not guesses.is_known(step):
             self._apply({}, guesses=True)
@@ -554,7 +558,7 @@ class Executor:
         with self._client.busy("STEP", OpKind.STEP.value):
             self._shadow.restore()
             self.accumulated.attach(step)
-            self._host.step_again(norm)
+            self._callbacks.step_again(norm)
         log.info("Step %d was made again with its true norm, %g, in %.4f s.", step, norm, time.perf_counter() - started)
 
     # ------------------------------------------------------------------ forward only
@@ -693,12 +697,12 @@ class Executor:
         self._place = (self.version, "recovery")
         resume = self._client.report(status, self._payload, self._moving.cuts)
         if resume.generation > 0:
-            self._host.on_recovery(resume.decision.version)
-        if not self._joining and (holding := self._moving.decided(resume.cuts)) is not None:
-            self._take_up(holding)
+            self._callbacks.on_recovery(resume.decision.version)
+        if not self._joining and (bundle := self._moving.decided(resume.cuts)) is not None:
+            self._take_up(bundle)
         self._connect(resume, announced)
         with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
-            self._host.on_generation()
+            self._callbacks.on_generation()
         if self._profiler is not None and resume.generation == 0:
             rank, pair = self._client.rank, self._communicator.exchange
             with self._client.waiting("its neighbours"):
@@ -716,7 +720,7 @@ class Executor:
             else:
                 self._carry_out(action, resume, commits)
         self._finite.follow(resume.inspects, resume.excused)
-        heal(resume.heals, self._client, self._communicator, self._host)
+        repair_state(resume.heals, self._client, self._communicator, self._callbacks)
         if resume.vote is not None:
             self._verifier.vote(resume.vote)
         if self._guesses is not None and self._guesses.unsettled:  # the others have yet to tell of the step
@@ -737,8 +741,8 @@ class Executor:
         self._client.await_announcement(_LAYERS_TIMEOUT)
         raise Interrupted
 
-    def _take_up(self, holding: Holding) -> None:
-        self._hold(holding)
+    def _take_up(self, bundle: StageBundle) -> None:
+        self._hold(bundle)
         self._follow(self._whole_program)  # so does what is new with the layers
         self._stage.remember_modes()
         self._reduced, self._payload = False, None
@@ -778,7 +782,7 @@ class Executor:
         match action:
             case Give():
                 with self._client.busy("taking a snapshot"):
-                    snapshot = self._host.take_snapshot()
+                    snapshot = self._callbacks.take_snapshot()
                 with self._client.waiting("the transfer of state"):
                     for rank in action.ranks:
                         if rank in resume.strangers:
@@ -790,7 +794,7 @@ class Executor:
                 with self._client.waiting("the transfer of state"):
                     snapshot = receive_object(self._communicator, action.donor)
                 with self._client.busy("taking over the state"):
-                    self._host.restore_snapshot(snapshot)
+                    self._callbacks.restore_snapshot(snapshot)
                 self.version = resume.decision.version
                 self._joining = False
                 self._client.send(messages.Entered(self._client.rank, resume.generation))
@@ -820,7 +824,7 @@ class Executor:
         """Runs a step that this worker has applied, with the parameters of that step."""
         assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
         try:
-            with self._stage.as_in_training(), self._shadow.in_place(), self._host.as_in_step(step):
+            with self._stage.as_in_training(), self._shadow.in_place(), self._callbacks.as_in_step(step):
                 self._run_program(step)
         finally:
             self.accumulated.attach(self.version - 1)
@@ -850,7 +854,7 @@ class Executor:
             exact: whether this worker can do the same again.
         """
         if not self._has_own:
-            self._has_own = not self._host.is_suspect(error) or self._client.is_own(
+            self._has_own = not self._callbacks.is_suspect(error) or self._client.is_own(
                 *place, error, exact=exact, sticky=is_device_error(error)
             )
         return self._has_own

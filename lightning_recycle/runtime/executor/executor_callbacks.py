@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep
 
-__all__ = ["Host", "RecordOutput", "StepResult"]
+__all__ = ["ExecutorCallbacks", "RecordOutput", "StepResult"]
 
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 """(output, target, number of samples) of a micro-batch -> what must reach all workers."""
@@ -38,7 +38,7 @@ class StepResult:
     check_next: bool = False
 
 
-class Host(Protocol):
+class ExecutorCallbacks(Protocol):
     """What the executor needs from the process that it runs in."""
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:

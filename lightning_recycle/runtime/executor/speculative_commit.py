@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.payload import unpack_all
 
-__all__ = ["CommitPayload", "Guesses", "norm_of"]
+__all__ = ["CommitPayload", "SpeculativeCommits", "norm_of"]
 
 _GROWTH = 1.1  # of the norm since the step before, which a guess allows for
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong guess to the new generation
@@ -42,7 +42,7 @@ def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
     return sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
 
 
-class Guesses:
+class SpeculativeCommits:
     """A worker's guesses, and what it knows.
 
     Args:

@@ -191,7 +191,7 @@ class WholeStepExecutor(Executor):
         found = []
         with self._client.busy("reading data"):
             for microbatch in wanted or [Microbatch(0, 0)]:
-                inputs, _ = self._host.split(handle.loader.fetch(handle, microbatch), handle.index)
+                inputs, _ = self._callbacks.split(handle.loader.fetch(handle, microbatch), handle.index)
                 samples = handle.loader.num_samples(handle, microbatch)
                 index = global_index(self.grid, microbatch)
                 found.append(WholeStepMicrobatch(index, inputs, samples, counts=bool(wanted)))

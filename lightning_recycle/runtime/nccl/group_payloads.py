@@ -41,7 +41,7 @@ from torch import Tensor
 from lightning_recycle.runtime.nccl.device_streams import Event, Streams
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, Place
 from lightning_recycle.runtime.nccl.nccl_library import NcclError, NcclLibrary
-from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Launched, Note
+from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note, PendingOp
 
 __all__ = ["Collective", "GroupPayloads"]
 
@@ -121,7 +121,7 @@ class GroupPayloads:
         self._states = {group: _State() for group in groups}
         self._first: list[Collective] | None = None
         self._asked: deque[Collective] = deque()
-        self._under_way: Launched | None = None  # the first of those
+        self._under_way: PendingOp | None = None  # the first of those
         self.connected = False
         self.lost: set[int] = set()
 
@@ -245,7 +245,7 @@ class GroupPayloads:
             first.finished = True
             self._on_change()
 
-    def _begin(self, collective: Collective) -> Launched:
+    def _begin(self, collective: Collective) -> PendingOp:
         comm, library, stream = self._comms.of(self._groups[collective.group]), self._library, self._stream
 
         def launch(tensor: Tensor) -> None:
@@ -254,7 +254,7 @@ class GroupPayloads:
             else:
                 library.broadcast(comm, tensor, self._groups[collective.group].ranks.index(collective.root), stream)
 
-        return Launched(comm, [collective.tensor], launch, stream)
+        return PendingOp(comm, [collective.tensor], launch, stream)
 
     # the end
 

@@ -3,9 +3,9 @@
 Concept: one table of communicators (:mod:`~lightning_recycle.runtime.nccl.nccl_comms`), begun and aborted together, is
 what both use. What the next generation may need is begun while this one runs; nothing is launched on it.
 
-Contract: one thread calls everything here, and :meth:`Traffic.advance` again and again while it returns True. What was
+Contract: one thread calls everything here, and :meth:`NcclOps.advance` again and again while it returns True. What was
 received or summed counts once it is *finished*, which happens after the device has said so, and never once
-:meth:`Traffic.abort` was called. Tensors live as long as the device may use them.
+:meth:`NcclOps.abort` was called. Tensors live as long as the device may use them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Place
 from lightning_recycle.runtime.nccl.payloads import Payloads
 from lightning_recycle.runtime.nccl.pending_op import Kind, Note
 
-__all__ = ["Traffic"]
+__all__ = ["NcclOps"]
 
 
-class Traffic:
+class NcclOps:
     """The communicators of one worker in one generation, and what goes over them.
 
     Args:

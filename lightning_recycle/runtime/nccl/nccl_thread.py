@@ -26,11 +26,11 @@ from lightning_recycle.runtime.comm.groups import CommunicationError
 from lightning_recycle.runtime.nccl.device_streams import Streams
 from lightning_recycle.runtime.nccl.group_payloads import Collective
 from lightning_recycle.runtime.nccl.nccl_comms import Kept, Place
-from lightning_recycle.runtime.nccl.nccl_ops import Traffic
+from lightning_recycle.runtime.nccl.nccl_ops import NcclOps
 from lightning_recycle.runtime.nccl.payloads import Receiving, Sending
 from lightning_recycle.runtime.nccl.pending_op import Note
 
-__all__ = ["ABORT_SECONDS", "Courier"]
+__all__ = ["ABORT_SECONDS", "NcclThread"]
 
 ABORT_SECONDS = 10.0  # what an abort may take; it waits for the device, which is asked to stop
 _POLL_SECONDS = 50e-6, 500e-6  # between two looks at a device that is busy; one takes 36 us of Python's lock (measured)
@@ -39,7 +39,7 @@ _MOST_SELECTED = 1024  # FD_SETSIZE
 _LOOK_SECONDS = 0.1  # between checks of what nobody is woken up for
 
 
-class Courier:
+class NcclThread:
     """The thread that owns the communicators of one generation.
 
     Args:
@@ -56,7 +56,7 @@ class Courier:
 
     def __init__(
         self,
-        traffic: Callable[[Callable[[int, Note], None], Callable[[], None]], Traffic],
+        traffic: Callable[[Callable[[int, Note], None], Callable[[], None]], NcclOps],
         generation: int,
         streams: Streams,
         links: Mapping[int, socket.socket],
@@ -76,7 +76,7 @@ class Courier:
         self._alarm, self._bell = socket.socketpair()
         self._bell.setblocking(False)
         self._alarm.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="recycle-courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="recycle-nccl", daemon=True)
 
     @property
     def connected(self) -> bool:

@@ -1,8 +1,8 @@
 """Payloads, sums and broadcasts from device to device, by NCCL.
 
-Concept: one thread per generation, the :mod:`courier <lightning_recycle.runtime.nccl.nccl_thread>`, owns everything of
-NCCL. The main thread hands over what it wants, and waits on the processor until that is there: nothing that an aborted
-transfer has left behind is ever computed with.
+Concept: one thread per generation, the :mod:`NCCL thread <lightning_recycle.runtime.nccl.nccl_thread>`, owns everything
+of NCCL. The main thread hands over what it wants, and waits on the processor until that is there: nothing that an
+aborted transfer has left behind is ever computed with.
 
 Contract: as :class:`~lightning_recycle.runtime.comm.transports.Transport`. Two workers use NCCL if each has a device of
 its own, a link leads from one to the other, and something has gone over all of their communicators; a group does if
@@ -46,8 +46,8 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
     successors,
 )
 from lightning_recycle.runtime.nccl.nccl_library import SUMMED, NcclLibrary
-from lightning_recycle.runtime.nccl.nccl_ops import Traffic
-from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, Courier
+from lightning_recycle.runtime.nccl.nccl_ops import NcclOps
+from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclThread
 from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
 from lightning_recycle.runtime.nccl.pending_op import Note
 
@@ -129,7 +129,7 @@ class NcclTransport:
         self._name, self._gloo, self._required, self._reserves = name, gloo, required, reserves
         self._has_explained = False
         self._lock = threading.Lock()
-        self._courier: Courier | None = None
+        self._thread: NcclThread | None = None
         self._usable = _Agreement(rank)
         self._kept: dict[Place, Kept] = {}  # of the generation before
 
@@ -169,8 +169,8 @@ class NcclTransport:
             kept, self._kept = self._kept, {}
             used = kept_by_all(agreed.places, kept, agreed.kept)
             outdated = [each for place, each in kept.items() if place not in used]
-            courier = self._courier = self._start(generation, agreed, used, outdated, links, cancelled)
-        failure = None if courier is None else self._try(courier, bool(used), cancelled)
+            thread = self._thread = self._start(generation, agreed, used, outdated, links, cancelled)
+        failure = None if thread is None else self._try(thread, bool(used), cancelled)
         if self._required:
             self._use(generation, agreed, cancelled)
         else:
@@ -190,7 +190,7 @@ class NcclTransport:
         outdated: Collection[Kept],
         links: Mapping[int, socket.socket],
         cancelled: threading.Event,
-    ) -> Courier | None:
+    ) -> NcclThread | None:
         library = self._library
         if not agreed.peers:
             if outdated and not isinstance(library, str):
@@ -199,14 +199,14 @@ class NcclTransport:
         assert not isinstance(library, str)
         groups = {_number(name): place for name, place in agreed.groups.items()}
 
-        def traffic(tell: Callable[[int, Note], None], on_change: Callable[[], None]) -> Traffic:
+        def traffic(tell: Callable[[int, Note], None], on_change: Callable[[], None]) -> NcclOps:
             comms = Comms(self._rank, library, tell, agreed.places, used, outdated)
             common, rest = (self._rank, generation, library, self._streams, comms), (self._device, tell, on_change)
-            return Traffic(comms, Payloads(*common, agreed.neighbours, *rest), GroupPayloads(*common, groups, *rest))
+            return NcclOps(comms, Payloads(*common, agreed.neighbours, *rest), GroupPayloads(*common, groups, *rest))
 
-        courier = Courier(traffic, generation, self._streams, links, cancelled)
-        courier.start()
-        return courier
+        thread = NcclThread(traffic, generation, self._streams, links, cancelled)
+        thread.start()
+        return thread
 
     def _agree(
         self,
@@ -238,11 +238,11 @@ class NcclTransport:
             agreed.rosters[name] = roster
         return agreed
 
-    def _try(self, courier: Courier, uses_kept: bool, cancelled: threading.Event) -> Exception | None:
+    def _try(self, thread: NcclThread, uses_kept: bool, cancelled: threading.Event) -> Exception | None:
         """Connects; returns why it does not work, if Gloo can do it instead.
 
         Args:
-            courier: which connects.
+            thread: which connects.
             uses_kept: whether it uses communicators that were begun earlier, which may have become useless.
             cancelled: set if the generation is aborted.
 
@@ -253,15 +253,15 @@ class NcclTransport:
         try:
             if uses_kept or not self._required:
                 limit = _KEPT_SECONDS if uses_kept else _TRIAL_SECONDS
-                courier.wait_for(lambda: courier.connected, courier.linked, limit)
+                thread.wait_for(lambda: thread.connected, thread.linked, limit)
             else:
-                courier.wait_for(lambda: courier.connected)
+                thread.wait_for(lambda: thread.connected)
         except (RuntimeError, CommunicationError, TimeoutError) as error:  # also CUDA's: perhaps only NCCL's use of it
             if cancelled.is_set() or (self._required and not uses_kept):
                 raise
             with self._lock:
-                self._courier = None
-            courier.end()
+                self._thread = None
+            thread.end()
             self._streams.check()
             if uses_kept:
                 raise CommunicationError(f"Communicators that were begun earlier do not work: {error}") from error
@@ -297,33 +297,33 @@ class NcclTransport:
 
     # what is carried
 
-    def _courier_to(self, peer: int) -> Courier | None:
-        return self._courier if peer in self._usable.neighbours else None
+    def _thread_to(self, peer: int) -> NcclThread | None:
+        return self._thread if peer in self._usable.neighbours else None
 
     def packed_bytes(self, peer: int) -> int:
-        return self._gloo.packed_bytes(peer) if self._courier_to(peer) is None else _PACKED_BYTES
+        return self._gloo.packed_bytes(peer) if self._thread_to(peer) is None else _PACKED_BYTES
 
     def carries(self, peer: int) -> bool:
-        return self._courier_to(peer) is not None
+        return self._thread_to(peer) is not None
 
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
-        courier = self._courier_to(destination)
-        if courier is None:
+        thread = self._thread_to(destination)
+        if thread is None:
             return self._gloo.send(channel, layout, tensors, destination, tag)
         payload = [tensor.to(self._device).contiguous() for tensor in tensors if tensor.numel() > 0]
         ready = self._streams.current.record()
-        courier.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
-        return []  # the courier keeps them
+        thread.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
+        return []  # the thread keeps them
 
     def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
-        courier = self._courier_to(source)
-        if courier is None:
+        thread = self._thread_to(source)
+        if thread is None:
             return self._gloo.receive(channel, layout, source, tag)
         tensors = layout.empty(self._streams.empty)
         payload = [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
-        courier.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
+        thread.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
         return tensors
 
     @property
@@ -336,27 +336,27 @@ class NcclTransport:
         return roster in self._usable.rosters and is_here and large and tensor.dtype in SUMMED
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
-        courier = self._courier
-        assert courier is not None, "it is taken only while there is one"
+        thread = self._thread
+        assert thread is not None, "it is taken only while there is one"
         collective = Collective(_number(roster), tensor, root, self._streams.current.record())
-        courier.begin(collective)
-        return courier, collective
+        thread.begin(collective)
+        return thread, collective
 
-    def end_collective(self, begun: tuple[Courier, Collective]) -> None:
-        courier, collective = begun
-        courier.wait_for(lambda: collective.finished, courier.members(collective.group))
+    def end_collective(self, begun: tuple[NcclThread, Collective]) -> None:
+        thread, collective = begun
+        thread.wait_for(lambda: collective.finished, thread.members(collective.group))
 
     # the end
 
     def prepare(self) -> None:
-        courier, usable = self._courier, self._usable
-        if courier is not None and self._reserves:
-            courier.reserve(successors(self._rank, usable.neighbours, usable.rosters))
+        thread, usable = self._thread, self._usable
+        if thread is not None and self._reserves:
+            thread.reserve(successors(self._rank, usable.neighbours, usable.rosters))
 
     def abort(self) -> None:
-        courier = self._courier
-        if courier is not None:
-            courier.wake()
+        thread = self._thread
+        if thread is not None:
+            thread.wake()
 
     def close(self) -> None:
         """Waits until the device uses none of the generation's tensors any more.
@@ -365,11 +365,11 @@ class NcclTransport:
             RuntimeError: if that takes too long. This process cannot go on with its device.
         """
         with self._lock:
-            courier, self._courier = self._courier, None
+            thread, self._thread = self._thread, None
             self._usable = _Agreement(self._rank)
-        if courier is not None:
-            courier.end()
-            self._kept |= courier.kept
+        if thread is not None:
+            thread.end()
+            self._kept |= thread.kept
         self._gloo.close()
 
     def end(self) -> None:

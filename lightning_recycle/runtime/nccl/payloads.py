@@ -35,7 +35,7 @@ from torch import Tensor
 from lightning_recycle.runtime.nccl.device_streams import Event, Streams
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, pair
 from lightning_recycle.runtime.nccl.nccl_library import NcclError, NcclLibrary
-from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Launched, Note
+from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note, PendingOp
 
 __all__ = ["Payloads", "Receiving", "Sending"]
 
@@ -110,10 +110,10 @@ class Payloads:
         self._computing: deque[Sending] = deque()  # not offered yet
         self._offered: dict[tuple[int, int], Sending] = {}  # by peer and number
         self._told_to_go: deque[Sending] = deque()
-        self._sending: Launched | None = None
+        self._sending: PendingOp | None = None
         self._wanted: dict[tuple[int, Key], Receiving] = {}
         self._offers: dict[tuple[int, Key], Note] = {}  # from whom, the oldest first
-        self._receiving: tuple[Receiving, Launched] | None = None
+        self._receiving: tuple[Receiving, PendingOp] | None = None
 
     # what is asked for
 
@@ -206,7 +206,7 @@ class Payloads:
         # Before the launch, as the first one on a communicator is in progress until the other side has begun, too.
         self._tell(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
         comm, library, stream = self._comms.of(pair(receiving.peer, self._rank)), self._library, self._receive_stream
-        launched = Launched(
+        launched = PendingOp(
             comm, receiving.tensors, lambda tensor: library.receive(comm, tensor, _SENDER, stream), stream
         )
         self._receiving = receiving, launched
@@ -230,9 +230,9 @@ class Payloads:
             sending = self._told_to_go.popleft()
             self._sending = self._begin_send(sending)
 
-    def _begin_send(self, sending: Sending) -> Launched:
+    def _begin_send(self, sending: Sending) -> PendingOp:
         comm, library, stream = self._comms.of(pair(self._rank, sending.peer)), self._library, self._send_stream
-        return Launched(comm, sending.tensors, lambda tensor: library.send(comm, tensor, _RECEIVER, stream), stream)
+        return PendingOp(comm, sending.tensors, lambda tensor: library.send(comm, tensor, _RECEIVER, stream), stream)
 
     # the end
 

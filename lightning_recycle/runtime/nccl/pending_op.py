@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_recycle.runtime.nccl.device_streams import Event, Stream
 from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, NcclComm, NcclLibrary
 
-__all__ = ["Key", "Kind", "Launched", "Note"]
+__all__ = ["Key", "Kind", "Note", "PendingOp"]
 
 
 @dataclass(eq=False)
-class Launched:
+class PendingOp:
     """``tensors`` that are launched one after the other. They live as long as this does.
 
     Args:

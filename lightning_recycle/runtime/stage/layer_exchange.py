@@ -18,7 +18,7 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
-from lightning_recycle.runtime.stage.stage_bundle import Holding
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle
 
 __all__ = ["FixedLayers", "LayerKeeper", "LayerMoves"]
 
@@ -36,7 +36,7 @@ class LayerKeeper(Protocol):
     def give(self, layers: Iterable[int]) -> Any:
         """These layers, to be sent to another worker."""
 
-    def take_up(self, cuts: Cuts, given: Sequence[Any]) -> Holding:
+    def take_up(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
         """From now on this worker has the layers of its stage under ``cuts``: those of them that it has, and those that
         others have ``given``.
         """
@@ -60,7 +60,7 @@ class FixedLayers:
     def give(self, layers: Iterable[int]) -> Any:
         raise ReCycleError("This worker cannot give layers away, and was asked to.")
 
-    def take_up(self, cuts: Cuts, given: Sequence[Any]) -> Holding:
+    def take_up(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
         raise ReCycleError("This worker cannot take layers up, and was asked to.")
 
 
@@ -129,7 +129,7 @@ class LayerMoves:
             return []
         return [one for one in transfers(self._grid, roster, self.cuts, becomes) if rank in (one.donor, one.receiver)]
 
-    def decided(self, cuts: Cuts) -> Holding | None:
+    def decided(self, cuts: Cuts) -> StageBundle | None:
         """All have the layout ``cuts`` from now on; what this worker has changed to, if it has. Who joins gets the
         layers of its donor instead.
         """
@@ -146,7 +146,7 @@ class LayerMoves:
         """Gives all layers of this stage to ``rank``, which joins with others."""
         send_object(self._communicator, self._keeper.give(ranges(self.cuts)[self._worker.stage]), rank)
 
-    def take_all(self, donor: int, cuts: Cuts) -> Holding:
+    def take_all(self, donor: int, cuts: Cuts) -> StageBundle:
         """The counterpart of :meth:`give_all`."""
         with self._client.waiting("the layers of its stage"):
             given = receive_object(self._communicator, donor)

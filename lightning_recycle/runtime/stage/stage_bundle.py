@@ -27,11 +27,11 @@ from lightning_recycle.model.tying import Tie
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 
-__all__ = ["Holding", "Shadow", "StageTies"]
+__all__ = ["Shadow", "StageBundle", "StageTies"]
 
 
 @dataclass(frozen=True)
-class Holding:
+class StageBundle:
     """What changes when a worker gets other layers.
 
     Args:
