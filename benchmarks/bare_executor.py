@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.launch.processes import process_context

@@ -33,13 +33,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_recycle.control.connection import MessageConnection, connect
-from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.coordinator.standalone import allow_descriptors
+from lightning_recycle.control.network.connection import MessageConnection, connect
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.control.standalone import allow_descriptors
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.problem import Technique
 

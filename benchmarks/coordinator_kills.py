@@ -145,7 +145,14 @@ class _Run:
 
     def start_coordinator(self) -> float:
         """Returns when it listens, in seconds of the monotonic clock."""
-        command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", self._address, *GRID]
+        command = [
+            sys.executable,
+            "-m",
+            "lightning_recycle.control.coordinator.standalone",
+            "--listen",
+            self._address,
+            *GRID,
+        ]
         command += ["--runs", "1", "--state", str(self.folder / "state.log")]
         with (self.folder / "coordinator.log").open("ab") as log:
             self.coordinator = subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, stderr=log)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, PlanMonitor
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.planning import Costs, Grid, Problem, Worker, plan, retime
 
 __all__ = ["CASES", "Case", "Measurement", "main", "measure"]

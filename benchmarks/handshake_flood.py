@@ -16,9 +16,9 @@ import socket
 import statistics
 import time
 
-from lightning_recycle.control.connection import connect
-from lightning_recycle.control.handshake import Refused
-from lightning_recycle.control.listener import Listener
+from lightning_recycle.control.network.connection import connect
+from lightning_recycle.control.network.handshake import Refused
+from lightning_recycle.control.network.listener import Listener
 
 KEY = b"the key of this benchmark"
 KINDS = ("silent", "leaving", "speaking")

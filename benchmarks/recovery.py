@@ -56,7 +56,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_recycle import ReCycleStrategy, StageLostError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 
 __all__ = [
     "SCENARIOS",

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from lightning_recycle.control.client import ControlClient, Interrupted
-from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Connected
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.control.standalone import allow_descriptors
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator

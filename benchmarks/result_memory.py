@@ -89,7 +89,7 @@ def by_hand(way: str, megabytes: int) -> tuple[float, float, float]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     environment = {**os.environ, "RECYCLE_KEY": secrets.token_hex(16), "RECYCLE_COORDINATOR": address}
-    serve = ["-m", "lightning_recycle.control.standalone", "--listen", address, "--runs", "1"]
+    serve = ["-m", "lightning_recycle.control.coordinator.standalone", "--listen", address, "--runs", "1"]
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "1"]
     with subprocess.Popen(
         [sys.executable, *serve, *grid], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.planning import Costs, Grid, Worker, save_profile
 from lightning_recycle.planning.heuristic import DEFAULT_EFFORT
 from lightning_recycle.simulation import (

@@ -25,7 +25,7 @@ from lightning_recycle.errors import (
 from lightning_recycle.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lightning_recycle.control.history import Event
+    from lightning_recycle.control.monitoring.history import Event
     from lightning_recycle.launch.ray_recycle import RayReCycle, ray_worker
     from lightning_recycle.model.huggingface import CausalLM
     from lightning_recycle.model.module import LayerSpec, PipelineModule
@@ -51,7 +51,7 @@ __all__ = [
 
 _LAZY = {
     "CausalLM": "lightning_recycle.model.huggingface",
-    "Event": "lightning_recycle.control.history",
+    "Event": "lightning_recycle.control.monitoring.history",
     "LayerSpec": "lightning_recycle.model.module",
     "PipelineModule": "lightning_recycle.model.module",
     "RayReCycle": "lightning_recycle.launch.ray_recycle",

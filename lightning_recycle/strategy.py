@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_recycle.control.history import Event
-from lightning_recycle.control.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
@@ -155,9 +155,9 @@ class ReCycleStrategy(ParallelStrategy):
             PipelineModule whose layers are deterministic.
 
     Attributes:
-        history: what happened in the newest ``fit``: a list of :class:`~lightning_recycle.control.history.Event`.
-        schedules: after ``fit``, the schedule of each generation.
-        missing_optimizers: after ``fit``, why the launching process has no optimizers, if it has none.
+        history: what happened in the newest ``fit``: a list of
+        :class:`~lightning_recycle.control.monitoring.history.Event`. schedules: after ``fit``, the schedule of each
+        generation. missing_optimizers: after ``fit``, why the launching process has no optimizers, if it has none.
         missing_weights: after ``fit``, why the model in this process is not the trained one, if it is not.
 
     Raises:

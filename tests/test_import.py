@@ -23,9 +23,9 @@ def run(code: str, *arguments: str) -> str:
         "lightning_recycle.planning",
         "lightning_recycle.errors",
         "lightning_recycle.control.protocol.membership",
-        "lightning_recycle.control.coordinator",
+        "lightning_recycle.control.coordinator.coordinator",
         "lightning_recycle.control.client",
-        "lightning_recycle.control.standalone",
+        "lightning_recycle.control.coordinator.standalone",
         "lightning_recycle.engines.run",
     ],
 )

@@ -29,15 +29,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from lightning_recycle.control.addresses import shown
-from lightning_recycle.control.connection import SIGN_SECONDS, connect
+from lightning_recycle.control.network.addresses import shown
+from lightning_recycle.control.network.connection import SIGN_SECONDS, connect, connections
 from lightning_recycle.control.payload import pack, unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.control.reconnection import connections
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 from lightning_recycle.planning.program import Program
 from lightning_recycle.process_spaces import process_space
@@ -100,7 +99,7 @@ class ControlClient:
         joining: bool = False,
         survives: bool = False,
         node: str = "",
-        wants: messages.Wants | None = None,
+        wants: messages.RunRequest | None = None,
         patience: float = 0.0,
     ) -> None:
         self.member = Member(-1 if rank is None else rank, joining, returns=patience > 0)
@@ -184,7 +183,7 @@ class ControlClient:
 
     def send(self, message: Any) -> None:
         """Sends ``message``. While there is no coordinator it does not arrive; what must not be lost is told to the
-        next one (:mod:`~lightning_recycle.control.protocol.returning`).
+        next one (:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
         """
         with self._changed:
             self.member.said(message)

@@ -16,8 +16,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_recycle.control.addresses import address_from, machine_name
-from lightning_recycle.control.keys import key_from_environment
+from lightning_recycle.control.network.addresses import address_from, machine_name
+from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.engines.interfaces import address_at
 from lightning_recycle.errors import ConfigurationError
 

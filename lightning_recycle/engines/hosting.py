@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from lightning_recycle.control.addresses import shown
+from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.engines.children import Task
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "worker_environment",
 ]
 
-_PROGRAM = "import sys; from lightning_recycle.control.standalone import main; sys.exit(main())"
+_PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
 OVER, END = b"over\n", b"end\n"
 """What its agent tells the coordinator: there will be no further run; it is to end."""
 

@@ -1,10 +1,10 @@
 """What runs in Ray's actors: the coordinator of a run, and its workers. Neither needs torch by itself.
 
 The coordinator's actor serves one run after the other, as ``recycle-coordinator`` does, and with the same code
-(:mod:`~lightning_recycle.control.serving`): a script may fit, then test. Killed and started again by Ray, it goes on
-with the run from what it wrote down on its node. A worker's actor calls the user's function once, in its main thread,
-and lives no longer than that: who is cut off from the run, evicted or told to leave ends with the process, and another
-actor takes its place.
+(:mod:`~lightning_recycle.control.coordinator.run_server`): a script may fit, then test. Killed and started again by
+Ray, it goes on with the run from what it wrote down on its node. A worker's actor calls the user's function once, in
+its main thread, and lives no longer than that: who is cut off from the run, evicted or told to leave ends with the
+process, and another actor takes its place.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lightning_recycle.control.coordinator import Coordinator, Positions
-from lightning_recycle.control.history import Event
-from lightning_recycle.control.journal import Journal, SupersededError, default_path
-from lightning_recycle.control.protocol.messages import Unfit, Wants
+from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
+from lightning_recycle.control.coordinator.journal import Journal, SupersededError, default_path
+from lightning_recycle.control.coordinator.run_server import Serving
+from lightning_recycle.control.coordinator.standalone import allow_descriptors
+from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.run_config import Overrides, RunConfig
+from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.protocol.messages import RunRequest, Unfit
 from lightning_recycle.control.protocol.state import Failed, Finished, Outcome
-from lightning_recycle.control.reception import Reception
-from lightning_recycle.control.serving import Serving
-from lightning_recycle.control.standalone import allow_descriptors
-from lightning_recycle.control.terms import Given, Terms
 from lightning_recycle.engines.ray_cluster import import_ray, node_address
 from lightning_recycle.engines.ray_metrics import RunGauges
 from lightning_recycle.errors import ConfigurationError
@@ -75,18 +75,18 @@ class Observation:
 class RayServing(Serving):
     """Serves the runs of a script on Ray, which all have the grid of ``RayReCycle``."""
 
-    def settle(self, wants: Wants | None) -> Terms:
+    def settle(self, wants: RunRequest | None) -> RunConfig:
         why = self._objection(wants)
         if why is not None:
             raise ConfigurationError(why)
         terms = super().settle(wants)
         return replace(terms, overruled=() if wants is None else _overruled(self.given, wants))
 
-    def difference(self, terms: Terms, wants: Wants | None) -> Unfit | None:
+    def difference(self, terms: RunConfig, wants: RunRequest | None) -> Unfit | None:
         why = self._objection(wants)
         return super().difference(terms, wants) if why is None else Unfit(why)
 
-    def _objection(self, wants: Wants | None) -> str | None:
+    def _objection(self, wants: RunRequest | None) -> str | None:
         """Why RayReCycle cannot serve a script."""
         grid = self.given.grid
         if wants is None or grid is None:
@@ -105,9 +105,9 @@ class RayServing(Serving):
         )
 
 
-def _overruled(given: Given, wants: Wants) -> tuple[str, ...]:
+def _overruled(given: Overrides, wants: RunRequest) -> tuple[str, ...]:
     """What the arguments of RayReCycle say otherwise than the script, in words."""
-    names = [field.name for field in fields(Given) if field.name in Wants.__dataclass_fields__]
+    names = [field.name for field in fields(Overrides) if field.name in RunRequest.__dataclass_fields__]
     said = {name: value for name in names if (value := getattr(given, name)) is not None}
     return tuple(
         f"{name} is {getattr(wants, name)!r} in the script, and {value!r} in RayReCycle({name}=...)"
@@ -119,11 +119,13 @@ def _overruled(given: Given, wants: Wants) -> tuple[str, ...]:
 class _ObservedServing(RayServing):
     """Tells the actor of the coordinator how its runs go."""
 
-    def __init__(self, actor: CoordinatorActor, reception: Reception, given: Given, journal: Journal | None) -> None:
+    def __init__(
+        self, actor: CoordinatorActor, reception: Reception, given: Overrides, journal: Journal | None
+    ) -> None:
         super().__init__(reception, given, journal, takes_results=True, on_positions=actor.on_positions)
         self._actor = actor
 
-    def on_begin(self, terms: Terms, coordinator: Coordinator) -> None:
+    def on_begin(self, terms: RunConfig, coordinator: Coordinator) -> None:
         self._actor.on_begin(terms, coordinator)
 
     def on_look(self, coordinator: Coordinator) -> None:
@@ -146,14 +148,14 @@ class CoordinatorActor:
         name: the name of the run, in metrics.
     """
 
-    def __init__(self, grid: Grid, address: tuple[str, int], key: bytes, given: Given, name: str) -> None:
+    def __init__(self, grid: Grid, address: tuple[str, int], key: bytes, given: Overrides, name: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         self._grid, self._address, self._key, self._given = grid, address, key, given
         self._gauges = RunGauges(name)
         self._changed = threading.Condition()
         self._seen = Observation(process=os.getpid())
         self._coordinator: Coordinator | None = None
-        self._terms: Terms | None = None
+        self._terms: RunConfig | None = None
         self._journal: Journal | None = None
         self._is_ending = False  # whether the run that is served had ended in an earlier process
         self._ended: dict[int, tuple[Outcome, list[Event]]] = {}  # by the number of the run; what this process has seen
@@ -192,7 +194,7 @@ class CoordinatorActor:
         coordinator = self._coordinator
         return [] if coordinator is None else list(coordinator.history)
 
-    def terms(self) -> Terms | None:
+    def terms(self) -> RunConfig | None:
         """What the newest run is to be; None as long as no worker has come."""
         return self._terms
 
@@ -238,7 +240,7 @@ class CoordinatorActor:
         begun = kept is not None and kept.has_resumed
         self._tell(run=over, over=over, failed=failed, positions=positions, begun=begun)
 
-    def on_begin(self, terms: Terms, coordinator: Coordinator) -> None:
+    def on_begin(self, terms: RunConfig, coordinator: Coordinator) -> None:
         self._terms, self._coordinator = terms, coordinator
 
     def on_look(self, coordinator: Coordinator) -> None:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_recycle.control.addresses import shown
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.joining.run_config import Overrides
+from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.protocol.state import Outcome
-from lightning_recycle.control.terms import Given
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.engines.hosting import free_port
 from lightning_recycle.engines.ray_actors import CoordinatorActor, Observation, Returned, WorkerActor
@@ -86,7 +86,7 @@ class RayRun:
     name: str
     grid: Grid
     needs: Mapping[str, float]
-    given: Given
+    given: Overrides
     function: Callable[[Any], Any]
     config: Any
     environment: Mapping[str, str] = field(default_factory=dict)

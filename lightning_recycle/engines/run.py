@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.addresses import address_from
-from lightning_recycle.control.keys import key_from_environment
+from lightning_recycle.control.network.addresses import address_from
+from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.engines.agent import Agent
 from lightning_recycle.engines.children import Task
 from lightning_recycle.engines.hosting import coordinator_task, free_port, new_key, worker_environment

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_recycle.control.addresses import address_from, shown
+from lightning_recycle.control.network.addresses import address_from, shown
 from lightning_recycle.engines.hosting import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
 

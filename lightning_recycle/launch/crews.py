@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
-from lightning_recycle.control.coordinator import Coordinator
-from lightning_recycle.control.options import WorkerProcess
+from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.joining.run_config import WorkerProcess
 from lightning_recycle.launch.processes import Crew
 from lightning_recycle.planning.grid import Grid
 

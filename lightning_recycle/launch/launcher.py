@@ -36,19 +36,24 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback, PlanMonitor
-from lightning_recycle.control.addresses import address_from, http_address, http_address_from_environment, machine_name
-from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions
-from lightning_recycle.control.history import Event
-from lightning_recycle.control.json_logs import install_if_wanted
-from lightning_recycle.control.keys import key_from_environment
+from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.joining.run_config import WorkerProcess
+from lightning_recycle.control.joining.vacancies import FILE_NAME, Quarantine
+from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
-from lightning_recycle.control.options import WorkerProcess
+from lightning_recycle.control.network.addresses import (
+    address_from,
+    http_address,
+    http_address_from_environment,
+    machine_name,
+)
+from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Assign
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
-from lightning_recycle.control.quarantine import FILE_NAME, Quarantine
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.copies import check_copies
 from lightning_recycle.engines.discovery import Discovered, discover
@@ -61,10 +66,10 @@ from lightning_recycle.launch.missing_weights import Untrained
 from lightning_recycle.launch.restart_policy import RestartPolicy
 from lightning_recycle.launch.results import error_of, take_results
 from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
+from lightning_recycle.launch.run_request import run_request_of
 from lightning_recycle.launch.shared_settings import Settings
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.summary import summary
-from lightning_recycle.launch.wanted import wants_of
 from lightning_recycle.launch.worker_process import WorkerStart, run_outside, worker_main
 from lightning_recycle.main_module import end_import
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
@@ -170,7 +175,7 @@ class SupervisorLauncher(_Launcher):
             returned = run_outside(
                 self._outside,
                 partial(_outside_setup, setup),
-                wants_of(trainer, self._strategy.options, setup, heartbeat),
+                run_request_of(trainer, self._strategy.options, setup, heartbeat),
                 (trainer, function, args, kwargs),
             )
             self._interrupted = False

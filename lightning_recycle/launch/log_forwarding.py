@@ -24,8 +24,7 @@ from multiprocessing import reduction
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
 
-from lightning_recycle.control.json_logs import describe_process
-from lightning_recycle.control.plain_values import plain
+from lightning_recycle.control.monitoring.json_logs import describe_process, plain
 from lightning_recycle.lightning_names import name_here
 
 __all__ = ["LogForwarding", "LogSender"]

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Generic, Protocol, TypeVar
 
-from lightning_recycle.control.options import WorkerProcess
+from lightning_recycle.control.joining.run_config import WorkerProcess
 
 __all__ = ["Member", "Members"]
 

@@ -26,7 +26,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from lightning_recycle.control.client import EXIT_STOPPED
-from lightning_recycle.control.coordinator import Coordinator
+from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.environment import NameWithEnvironment, modules_found
 from lightning_recycle.launch.inherited import Payload

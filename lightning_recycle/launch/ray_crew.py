@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_recycle.control.coordinator import Coordinator
+from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.engines.ray_actors import describe_process, environment_of_worker
 from lightning_recycle.engines.ray_placement import room

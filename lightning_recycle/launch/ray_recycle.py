@@ -23,10 +23,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_recycle.arguments import is_integer, is_number
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.joining.run_config import Overrides
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.state import Finished
-from lightning_recycle.control.terms import Given
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.engines.ray_run import RayRun, RunEnd
 from lightning_recycle.errors import ConfigurationError
@@ -178,7 +178,7 @@ class RayReCycle:
         self.storage_path = None if storage_path is None else os.fspath(storage_path).removeprefix("file://")
         self.max_replacements = max_replacements
         self._environment = dict(environment or {})
-        self._given = Given(
+        self._given = Overrides(
             pipelines=self.grid.pipelines,
             stages=self.grid.stages,
             microbatches=self.grid.microbatches,

@@ -8,7 +8,7 @@ one process. The new program comes to its entry point as any worker does and wai
 
 Before that it looks for its coordinator for ``RECYCLE_RECONNECT_SECONDS``, 60 by default, and keeps all that it holds:
 a coordinator that was killed and started again goes on with it
-(:mod:`~lightning_recycle.control.protocol.revival`).
+(:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
 
 ``RECYCLE_REJOIN_SECONDS`` says for how long; 0, the default, means that the process ends instead. For how long a worker
 tries to connect that has not been in a run yet, ``RECYCLE_CONNECT_SECONDS`` says: all parts of a job start at the same
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from lightning_recycle.control.handshake import VersionMismatch
+from lightning_recycle.control.network.handshake import VersionMismatch
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["connect_seconds", "patiently", "reconnect_seconds", "rejoin_seconds", "start_afresh", "take_deadline"]

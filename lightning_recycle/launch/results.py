@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash

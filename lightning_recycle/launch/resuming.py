@@ -21,7 +21,7 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import restored, waiting_aside
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path

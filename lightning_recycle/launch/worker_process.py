@@ -19,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from lightning_recycle.control.addresses import machine_name, shown
 from lightning_recycle.control.client import (
     EXIT_INTERRUPTED,
     EXIT_LOST_COORDINATOR,
@@ -27,10 +26,11 @@ from lightning_recycle.control.client import (
     ControlClient,
     in_words,
 )
-from lightning_recycle.control.handshake import Refused, VersionMismatch
-from lightning_recycle.control.json_logs import describe_process, install_if_wanted
+from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
+from lightning_recycle.control.network.addresses import machine_name, shown
+from lightning_recycle.control.network.handshake import Refused, VersionMismatch
 from lightning_recycle.control.payload import unpack
-from lightning_recycle.control.protocol.messages import Assign, Crash, Wants
+from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
@@ -117,7 +117,7 @@ def worker_main(start: WorkerStart) -> None:
 def run_outside(
     outside: Discovered,
     own_setup: Callable[[Assign], RunSetup],
-    wants: Wants,
+    wants: RunRequest,
     function_call: Call,
 ) -> Any:
     """Runs as a worker in this process, which was started by hand or by a cluster manager.

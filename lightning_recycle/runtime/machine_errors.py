@@ -2,8 +2,8 @@
 
 Concept: nobody can tell from an exception alone whether the machine or the user's code is at fault, since a missing
 file and a lost file system look alike. So this module only suspects; the coordinator settles it by running the same
-work elsewhere (:mod:`~lightning_recycle.control.protocol.blame`). An exception that is not suspected is the user's own
-at once.
+work elsewhere (:mod:`~lightning_recycle.control.protocol.fault_attribution`). An exception that is not suspected is the
+user's own at once.
 
 An exception is also suspected if it was raised ``from`` a suspected one. This package's own errors never are: what they
 mean is known.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_recycle.arguments import is_integer, is_number
-from lightning_recycle.control.addresses import http_address
+from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.plans.layout_choice import Adapt
 from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.errors import ConfigurationError

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_recycle.control.protocol.stopping import StopPlace
+from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.control_collectives import StopPlace
+from lightning_recycle.control.protocol.layout_change import ranges
 from lightning_recycle.control.protocol.messages import AfterStep, Cuts, Facts, LayoutWanted, Restored
-from lightning_recycle.control.protocol.relayout import ranges
-from lightning_recycle.control.protocol.stopping import StopPlace
 from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
 from lightning_recycle.data.given import GivenBatchLoader

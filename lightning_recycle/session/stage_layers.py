@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_recycle.control.protocol.layout_change import has_ties, is_layout, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
-from lightning_recycle.control.protocol.relayout import has_ties, is_layout, ranges
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.apart import put_together, take_apart
 from lightning_recycle.model.parts import ModelParts

@@ -2,7 +2,8 @@
 
 A callback may set it on all workers at the same place, or on one alone, say by its own clock. Where all set it, they
 stop there, as on one device; else after one of the next steps
-(:mod:`~lightning_recycle.control.protocol.stopping`). What a worker wants on its own is taken back until then.
+(:mod:`~lightning_recycle.control.protocol.control_collectives`). What a worker wants on its own is taken back until
+then.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 
 from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.control.protocol.stopping import StopPlace, stop_point
 
 __all__ = ["StopRequests"]
 

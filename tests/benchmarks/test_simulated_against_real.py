@@ -15,7 +15,7 @@ from simulated_against_real import (
     simulated,
 )
 
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.planning import Grid, Worker
 
 EXAMPLE = Scenario("running example", Grid(3, 4, 6), ((Worker(1, 2), 5),), slot=1.0)

@@ -39,7 +39,7 @@ from chaos.training import (
 from chaos.trouble import Troubles, clear
 from chaos.workplace import Workplace
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.errors import StageLostError
 
 __all__ = ["TOLERANCE", "Result", "run_scenario"]

@@ -7,7 +7,7 @@ import pytest
 from control_plane import SILENCE, ControlPlane
 from support.waiting import wait_for
 
-from lightning_recycle.control import watch
+from lightning_recycle.control.coordinator import failure_detector
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def plane() -> Iterator[ControlPlane]:
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlPlane]:
     """One that evicts a worker after a second of silence, also while it starts."""
-    monkeypatch.setattr(watch, "_LEAST_START_TIMEOUT", SILENCE)
+    monkeypatch.setattr(failure_detector, "_LEAST_START_TIMEOUT", SILENCE)
     with ControlPlane(heartbeat_timeout=SILENCE) as plane:
         yield plane
 

@@ -15,9 +15,9 @@ from typing import Any
 from control_worker import Member
 from support.thread_client import ThreadClient
 
-from lightning_recycle.control.connection import MessageConnection, connect
-from lightning_recycle.control.coordinator import Coordinator, CoordinatorOptions, Positions
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions, Positions
+from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.network.connection import MessageConnection, connect
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.grid import Grid, Worker

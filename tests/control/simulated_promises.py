@@ -26,7 +26,8 @@ from typing import Any
 from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.links import Pair
+from lightning_recycle.control.protocol.control_collectives import StopPlace, last_point, stop_point
+from lightning_recycle.control.protocol.fault_attribution import Pair
 from lightning_recycle.control.protocol.state import (
     Crashed,
     Ended,
@@ -36,7 +37,6 @@ from lightning_recycle.control.protocol.state import (
     Record,
     StageLost,
 )
-from lightning_recycle.control.protocol.stopping import StopPlace, last_point, stop_point
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Promises", "Violation", "smallest_repairs"]

@@ -39,11 +39,13 @@ from simulated_workers import (
     linked_with,
 )
 
-from lightning_recycle.control.journal import Process
-from lightning_recycle.control.options import CoordinatorOptions
-from lightning_recycle.control.protocol import membership, messages, revival
-from lightning_recycle.control.protocol.admission import objection, objection_to_return
-from lightning_recycle.control.protocol.links import Pair
+from lightning_recycle.control.coordinator.journal import Process
+from lightning_recycle.control.joining.admission import Place, Readmission
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.protocol import coordinator_restart, membership, messages
+from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
+from lightning_recycle.control.protocol.fault_attribution import Pair
+from lightning_recycle.control.protocol.message_validation import objection, objection_to_return
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
     EndWanted,
@@ -62,8 +64,6 @@ from lightning_recycle.control.protocol.state import (
     StartGrace,
     initial_state,
 )
-from lightning_recycle.control.protocol.stopping import StopPlace, stop_point
-from lightning_recycle.control.readmission import Place, Readmission
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["Run", "Violation", "check_histories"]
@@ -100,7 +100,7 @@ class Paper:
 
     def __init__(self) -> None:
         self.run, self.epoch, self.is_continued = "a run", 0, True
-        self.kept: revival.Kept | None = None
+        self.kept: coordinator_restart.Kept | None = None
         self.processes: dict[int, Process] = {}
 
 
@@ -581,7 +581,7 @@ class Run:
                 raise CoordinatorDies
 
     def _write_down(self) -> None:
-        written = revival.kept(self.state)
+        written = coordinator_restart.kept(self.state)
         if written != self._paper.kept:
             self._paper.kept = written
             holders = {rank: self._connections[rank] for rank in self.state.live if rank in self._connections}
@@ -663,7 +663,7 @@ class Run:
         self.met[f"{place.name} returns"] += 1
         if place is Place.STARTER:
             self._handle(Joined(worker.rank))
-        for event in revival.events(said):
+        for event in coordinator_restart.events(said):
             self._handle(event)
 
     def _end_start(self) -> None:

@@ -17,12 +17,12 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
 from lightning_recycle.control.protocol import messages, recovery
-from lightning_recycle.control.protocol.blame import OUTSIDE
+from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
+from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
+from lightning_recycle.control.protocol.layout_change import transfers
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.control.protocol.relayout import transfers
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined, stage_leads
-from lightning_recycle.control.protocol.stopping import StopPlace, stop_point
 from lightning_recycle.planning.grid import Grid
 
 __all__ = [

@@ -11,8 +11,8 @@ import pytest
 from control_plane import together
 from support.thread_client import ThreadClient
 
-from lightning_recycle.control.addresses import address_from, listen_at, shown
-from lightning_recycle.control.standalone import allow_descriptors
+from lightning_recycle.control.coordinator.standalone import allow_descriptors
+from lightning_recycle.control.network.addresses import address_from, listen_at, shown
 from lightning_recycle.errors import ConfigurationError
 
 KEY = "the key of this test"
@@ -100,7 +100,7 @@ def test_all_addresses_are_those_of_ipv4_too() -> None:
 def coordinator(listen: str) -> subprocess.Popen[str]:
     options = ["--listen", listen, "--pipelines", "2", "--stages", "1", "--microbatches", "1", "--runs", "1"]
     return subprocess.Popen(
-        [sys.executable, "-m", "lightning_recycle.control.standalone", *options],
+        [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", *options],
         env={**os.environ, "RECYCLE_KEY": KEY},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

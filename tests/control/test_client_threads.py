@@ -12,8 +12,7 @@ from support.thread_client import ThreadClient
 
 from lightning_recycle.control import client as client_module
 from lightning_recycle.control.client import in_words
-from lightning_recycle.control.connection import MessageConnection
-from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.network.connection import Inbox, MessageConnection
 from lightning_recycle.control.protocol.encoding import encode
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS, Crash, Heartbeat, Hello, Regroup
 

@@ -12,8 +12,8 @@ from control_plane import GRID, PATIENCE, ControlPlane, beat, die, fake_schedule
 from control_worker import Payload
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.control.connection import connect
-from lightning_recycle.control.handshake import Refused
+from lightning_recycle.control.network.connection import connect
+from lightning_recycle.control.network.handshake import Refused
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Broken, FaultInjected, Losses
 from lightning_recycle.control.protocol.state import RESULT, Finished

@@ -31,7 +31,7 @@ class Restarted:
         self.clients: list[ThreadClient] = []
 
     def start(self, *options: str) -> None:
-        command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--runs", "1"]
+        command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--runs", "1"]
         command += ["--listen", f"127.0.0.1:{self.address[1]}", "--pipelines", "2", "--stages", "2"]
         command += ["--microbatches", "1", "--state", str(self.folder / "state.log"), *options]
         with (self.folder / "record.txt").open("ab") as record:

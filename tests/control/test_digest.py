@@ -4,8 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.control.digest import Digest, Rates
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Digest, Event, Rates
 
 
 def step(number: int, time: float, seconds: float | None = 1.0, loss: float = 0.5) -> Event:

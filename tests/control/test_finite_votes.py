@@ -10,7 +10,6 @@ from membership_feed import feed, messages, records
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.admission import objection
 from lightning_recycle.control.protocol.corruption import (
     EXCUSES_ALL,
     FINITE,
@@ -21,7 +20,8 @@ from lightning_recycle.control.protocol.corruption import (
     Culprit,
     Dispute,
 )
-from lightning_recycle.control.protocol.not_finite import who_made_it
+from lightning_recycle.control.protocol.corruption_response import who_made_it
+from lightning_recycle.control.protocol.message_validation import objection
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.grid import Grid
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.control.goodput import PARTS, Goodput, Phase
+from lightning_recycle.control.monitoring.goodput import PARTS, Goodput, Phase
 from lightning_recycle.simulation import Cause
 from lightning_recycle.simulation.ledger import Span, account
 from lightning_recycle.simulation.policies.policy import Configuration, stopped

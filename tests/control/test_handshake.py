@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from support.waiting import wait_for
 
 from lightning_recycle import __version__
-from lightning_recycle.control import connection as connection_module
-from lightning_recycle.control import listener as listener_module
-from lightning_recycle.control.connection import connect
-from lightning_recycle.control.coordinator import Coordinator
-from lightning_recycle.control.handshake import Handshake, Refused, Role, VersionMismatch
-from lightning_recycle.control.listener import _STRANGERS_PER_ADDRESS, Listener
+from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.network import connection as connection_module
+from lightning_recycle.control.network import listener as listener_module
+from lightning_recycle.control.network.connection import connect
+from lightning_recycle.control.network.handshake import Handshake, Refused, Role, VersionMismatch
+from lightning_recycle.control.network.listener import _STRANGERS_PER_ADDRESS, Listener
 from lightning_recycle.control.protocol.encoding import SCHEMA
 from lightning_recycle.control.protocol.messages import Hello
 from lightning_recycle.errors import ConfigurationError

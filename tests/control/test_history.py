@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_recycle.control import history as module
-from lightning_recycle.control.history import Event, History
+from lightning_recycle.control.monitoring import history as module
+from lightning_recycle.control.monitoring.history import Event, History
+from lightning_recycle.control.protocol.detection import Waited
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import MembershipState, Record
-from lightning_recycle.control.protocol.suspicion import Waited
 from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(2, 2, 1)

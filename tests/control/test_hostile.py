@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from support.hostile import any_message, assault, bytes_like_frames, damaged_frames, hostile_inputs
 from support.waiting import wait_for
 
-from lightning_recycle.control import coordinator as coordinator_module
-from lightning_recycle.control.connection import MessageConnection, NonBlockingConnection
-from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.coordinator import coordinator as coordinator_module
+from lightning_recycle.control.network.connection import Inbox, MessageConnection, NonBlockingConnection
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.recovery import WorkerStatus

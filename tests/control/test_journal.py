@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recycle.control.journal import Journal, Process, SupersededError, default_path
-from lightning_recycle.control.protocol.blame import Remembered
+from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError, default_path
+from lightning_recycle.control.protocol.coordinator_restart import Kept, Over
+from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopReason
-from lightning_recycle.control.protocol.revival import Kept, Over
 from lightning_recycle.errors import ConfigurationError
 
 KEY = b"the key of this test"

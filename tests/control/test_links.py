@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from lightning_recycle.control.protocol.links import Pair, choose_evictions
+from lightning_recycle.control.protocol.fault_attribution import Pair, choose_evictions
 
 SQUARE = [(0, 2), (1, 3)]  # stages 0 and 1 of two pipelines
 

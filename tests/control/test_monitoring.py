@@ -21,13 +21,12 @@ from typing import Any
 import pytest
 from control_plane import ControlPlane, die, together
 
-from lightning_recycle.control.history import Event
-from lightning_recycle.control.monitoring import own_runs, status_command, status_server
-from lightning_recycle.control.monitoring.monitor import Monitor
+from lightning_recycle.control.monitoring import run_sockets, status_command, status_server
+from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.monitor import Monitor, Views
+from lightning_recycle.control.monitoring.status import PositionState, Status, as_json
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.protocol.state import RESULT
-from lightning_recycle.control.status import PositionState, Status, as_json
-from lightning_recycle.control.views import Views
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
 pytestmark = pytest.mark.timeout(60)
@@ -159,16 +158,16 @@ def test_a_status_is_json_whatever_the_loss_is(plane: ControlPlane) -> None:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder of this test's own, the only place that is looked at. Sockets have no long paths."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr(own_runs, "_folders", lambda: iter([Path(folder) / "runs"]))
+        monkeypatch.setattr(run_sockets, "_folders", lambda: iter([Path(folder) / "runs"]))
         yield Path(folder) / "runs"
 
 
 def test_a_place_with_too_long_a_path_is_passed_over(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.mkdir(mode=0o700)
     places = [runtime / ("a" * 120), runtime / "b"]
-    monkeypatch.setattr(own_runs, "_folders", lambda: iter(places))
-    with own_runs.listen_here():
-        assert [path.parent for path in own_runs.sockets()] == [runtime / "b"]
+    monkeypatch.setattr(run_sockets, "_folders", lambda: iter(places))
+    with run_sockets.listen_here():
+        assert [path.parent for path in run_sockets.sockets()] == [runtime / "b"]
 
 
 @contextlib.contextmanager
@@ -314,7 +313,7 @@ def test_a_folder_that_others_can_enter_is_neither_used_nor_read(
     with caplog.at_level("INFO", "lightning_recycle"), served(Monitor("x")) as server:
         assert server is None
         assert "recycle-status will not find this run" in caplog.text
-        assert own_runs.sockets() == []
+        assert run_sockets.sockets() == []
 
 
 def test_the_command_starts_quickly_and_without_torch() -> None:
@@ -417,7 +416,7 @@ def test_the_metrics_of_no_run_say_that_there_is_none(runtime: Path) -> None:
 
 
 def coordinator(*options: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", "127.0.0.1:0"]
     command += ["--pipelines", "2", "--stages", "2", "--microbatches", "2", *options]
     env = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", **environment}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

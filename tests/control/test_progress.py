@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.options import CoordinatorOptions
+from lightning_recycle.control.coordinator.failure_detector import FailureDetector
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.protocol.detection import (
+    PATIENCE,
+    Observation,
+    Ruling,
+    Waited,
+    everybody_waits,
+    sign_of_work,
+)
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report
-from lightning_recycle.control.protocol.progress import PATIENCE, Observation, everybody_waits, sign_of_work
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import MembershipState
-from lightning_recycle.control.protocol.suspicion import Ruling, Waited
-from lightning_recycle.control.watch import Watch
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.ops import OpKind
 
@@ -129,20 +135,24 @@ def beat(
     return Heartbeat(rank, generation, activity, seconds, debugged)
 
 
-def all_wait_but(watch: Watch, culprit: int | None, seconds: float, at: float = 10.0, **more: Any) -> None:
+def all_wait_but(watch: FailureDetector, culprit: int | None, seconds: float, at: float = 10.0, **more: Any) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, seconds, waits=rank != culprit, **(more if rank == culprit else {})), at)
 
 
-def ruling(watch: Watch, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> Ruling:
+def ruling(
+    watch: FailureDetector, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]
+) -> Ruling:
     return watch.review(now, case, dict.fromkeys(sorted(case.live), 0.0), seconds)
 
 
-def stuck(watch: Watch, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> set[int]:
+def stuck(
+    watch: FailureDetector, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]
+) -> set[int]:
     return set(ruling(watch, now, case, seconds).evict)
 
 
-def silent(watch: Watch, now: float, *ranks: int) -> dict[int, str]:
+def silent(watch: FailureDetector, now: float, *ranks: int) -> dict[int, str]:
     """The causes for which those of ``ranks`` are given up that are; all others are well."""
     for rank in ALL.difference(ranks):
         watch.heard(rank, now)
@@ -150,9 +160,9 @@ def silent(watch: Watch, now: float, *ranks: int) -> dict[int, str]:
 
 
 @pytest.fixture
-def watch() -> Watch:
+def watch() -> FailureDetector:
     """All four workers have reported once and were heard at 0 s."""
-    watch = Watch(GRID, OPTIONS)
+    watch = FailureDetector(GRID, OPTIONS)
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -160,7 +170,7 @@ def watch() -> Watch:
     return watch
 
 
-def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(watch: Watch) -> None:
+def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(watch: FailureDetector) -> None:
     watch.forget(2)
     watch.reported(2)
     all_wait_but(watch, 2, 15.0, at=0.0)
@@ -170,7 +180,7 @@ def test_the_first_step_of_a_process_may_take_long_whatever_it_took_its_peers(wa
     assert stuck(watch, 0.0, state(), seconds) == {2}
 
 
-def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch: Watch) -> None:
+def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch: FailureDetector) -> None:
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
     all_wait_but(watch, 2, 15.0, at=0.0)
     watch.acted(2, 0.1)
@@ -179,7 +189,7 @@ def test_a_heartbeat_that_is_older_than_the_workers_last_word_says_nothing(watch
     assert stuck(watch, 6.0, state(), seconds) == {2}
 
 
-def test_an_operation_that_is_new_to_the_plan_may_take_twice_as_long_as_the_longest(watch: Watch) -> None:
+def test_an_operation_that_is_new_to_the_plan_may_take_twice_as_long_as_the_longest(watch: FailureDetector) -> None:
     seconds = {0: {"F": 1.0, "BW": 2.0}, 1: {"F": 1.0}}
     for rank in range(4):
         watch.beat(rank, beat(rank, 39.9, waits=rank != 2, kind="W"), 40.0)
@@ -187,25 +197,25 @@ def test_an_operation_that_is_new_to_the_plan_may_take_twice_as_long_as_the_long
     assert stuck(watch, 40.2, state(), seconds) == {2}
 
 
-def test_who_is_silent_for_longer_than_the_timeout_is_named_with_it(watch: Watch) -> None:
+def test_who_is_silent_for_longer_than_the_timeout_is_named_with_it(watch: FailureDetector) -> None:
     watch.heard(1, 2.0)
     assert silent(watch, 5.0, 0, 1) == {}
     assert silent(watch, 6.0, 0, 1) == {0: "it was silent for more than 5 s"}
 
 
-def test_a_heartbeat_is_a_sign_of_life_as_any_message_is(watch: Watch) -> None:
+def test_a_heartbeat_is_a_sign_of_life_as_any_message_is(watch: FailureDetector) -> None:
     watch.beat(0, beat(0, 0.0), 4.0)
     watch.heard(1, 4.0)
     assert silent(watch, 8.0, 0, 1) == {}
 
 
-def test_only_who_is_connected_can_be_silent(watch: Watch) -> None:
+def test_only_who_is_connected_can_be_silent(watch: FailureDetector) -> None:
     watch.heard(0, 100.0)
     assert watch.review(100.0, state(generation=-1), {0: 0.0}, {}).evict == {}
     assert watch.review(100.0, state(generation=-1), {0: 0.0, 2: 0.0}, {}).evict.keys() == {2}
 
 
-def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch: Watch) -> None:
+def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch: FailureDetector) -> None:
     for rank in ALL:
         watch.heard(rank, 10.0)
     one = watch.review(10.0, state(generation=-1), {0: 5.1, 1: 0.0, 2: 0.0, 3: 0.0}, {})
@@ -216,7 +226,7 @@ def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch: Watc
 
 
 def test_while_it_starts_a_worker_may_be_silent_for_longer() -> None:
-    watch = Watch(GRID, OPTIONS)
+    watch = FailureDetector(GRID, OPTIONS)
     watch.heard(0, 0.0)
     assert silent(watch, 9.9, 0) == {}
     assert silent(watch, 10.1, 0) == {0: "it was silent for more than 10 s"}
@@ -226,7 +236,7 @@ def test_while_it_starts_a_worker_may_be_silent_for_longer() -> None:
 
 
 def test_who_was_never_heard_is_not_silent() -> None:
-    assert silent(Watch(GRID, OPTIONS), 100.0, 0) == {}
+    assert silent(FailureDetector(GRID, OPTIONS), 100.0, 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +251,7 @@ def test_who_was_never_heard_is_not_silent() -> None:
     ],
 )
 def test_a_silent_process_that_computes_is_given_up_later(looks: str, given_up_at: float) -> None:
-    watch = Watch(GRID, OPTIONS, lambda rank: looks if rank == 0 else "SSS")
+    watch = FailureDetector(GRID, OPTIONS, lambda rank: looks if rank == 0 else "SSS")
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -252,7 +262,7 @@ def test_a_silent_process_that_computes_is_given_up_later(looks: str, given_up_a
 
 def test_a_process_that_stops_to_compute_is_given_up_as_others_are() -> None:
     looks = {"now": "R"}
-    watch = Watch(GRID, OPTIONS, lambda rank: looks["now"])
+    watch = FailureDetector(GRID, OPTIONS, lambda rank: looks["now"])
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -263,7 +273,7 @@ def test_a_process_that_stops_to_compute_is_given_up_as_others_are() -> None:
     assert 21 <= given_up[0] <= 23
 
 
-def test_nobodys_silence_counts_while_the_coordinator_itself_was_stopped(watch: Watch) -> None:
+def test_nobodys_silence_counts_while_the_coordinator_itself_was_stopped(watch: FailureDetector) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, 1.0), 0.0)
     watch.forgive(60.0)
@@ -271,21 +281,21 @@ def test_nobodys_silence_counts_while_the_coordinator_itself_was_stopped(watch: 
     assert silent(watch, 66.0, 0).keys() == {0}
 
 
-def test_nobodys_work_counts_while_the_coordinator_itself_was_stopped(watch: Watch) -> None:
+def test_nobodys_work_counts_while_the_coordinator_itself_was_stopped(watch: FailureDetector) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, 1.0), 0.0)
     watch.forgive(60.0)
     assert stuck(watch, 62.0, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
 
 
-def test_a_new_process_in_the_place_of_a_lost_one_starts_afresh(watch: Watch) -> None:
+def test_a_new_process_in_the_place_of_a_lost_one_starts_afresh(watch: FailureDetector) -> None:
     watch.forget(3)
     assert silent(watch, 100.0, 3) == {}
     watch.heard(3, 100.0)
     assert silent(watch, 107.0, 3) == {}, "it has not reported yet"
 
 
-def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(watch: Watch) -> None:
+def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(watch: FailureDetector) -> None:
     assert silent(watch, 6.0, 0, 2) == {}
     watch.heard(1, 7.0)
     watch.heard(3, 7.0)
@@ -294,7 +304,9 @@ def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(w
     assert silent(watch, 61.0, 0, 2).keys() == {0, 2}, "but not for ever"
 
 
-def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_state_yet_is_well(watch: Watch) -> None:
+def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_state_yet_is_well(
+    watch: FailureDetector,
+) -> None:
     for rank in (1, 2, 3):
         watch.heard(rank, 6.0)
     joining = state(generation=-1, joining=frozenset({2}))
@@ -309,32 +321,32 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
     ("now", "joined", "late"), [(99.0, {0, 1}, set()), (101.0, {0, 1}, {2, 3}), (101.0, ALL, set())]
 )
 def test_who_does_not_start_in_time_is_late(now: float, joined: frozenset[int], late: set[int]) -> None:
-    watch = Watch(GRID, OPTIONS)
+    watch = FailureDetector(GRID, OPTIONS)
     watch.begin_start(0.0)
     found = watch.late(now, state(generation=-1, joined=frozenset(joined)))
     assert found == dict.fromkeys(late, "it did not start within 100 s")
 
 
 @pytest.mark.parametrize(("now", "late"), [(49.0, set()), (51.0, {1, 2})])
-def test_who_does_not_stop_for_a_regroup_in_time_is_late(watch: Watch, now: float, late: set[int]) -> None:
+def test_who_does_not_stop_for_a_regroup_in_time_is_late(watch: FailureDetector, now: float, late: set[int]) -> None:
     watch.begin_regroup(0.0)
     found = watch.late(now, regrouping(0, 3))
     assert found == dict.fromkeys(late, "it did not stop for a regroup within 50 s")
 
 
-def test_before_its_first_report_a_worker_sets_up_and_is_not_late(watch: Watch) -> None:
+def test_before_its_first_report_a_worker_sets_up_and_is_not_late(watch: FailureDetector) -> None:
     watch.forget(2)
     watch.begin_regroup(0.0)
     assert watch.late(51.0, regrouping(0, 3)).keys() == {1}
 
 
-def test_who_is_late_is_named_once(watch: Watch) -> None:
+def test_who_is_late_is_named_once(watch: FailureDetector) -> None:
     watch.begin_regroup(0.0)
     assert watch.late(51.0, regrouping(0)) != {}
     assert watch.late(52.0, regrouping(0)) == {}
 
 
-def test_nobody_is_late_for_a_regroup_that_is_over(watch: Watch) -> None:
+def test_nobody_is_late_for_a_regroup_that_is_over(watch: FailureDetector) -> None:
     watch.begin_regroup(0.0)
     watch.end_regroup()
     assert watch.late(1000.0, state()) == {}
@@ -345,13 +357,13 @@ SECONDS = {0: {"F": 0.1}, 1: {"F": 2.0}}  # stage 1 is slow
 
 @pytest.mark.parametrize(("culprit", "began", "found"), [(2, 7.0, False), (2, 6.0, True), (1, 6.0, False)])
 def test_the_time_since_the_last_heartbeat_counts_and_the_stage_has_its_own_limits(
-    watch: Watch, culprit: int, began: float, found: bool
+    watch: FailureDetector, culprit: int, began: float, found: bool
 ) -> None:
     all_wait_but(watch, culprit, seconds=10.0 - began)
     assert (culprit in stuck(watch, 11.5, state(), SECONDS)) is found
 
 
-def test_of_a_silent_worker_nothing_is_known(watch: Watch) -> None:
+def test_of_a_silent_worker_nothing_is_known(watch: FailureDetector) -> None:
     """It may long be done with what it said last; its silence is judged instead."""
     all_wait_but(watch, 2, seconds=1.0)
     for rank in (0, 1, 3):
@@ -359,7 +371,7 @@ def test_of_a_silent_worker_nothing_is_known(watch: Watch) -> None:
     assert stuck(watch, 14.9, state(), {0: {"F": 0.1}, 1: {"F": 0.1}}) == set()
 
 
-def test_what_a_worker_said_in_the_end_of_a_silence_says_nothing_of_the_time_before(watch: Watch) -> None:
+def test_what_a_worker_said_in_the_end_of_a_silence_says_nothing_of_the_time_before(watch: FailureDetector) -> None:
     """A library held the interpreter for 8 s in the middle of an operation; the peers were silent too."""
     seconds = {0: {"F": 0.1}, 1: {"F": 0.1}}
     all_wait_but(watch, 2, seconds=0.5, at=10.0)
@@ -375,13 +387,13 @@ def test_what_a_worker_said_in_the_end_of_a_silence_says_nothing_of_the_time_bef
     assert found == {2}
 
 
-def test_a_worker_that_is_debugged_is_not_stuck(watch: Watch) -> None:
+def test_a_worker_that_is_debugged_is_not_stuck(watch: FailureDetector) -> None:
     all_wait_but(watch, 2, seconds=1000.0, debugged=True)
     assert ruling(watch, 11.0, state(), SECONDS) == Ruling()
     assert not watch.everybody_waits(11.0, state(), SECONDS)
 
 
-def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch: Watch) -> None:
+def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch: FailureDetector) -> None:
     all_wait_but(watch, 2, seconds=199.0)
     assert stuck(watch, 10.0, state(), {}) == set()
     assert stuck(watch, 12.0, state(), {}) == {2}
@@ -392,7 +404,7 @@ def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch: Watc
     [(state(generation=-1), 4), (state(), 3)],
     ids=["before the first generation", "one never beat"],
 )
-def test_nobodys_progress_is_judged(watch: Watch, case: MembershipState, beating: int) -> None:
+def test_nobodys_progress_is_judged(watch: FailureDetector, case: MembershipState, beating: int) -> None:
     for rank in range(beating):
         watch.beat(rank, beat(rank, 1000.0, waits=rank != 2), 10.0)
     watch.heard(3, 10.0)
@@ -400,34 +412,34 @@ def test_nobodys_progress_is_judged(watch: Watch, case: MembershipState, beating
     assert not watch.everybody_waits(10.0, case, SECONDS)
 
 
-def test_who_has_reported_waits_for_the_rest_whatever_its_last_heartbeat_said(watch: Watch) -> None:
+def test_who_has_reported_waits_for_the_rest_whatever_its_last_heartbeat_said(watch: FailureDetector) -> None:
     for rank in range(4):
         watch.beat(rank, beat(rank, 100.0), 10.0)
     assert stuck(watch, 10.0, regrouping(0, 1, 2), SECONDS) == {3}
 
 
-def test_all_waiting_is_a_deadlock_but_not_in_a_regroup(watch: Watch) -> None:
+def test_all_waiting_is_a_deadlock_but_not_in_a_regroup(watch: FailureDetector) -> None:
     all_wait_but(watch, None, 100.0)
     assert watch.everybody_waits(10.0, state(), SECONDS)
     assert not watch.everybody_waits(10.0, regrouping(0, 1, 2, 3), SECONDS)
     assert ruling(watch, 10.0, state(), SECONDS) == Ruling()
 
 
-def test_it_is_no_deadlock_if_one_that_is_silent_may_be_at_work(watch: Watch) -> None:
+def test_it_is_no_deadlock_if_one_that_is_silent_may_be_at_work(watch: FailureDetector) -> None:
     all_wait_but(watch, None, 100.0)
     for rank in (0, 1, 2):
         watch.heard(rank, 13.0)
     assert not watch.everybody_waits(13.0, state(), SECONDS)
 
 
-def test_waits_of_the_generation_before_are_no_deadlock_of_this_one(watch: Watch) -> None:
+def test_waits_of_the_generation_before_are_no_deadlock_of_this_one(watch: FailureDetector) -> None:
     """Right after the regroup that ended a deadlock, the newest heartbeats may still tell of it."""
     for rank in range(4):
         watch.beat(rank, beat(rank, 100.0, waits=True, generation=0), 10.0)
     assert not watch.everybody_waits(10.2, state(), SECONDS)
 
 
-def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: Watch) -> None:
+def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: FailureDetector) -> None:
     """Every wait ends with that; should one not, nobody would ever be told to stop waiting for this worker."""
     watch.begin_regroup(10.0)
 

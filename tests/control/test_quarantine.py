@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recycle.control.quarantine import Quarantine
+from lightning_recycle.control.joining.vacancies import Quarantine
 
 STATE = {"kind": "parameters", "proof": "state", "cause": "they differ", "since": 3}
 COMPUTATION = {**STATE, "proof": "computation"}

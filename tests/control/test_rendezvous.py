@@ -1,7 +1,7 @@
 """Keys that some workers of a generation publish and others look up."""
 
+from lightning_recycle.control.protocol.control_collectives import Rendezvous
 from lightning_recycle.control.protocol.messages import Found, LookUp, Publish
-from lightning_recycle.control.rendezvous import Rendezvous
 
 
 def begun(generation: int = 3) -> Rendezvous:

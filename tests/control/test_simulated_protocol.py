@@ -17,9 +17,11 @@ from simulated_promises import Violation
 from simulated_run import Run, check_histories
 from simulated_workers import SimulatedWorker
 
-from lightning_recycle.control.protocol import agreements, blame, links, membership, recovery, revival, state, stopping
+from lightning_recycle.control.protocol import control_collectives, membership, recovery, state, step_commit
+from lightning_recycle.control.protocol import coordinator_restart as restart
+from lightning_recycle.control.protocol import fault_attribution as attribution
+from lightning_recycle.control.protocol.coordinator_restart import Memory
 from lightning_recycle.control.protocol.member import Member
-from lightning_recycle.control.protocol.returning import Memory
 
 SAMPLE = 1000  # histories in the ordinary run
 SAMPLE_WHEN_KILLED = 1500  # what the coordinator's death does to who is leaving is rare
@@ -213,22 +215,24 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("nobody checks its links", membership, "_begin_generation", "state.disturbances > 0", "False"),
     ("broken links survive a new generation", membership, "_begin_generation",
      "broken_pairs=frozenset()", "broken_pairs=state.broken_pairs"),
-    ("the last holder of a stage is evicted for a link", links, "choose_evictions",
+    ("the last holder of a stage is evicted for a link", attribution, "choose_evictions",
      "not all(stage - evicted for stage in stages)", "False"),
-    ("more are evicted than necessary", links, "choose_evictions",
+    ("more are evicted than necessary", attribution, "choose_evictions",
      "(frozenset({worst}), partners)", "(frozenset({worst}) | partners,)"),
     ("an exception that is said twice counts twice", membership, "_raised", "return state, ()  # said twice", "pass"),
     ("a worker that raised does not let the others know", membership, "_raised",
      "event.generation < state.generation", "True"),
     ("a joiner's exception is judged like a member's", membership, "_raised", "event.rank in state.joining", "False"),
-    ("exceptions are not remembered", blame, "remember", "<= _REMEMBERED_STEPS), new)", "<= _REMEMBERED_STEPS),)"),
-    ("an exception never is the user's own", blame, "judge", "at_place >= retries or since_commit > retries", "False"),
-    ("an exception always is the user's own", blame, "judge", "at_place >= retries or", "True or"),
-    ("the last holder of a stage is evicted for an exception", blame, "judge", "has_peer and (", "True and ("),
-    ("a worker that raised stays though it has a peer", blame, "judge", "has_peer and (", "False and ("),
-    ("all that raise in a step are evicted", blame, "judge", "raised.sticky or not since_commit", "True"),
-    ("what cannot be repeated is repeated", blame, "judge", "raised.exact and not", "not"),
-    ("a lost device is used again", blame, "judge", "exact and not raised.sticky", "exact"),
+    ("exceptions are not remembered", attribution, "remember", "<= _REMEMBERED_STEPS), new)",
+     "<= _REMEMBERED_STEPS),)"),
+    ("an exception never is the user's own", attribution, "judge", "at_place >= retries or since_commit > retries",
+     "False"),
+    ("an exception always is the user's own", attribution, "judge", "at_place >= retries or", "True or"),
+    ("the last holder of a stage is evicted for an exception", attribution, "judge", "has_peer and (", "True and ("),
+    ("a worker that raised stays though it has a peer", attribution, "judge", "has_peer and (", "False and ("),
+    ("all that raise in a step are evicted", attribution, "judge", "raised.sticky or not since_commit", "True"),
+    ("what cannot be repeated is repeated", attribution, "judge", "raised.exact and not", "not"),
+    ("a lost device is used again", attribution, "judge", "exact and not raised.sticky", "exact"),
     ("a loss changes nothing for the others", membership, "_lose", "_begin_generation(state) if", "(state, ()) if"),
     ("the first report decides", membership, "_report", "state.reports.keys() != state.live", "not state.reports"),
     ("reports of old generations count", membership, "_report", "event.generation != state.generation or", ""),
@@ -240,22 +244,22 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("a step without its loss is committed", recovery, "decide", "known_losses is not None", "False"),
     ("nobody adopts a gradient", recovery, "decide", "adoptions.append(", "(lambda _: None)("),
     ("a gradient is adopted from who lacks it", recovery, "decide", "min(has)", "min(workers.keys() - has)"),
-    ("a loss is told without all of its parts", agreements, "_sum_up", "< state.grid.global_microbatches", "< 1"),
-    ("a step counts when the first has applied it", agreements, "count_steps",
+    ("a loss is told without all of its parts", step_commit, "_sum_up", "< state.grid.global_microbatches", "< 1"),
+    ("a step counts when the first has applied it", step_commit, "count_steps",
      "min(state.applied", "max(state.applied"),
-    ("a commit does not wait for all", agreements, "add_commit", "state.commits.keys() != state.live", "False"),
-    ("commits that come twice count twice", agreements, "add_commit", "or event.step <= state.committed", ""),
-    ("nobody is told that some have guessed", agreements, "add_commit", "guessed = any(", "guessed = False and any("),
+    ("a commit does not wait for all", step_commit, "add_commit", "state.commits.keys() != state.live", "False"),
+    ("commits that come twice count twice", step_commit, "add_commit", "or event.step <= state.committed", ""),
+    ("nobody is told that some have guessed", step_commit, "add_commit", "guessed = any(", "guessed = False and any("),
     ("a wrong guess changes nothing for the others", membership, "_undo", "_begin_generation(state)", "(state, ())"),
     ("what those who have guessed tell is dropped", recovery.WorkerStatus, "tells_of",
      "self.version - 1 if self.unsettled else None", "None"),
-    ("a collective does not wait for all", agreements, "_answer_if_complete",
+    ("a collective does not wait for all", step_commit, "_answer_if_complete",
      "not state.live <= arrived.keys()", "False"),
-    ("a collective is answered twice", agreements, "add_arrival", "event.number < state.next_collective", "False"),
-    ("parts of two generations are put together", agreements, "forget_retracted", "arrive.generation is None", "True"),
-    ("a death completes what it should retract", membership, "_lose", "agreements.forget_retracted(", "("),
-    ("one stage's result is enough", agreements, "_answer_if_complete", "< state.grid.stages", "< 1"),
-    ("the dead are waited for", agreements, "_answer_if_complete",
+    ("a collective is answered twice", step_commit, "add_arrival", "event.number < state.next_collective", "False"),
+    ("parts of two generations are put together", step_commit, "forget_retracted", "arrive.generation is None", "True"),
+    ("a death completes what it should retract", membership, "_lose", "step_commit.forget_retracted(", "("),
+    ("one stage's result is enough", step_commit, "_answer_if_complete", "< state.grid.stages", "< 1"),
+    ("the dead are waited for", step_commit, "_answer_if_complete",
      "state.live <=", "frozenset(state.joined) | state.causes.keys() <="),
 ]
 """What breaks, the object with the function, the function, and what is replaced in its source."""
@@ -301,18 +305,19 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
 """As above, for the worker's half: the product's, but for those of SimulatedWorker, which is the simulated world's."""
 
 STOPPING: list[tuple[str, Any, str, str, str]] = [
-    ("one wish stops all at once", stopping, "settle_stop", "not state.live <= stop.wanted", "False"),
-    ("those that wait are not told that others went on", stopping, "add_answer",
+    ("one wish stops all at once", control_collectives, "settle_stop", "not state.live <= stop.wanted", "False"),
+    ("those that wait are not told that others went on", control_collectives, "add_answer",
      "return _stop_later(state, stop.point, min(stop.wanted))", "return state, ()"),
-    ("nobody asks the others", stopping, "add_request", "ask = (Send(", "_ = (Send("),
-    ("a wish that not all have is forgotten", stopping, "_stop_later",
+    ("nobody asks the others", control_collectives, "add_request", "ask = (Send(", "_ = (Send("),
+    ("a wish that not all have is forgotten", control_collectives, "_stop_later",
      "after_step=AfterStep.STOP", "generation=state.generation"),
-    ("a wish at an earlier point counts for a later one", stopping, "add_request",
+    ("a wish at an earlier point counts for a later one", control_collectives, "add_request",
      "(stop is not None and event.point < stop.point)", "False"),
-    ("the wish of the dead counts", stopping, "settle_stop",
+    ("the wish of the dead counts", control_collectives, "settle_stop",
      "return replace(state, stop_round=None), ()", "return _stop_later(state, stop.point, min(stop.wanted))"),
-    ("a death does not complete an agreement", agreements, "settle", "stopping.settle_stop(state)", "(state, ())"),
-    ("the dead arrive where nobody else does", agreements, "forget_retracted", " and rank in state.live", ""),
+    ("a death does not complete an agreement", step_commit, "settle", "control_collectives.settle_stop(state)",
+     "(state, ())"),
+    ("the dead arrive where nobody else does", step_commit, "forget_retracted", " and rank in state.live", ""),
     ("a worker does not say that it went on", Member, "receive", "return self._say_that_it_goes_on()", "pass"),
     ("a worker that was asked says nothing when it goes on", Member, "go_on",
      "return self._say_that_it_goes_on()", "return ()"),
@@ -322,21 +327,21 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
 """As above, in histories in which workers want to stop early."""
 
 REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("a generation is used again", revival, "rebuilt", "generation=generation,", "generation=generation - 1,"),
+    ("a generation is used again", restart, "rebuilt", "generation=generation,", "generation=generation - 1,"),
     ("the first that returns is enough", membership, "_go_on_if_all_returned",
      "not state.live <= state.returned.keys()", "False"),
-    ("nobody is told again what was answered", revival, "_repeated", "if newest is not None:", "if False:"),
-    ("nobody is told again what the loss was", revival, "_repeated", "yield Resend(lack, loss)", "pass"),
-    ("the losses that were told do not count", revival, "rebuilt", "*(step + 1 for step in told), ", ""),
-    ("the answers that were given do not count", revival, "rebuilt",
+    ("nobody is told again what was answered", restart, "_repeated", "if newest is not None:", "if False:"),
+    ("nobody is told again what the loss was", restart, "_repeated", "yield Resend(lack, loss)", "pass"),
+    ("the losses that were told do not count", restart, "rebuilt", "*(step + 1 for step in told), ", ""),
+    ("the answers that were given do not count", restart, "rebuilt",
      "max(one.next_collective for one", "min(one.next_collective for one"),
-    ("a commit that was answered is forgotten", revival, "rebuilt", "if known is None else", "if True else"),
-    ("who joins has applied nothing", revival, "rebuilt",
+    ("a commit that was answered is forgotten", restart, "rebuilt", "if known is None else", "if True else"),
+    ("who joins has applied nothing", restart, "rebuilt",
      "min(newest, default=members[rank].joins_after)", "-1"),
-    ("exceptions are forgotten", revival, "revived", "raised=written.raised", "raised=()"),
-    ("exceptions without a verdict count as judged", revival, "rebuilt", "not in unanswered", "is not None"),
-    ("nobody speaks for the run", revival, "revived", "leader=written.leader", "leader=state.leader"),
-    ("a worker's part of a collective is forgotten", revival, "events", "if member.arrival is not None:", "if False:"),
+    ("exceptions are forgotten", restart, "revived", "raised=written.raised", "raised=()"),
+    ("exceptions without a verdict count as judged", restart, "rebuilt", "not in unanswered", "is not None"),
+    ("nobody speaks for the run", restart, "revived", "leader=written.leader", "leader=state.leader"),
+    ("a worker's part of a collective is forgotten", restart, "events", "if member.arrival is not None:", "if False:"),
     ("exceptions wait for a verdict forever", membership, "_go_on_if_all_returned",
      "member.raised is not None", "False"),
     ("a worker forgets its part of a collective", Memory, "said", "self._arrival = message", "pass"),
@@ -348,7 +353,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets what a recovery told of a commit", Memory, "heard", "if message.commits:", "if False:"),
     ("a worker does not say what it applied", Memory, "said", "self._applied = message.step", "pass"),
     ("a worker does not say where it got its state", Memory, "said", "self._applied = self._joins_after", "pass"),
-    ("what was on its way to the last holder is forgotten", revival, "rebuilt", "default=members[rank].joins_after",
+    ("what was on its way to the last holder is forgotten", restart, "rebuilt", "default=members[rank].joins_after",
      "default=-1"),
     ("a worker forgets its exception", Memory, "said", "self._raised = message", "pass"),
 ]
@@ -371,42 +376,43 @@ LAYOUTS: list[tuple[str, Any, str, str, str]] = [
 """As above, in histories in which layers move."""
 
 CHECKS: list[tuple[str, Any, str, str, str]] = [
-    ("losses are told before all have passed the step", agreements, "_sum_up", "if step == state.unproven", "if False"),
-    ("one pass is enough", agreements, "_sum_up", "state.passes != state.live", "not state.passes"),
-    ("passes of earlier steps count", agreements, "_sum_up", "passes=frozenset(),", ""),
-    ("passes of earlier generations count", agreements, "add_pass", "event.generation != state.generation or", ""),
+    ("losses are told before all have passed the step", step_commit, "_sum_up", "if step == state.unproven",
+     "if False"),
+    ("one pass is enough", step_commit, "_sum_up", "state.passes != state.live", "not state.passes"),
+    ("passes of earlier steps count", step_commit, "_sum_up", "passes=frozenset(),", ""),
+    ("passes of earlier generations count", step_commit, "add_pass", "event.generation != state.generation or", ""),
     ("passes survive a new generation", membership, "_begin_generation",
      "passes=frozenset()", "passes=state.passes"),
-    ("losses of earlier generations count", agreements, "add_losses",
+    ("losses of earlier generations count", step_commit, "add_losses",
      "event.generation != state.generation or state.regrouping", "False"),
-    ("losses that not all have passed are kept", agreements, "forget_unproven",
+    ("losses that not all have passed are kept", step_commit, "forget_unproven",
      "state.unproven < state.summed", "True"),
     ("a gradient that not all have passed is kept", SimulatedWorker, "leaves_open", "step == self.open", "False"),
 ]
 """As above, in histories in which workers check each other's computations."""
 
 STRAYS: list[tuple[str, Any, str, str, str]] = [
-    ("a step is applied before the one before is compared", agreements, "_sum_up",
+    ("a step is applied before the one before is compared", step_commit, "_sum_up",
      "state.newcomers and state.version < step", "False"),
-    ("what a worker with other values took part in is kept", agreements, "_vote", "doubt(state)", "state"),
-    ("what a lost one took part in is kept", membership, "_lose", "agreements.doubt(state)", "state"),
+    ("what a worker with other values took part in is kept", step_commit, "_vote", "doubt(state)", "state"),
+    ("what a lost one took part in is kept", membership, "_lose", "step_commit.doubt(state)", "state"),
     ("nobody is told to drop that", membership, "_begin_generation",
      "state.unproven if state.unproven >= state.summed else -1", "-1"),
-    ("the wrong worker stays", agreements, "_vote", "if not wrong:", "if True:"),
+    ("the wrong worker stays", step_commit, "_vote", "if not wrong:", "if True:"),
 ]
 """As above, in histories in which workers that join have other values than the others."""
 
 LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("the layout is forgotten", revival, "revived", "cuts=written.cuts,", ""),
+    ("the layout is forgotten", restart, "revived", "cuts=written.cuts,", ""),
 ]
 """As above, and the coordinator is killed."""
 
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets its wish to stop", Memory, "said", "self._request = message", "pass"),
-    ("nobody is told again that all stop", revival, "_repeated",
+    ("nobody is told again that all stop", restart, "_repeated",
      "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
-    ("all are told again that they stop", revival, "revived", "agreed=written.stop_agreed", "agreed=True"),
-    ("a stop after the next step is forgotten", revival, "revived",
+    ("all are told again that they stop", restart, "revived", "agreed=written.stop_agreed", "agreed=True"),
+    ("a stop after the next step is forgotten", restart, "revived",
      "after_step=written.after_step,\n        cuts=", "cuts="),
 ]
 """As above, in histories in which workers want to stop early, too."""

@@ -28,7 +28,7 @@ def coordinator(*further: str) -> Iterator[tuple[subprocess.Popen[str], tuple[st
     """A coordinator in a process of its own, and its address."""
     options = ["--listen", "127.0.0.1:0", "--pipelines", "2", "--stages", "2", "--microbatches", "1", "--runs", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_recycle.control.standalone", *options, *further],
+        [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", *options, *further],
         env={**os.environ, "RECYCLE_KEY": KEY},
         stdout=subprocess.PIPE,
         text=True,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.options import CoordinatorOptions
-from lightning_recycle.control.vacancies import Vacancies
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.joining.vacancies import Vacancies
 
 
 class Process:

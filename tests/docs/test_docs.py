@@ -20,9 +20,9 @@ import lightning_recycle
 from lightning_recycle import PipelineModule, callbacks
 from lightning_recycle.callbacks import HeartbeatCallback
 from lightning_recycle.callbacks.faults import KINDS, POINTS
-from lightning_recycle.control import standalone
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
-from lightning_recycle.control.history import History
+from lightning_recycle.control.coordinator import standalone
+from lightning_recycle.control.monitoring.history import History
 from lightning_recycle.engines import run
 from lightning_recycle.planning.grid import Grid
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recycle.control.addresses import machine_name
+from lightning_recycle.control.network.addresses import machine_name
 from lightning_recycle.engines.discovery import discover
 from lightning_recycle.errors import ConfigurationError
 

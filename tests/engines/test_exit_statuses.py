@@ -99,7 +99,7 @@ class Run:
         return process
 
     def coordinator(self, *options: str, listen: str = "127.0.0.1:0", key: str = KEY) -> Process:
-        program = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", listen]
+        program = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", listen]
         process = self.start(*program, "--runs", "1", *options, RECYCLE_KEY=key)
         return process
 
@@ -326,7 +326,7 @@ def wrong_key(run: Run) -> Statuses:
 def another_version(run: Run) -> Statuses:
     run.listening()
     code = (
-        "import sys; from lightning_recycle.control import connection; connection.VERSION = '0.0.1';"
+        "import sys; from lightning_recycle.control.network import connection; connection.VERSION = '0.0.1';"
         "sys.argv = ['ending_script.py', '1', '3', '0'];"
         "import runpy; runpy.run_path('ending_script.py', run_name='__main__')"
     )

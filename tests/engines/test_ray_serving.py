@@ -10,13 +10,13 @@ import pytest
 from support.waiting import wait_for
 
 from lightning_recycle import RayReCycle
-from lightning_recycle.control.journal import Journal, Process, default_path
+from lightning_recycle.control.coordinator.journal import Journal, Process, default_path
+from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.run_config import Overrides
 from lightning_recycle.control.plans.drift import DriftOptions
-from lightning_recycle.control.protocol.messages import StopReason, Wants
-from lightning_recycle.control.protocol.revival import Kept, Over
+from lightning_recycle.control.protocol.coordinator_restart import Kept, Over
+from lightning_recycle.control.protocol.messages import RunRequest, StopReason
 from lightning_recycle.control.protocol.state import Failed
-from lightning_recycle.control.reception import Reception
-from lightning_recycle.control.terms import Given
 from lightning_recycle.engines import ray_actors
 from lightning_recycle.engines.hosting import free_port
 from lightning_recycle.engines.ray_actors import CoordinatorActor, Observation, RayServing
@@ -26,7 +26,7 @@ from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(2, 2, 6)
 KEY = b"the key of this test"
-WANTS = Wants("fit", GRID, True, timeout=7.0, last_holder_timeout=70.0, memory=0.5, monitor=(0.2, 9, 90))
+WANTS = RunRequest("fit", GRID, True, timeout=7.0, last_holder_timeout=70.0, memory=0.5, monitor=(0.2, 9, 90))
 PATIENCE = 30.0
 
 
@@ -66,7 +66,7 @@ def test_arguments_of_ray_recycle_count_and_a_contradiction_is_said(reception: R
         (replace(WANTS, memory=0.25), r"memory=\.\.\.\) is 0\.25 in this script, and 0\.5 in the run"),
     ],
 )
-def test_a_worker_whose_script_differs_is_told_why(reception: Reception, wants: Wants, words: str) -> None:
+def test_a_worker_whose_script_differs_is_told_why(reception: Reception, wants: RunRequest, words: str) -> None:
     serves = serving(reception)
     unfit = serves.difference(serves.settle(WANTS), wants)
     assert unfit is not None
@@ -97,7 +97,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch, folder: Path, kept: Kept) -> 
     before = Journal(default_path(address), KEY)
     before.write(kept, {rank: Process(f"token {rank}", 100 + rank, "node") for rank in kept.live})
     before.close()
-    return CoordinatorActor(GRID, address, KEY, Given(2, 2, 6), "test")
+    return CoordinatorActor(GRID, address, KEY, Overrides(2, 2, 6), "test")
 
 
 def test_an_actor_that_is_started_again_asks_for_workers_of_the_same_run(
@@ -120,7 +120,7 @@ def test_an_error_while_it_serves_is_not_called_one_of_its_start_and_closes_its_
     monkeypatch.setattr(ray_actors, "RunGauges", _NoGauges)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     address = ("127.0.0.1", free_port("127.0.0.1"))
-    actor = CoordinatorActor(GRID, address, KEY, Given(2, 2, 6), "test")
+    actor = CoordinatorActor(GRID, address, KEY, Overrides(2, 2, 6), "test")
     assert wait_for(lambda: actor.observe(-1, 0.0).failed, PATIENCE)
     ended = actor.outcome(0)
     assert ended is not None
@@ -131,7 +131,7 @@ def test_an_error_while_it_serves_is_not_called_one_of_its_start_and_closes_its_
 
 def test_a_port_that_is_taken_is_an_error_of_its_start(monkeypatch: pytest.MonkeyPatch, reception: Reception) -> None:
     monkeypatch.setattr(ray_actors, "RunGauges", _NoGauges)
-    actor = CoordinatorActor(GRID, reception.listener.address, KEY, Given(2, 2, 6), "test")
+    actor = CoordinatorActor(GRID, reception.listener.address, KEY, Overrides(2, 2, 6), "test")
     assert wait_for(lambda: actor.observe(-1, 0.0).failed, PATIENCE)
     ended = actor.outcome(0)
     assert ended is not None
@@ -156,7 +156,7 @@ def test_results_of_a_process_that_was_killed_are_missed_with_a_word(
         def get(self, reference: Any) -> Any:
             return reference
 
-    run = RayRun("test", GRID, {}, Given(2, 2, 6), print, None)
+    run = RayRun("test", GRID, {}, Overrides(2, 2, 6), print, None)
     run._ray, run._outcomes = Ray(), []
     run._coordinator = type("Actor", (), {"outcome": type("Call", (), {"remote": staticmethod(actor.outcome)})})
     with pytest.raises(ControlPlaneError, match="before its results were taken"):

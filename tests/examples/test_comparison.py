@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 
 from comparison import Measured, measure, render_comparison
 

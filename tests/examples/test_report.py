@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Worker, heuristic
 
 from report import Failure, Phase, find_failures, find_phases, read_losses, render, summarize_losses, write_pictures

@@ -91,7 +91,13 @@ def with_a_cable(a: Machine, b: Machine) -> Iterator[None]:
 
 
 def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", f"{machine.address}:{PORT}"]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_recycle.control.coordinator.standalone",
+        "--listen",
+        f"{machine.address}:{PORT}",
+    ]
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", "40"]
     process = machine.start(*command, *grid, "--runs", str(runs), *options)
     await_listening(process)

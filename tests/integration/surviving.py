@@ -48,7 +48,13 @@ class Cluster:
         }
 
     def start_coordinator(self, *options: str) -> None:
-        command = [sys.executable, "-m", "lightning_recycle.control.standalone", "--listen", f"127.0.0.1:{self.port}"]
+        command = [
+            sys.executable,
+            "-m",
+            "lightning_recycle.control.coordinator.standalone",
+            "--listen",
+            f"127.0.0.1:{self.port}",
+        ]
         command += ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--runs", "1"]
         command += ["--state", str(self.state), *options]
         record = self.folder / f"coordinator-{len(self.records)}.txt"

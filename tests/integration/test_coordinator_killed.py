@@ -9,7 +9,7 @@ from support.waiting import wait_for
 from surviving import KEY, cluster
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
-from lightning_recycle.control.journal import Journal
+from lightning_recycle.control.coordinator.journal import Journal
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

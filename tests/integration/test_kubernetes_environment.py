@@ -89,7 +89,7 @@ def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(
     _, *given = container("coordinator")["command"]
     options = [option.replace(volume["mountPath"], str(tmp_path / "state")) for option in given]
     patient = ["--timeout", "60"]  # nobody is to be given up because the machine of the tests is busy
-    command = [sys.executable, "-m", "lightning_recycle.control.standalone", *options, *patient]
+    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", *options, *patient]
     served = a.start(*command, **environment("coordinator", {}, KEY))
     await_listening(served)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

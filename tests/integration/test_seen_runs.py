@@ -212,7 +212,7 @@ def test_every_line_of_a_run_is_json_if_that_is_wanted(tmp_path: Path) -> None:
     assert [
         line
         for line in lines
-        if line["logger"] == "lightning_recycle.control.history" and "was lost" in line["message"]
+        if line["logger"] == "lightning_recycle.control.monitoring.history" and "was lost" in line["message"]
     ]
     told = [line for line in lines if "`Trainer.fit` stopped" in line["message"]]
     assert [(line["rank"], line["generation"]) for line in told] == [(1, 1)]

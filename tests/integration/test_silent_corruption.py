@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_recycle import ReCycleError, StageLostError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 
 
 @pytest.fixture(autouse=True)

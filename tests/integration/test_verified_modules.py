@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.control.history import Event
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.runtime.checks import verification
 
 VERIFY = {"verify": 1.0, "check_every": 1}

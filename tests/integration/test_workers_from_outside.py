@@ -23,7 +23,7 @@ from support.waiting import wait_for
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
-from lightning_recycle.control.listener import Listener
+from lightning_recycle.control.network.listener import Listener
 
 HERE = Path(__file__).parent
 LENGTH = 16

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.json_logs import JsonFormatter
+from lightning_recycle.control.monitoring.json_logs import JsonFormatter
 from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
 
 CONTEXT = multiprocessing.get_context("spawn")

@@ -11,8 +11,7 @@ from support.thread_client import ThreadClient
 from torch import nn
 
 from lightning_recycle.control import client as client_module
-from lightning_recycle.control.connection import MessageConnection
-from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.network.connection import Inbox, MessageConnection
 from lightning_recycle.control.protocol.messages import TO_WORKERS, Regroup
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.executor.executor import Executor

@@ -16,9 +16,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from lightning_recycle import __version__
-from lightning_recycle.control.connection import MessageConnection, connect
-from lightning_recycle.control.handshake import Handshake, Refused, Role
-from lightning_recycle.control.inbox import Inbox
+from lightning_recycle.control.network.connection import Inbox, MessageConnection, connect
+from lightning_recycle.control.network.handshake import Handshake, Refused, Role
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import HEADER_BYTES, SCHEMA, encode
 from lightning_recycle.planning.footprint import Footprint

@@ -2,7 +2,7 @@
 
 ==================  =================================================================================================
 ``/``               the page
-``/status``         :class:`~lightning_recycle.control.status.Status` as JSON
+``/status``         :class:`~lightning_recycle.control.monitoring.status.Status` as JSON
 ``/schedule.svg``   the plan that runs
 ``/metrics``        for Prometheus; needs the extra ``metrics``
 ``/healthz``        200 while the coordinator answers, or waits for its next run: otherwise it should be restarted
@@ -35,11 +35,10 @@ from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 
-from lightning_recycle.control.addresses import accept, listen_at, shown
-from lightning_recycle.control.monitoring import exposition
 from lightning_recycle.control.monitoring.monitor import Monitor, NothingToShow
-from lightning_recycle.control.monitoring.own_runs import listen_here
-from lightning_recycle.control.status import Status, as_json
+from lightning_recycle.control.monitoring.run_sockets import listen_here
+from lightning_recycle.control.monitoring.status import Status, as_json, metrics
+from lightning_recycle.control.network.addresses import accept, listen_at, shown
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
 __all__ = ["StatusServer", "served"]
@@ -233,7 +232,7 @@ def _metrics(monitor: Monitor, headers: Message) -> Answer:
     except NothingToShow:  # between two runs: no run is no failure of the scrape
         status = None
     try:
-        content, kind = exposition.metrics(status, headers.get("Accept", ""))
+        content, kind = metrics(status, headers.get("Accept", ""))
     except ModuleNotFoundError as error:
         return _text(HTTPStatus.NOT_IMPLEMENTED, str(error))
     return HTTPStatus.OK, kind, content

@@ -26,8 +26,8 @@ from lightning_recycle.control.plans.asking import Asking
 from lightning_recycle.control.plans.foreseen import ForeseenLayouts
 from lightning_recycle.control.plans.layout_question import LayoutQuestion, find_layouts
 from lightning_recycle.control.plans.run_planner import OperationSeconds
+from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
-from lightning_recycle.control.protocol.relayout import has_ties, ranges
 from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.fractional_cuts import parts_of

@@ -9,7 +9,7 @@ a message may be is known from its header, before its body is read. Both sides h
 handshake compares.
 
 Must not know: sockets, and what a message means. Whether it may be said is for
-:mod:`~lightning_recycle.control.protocol.admission`.
+:mod:`~lightning_recycle.control.protocol.message_validation`.
 """
 
 from __future__ import annotations

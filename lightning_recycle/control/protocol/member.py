@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.control_collectives import last_point
+from lightning_recycle.control.protocol.coordinator_restart import Memory
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.control.protocol.returning import Memory
-from lightning_recycle.control.protocol.stopping import last_point
 from lightning_recycle.planning.program import Program
 
 __all__ = ["Go", "Hold", "Interrupted", "Member"]

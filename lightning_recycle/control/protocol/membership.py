@@ -13,16 +13,17 @@ new generation begins when all are there (AtBoundary). A worker that joins gets 
 in that generation; until then it holds nothing and does not count as a replica.
 
 If communication breaks and no death explains it (Broken, GraceElapsed), the same workers connect again. Each of them
-first checks whom it can reach. If some cannot reach each other (:mod:`~lightning_recycle.control.protocol.links`), as
-few workers as possible are evicted so that all others can, and treated as dead.
+first checks whom it can reach. If some cannot reach each other
+(:mod:`~lightning_recycle.control.protocol.fault_attribution`), as few workers as possible are evicted so that all
+others can, and treated as dead.
 
 An exception that a fault of the machine may explain (Raised) is settled by running the same work again: on a peer, when
 the worker that raised is evicted, or in place, when it is the last holder of its stage
-(:mod:`~lightning_recycle.control.protocol.blame`).
+(:mod:`~lightning_recycle.control.protocol.fault_attribution`).
 
-A worker whose bits are wrong (:mod:`~lightning_recycle.control.protocol.checking`) is evicted, or takes over a peer's
-state in a generation that begins at a step boundary for it. A worker that joined while the training was going on, and
-has other values than most (:mod:`~lightning_recycle.control.protocol.agreements`), is evicted.
+A worker whose bits are wrong (:mod:`~lightning_recycle.control.protocol.corruption_response`) is evicted, or takes over
+a peer's state in a generation that begins at a step boundary for it. A worker that joined while the training was going
+on, and has other values than most (:mod:`~lightning_recycle.control.protocol.step_commit`), is evicted.
 
 If a guess was wrong with which workers had stepped (Undo), the same workers connect again, too; it counts as no trouble
 of the network.
@@ -37,11 +38,11 @@ workers, their connections stay as well (``Regroup.keeps_connections``).
 
 Another layout of the layers (LayoutReady, LayoutWanted) takes two generations: in the first, at a step boundary,
 workers get the layers that they lack; when all hold them (LayersHeld), the second begins with it
-(:mod:`~lightning_recycle.control.protocol.relayout`).
+(:mod:`~lightning_recycle.control.protocol.layout_change`).
 
 A coordinator that was killed and started again begins with what it had written down, and waits for the workers
 (Returned); then the same workers connect again, without those that do not return
-(:mod:`~lightning_recycle.control.protocol.revival`).
+(:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
 """
 
 from __future__ import annotations
@@ -52,19 +53,16 @@ from functools import partial
 from typing import Any
 
 from lightning_recycle.control.protocol import (
-    agreements,
-    blame,
-    checking,
-    links,
+    control_collectives,
+    coordinator_restart,
+    corruption_response,
+    fault_attribution,
+    layout_change,
     messages,
-    not_finite,
-    relayout,
-    revival,
-    stopping,
+    step_commit,
 )
 from lightning_recycle.control.protocol import state as _state
-from lightning_recycle.control.protocol.agreements import end
-from lightning_recycle.control.protocol.blame import Verdict
+from lightning_recycle.control.protocol.fault_attribution import Verdict
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.recovery import WorkerStatus, decide
 from lightning_recycle.control.protocol.state import (
@@ -89,6 +87,7 @@ from lightning_recycle.control.protocol.state import (
     StageLost,
     StartGrace,
 )
+from lightning_recycle.control.protocol.step_commit import end
 from lightning_recycle.errors import ReCycleError
 
 __all__ = ["MAX_DISTURBANCES", "transition"]
@@ -129,7 +128,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
             fits = event.roster == state.roster and state.generation >= 0 and not state.regrouping
             return (replace(state, plan=event) if fits else state), ()
         case LayoutReady():
-            return relayout.wanted(state, event), ()
+            return layout_change.wanted(state, event), ()
     if event.rank not in state.live:
         return state, ()
     match event:
@@ -144,9 +143,9 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case messages.Disputed():
             return _disputed(state, event)
         case messages.Voted():
-            return _decided(state, checking.add_vote(state, event))
+            return _decided(state, corruption_response.add_vote(state, event))
         case messages.NotFinite():
-            return _begin_unless_over(state, not_finite.add_not_finite(state, event))
+            return _begin_unless_over(state, corruption_response.add_not_finite(state, event))
         case messages.Incomparable():
             return _give_up_comparing(state, event)
         case messages.Crash(fault=True):
@@ -169,7 +168,7 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
         case messages.Entered():
             return _entered(state, event)
         case messages.LayoutWanted():
-            return relayout.wanted(state, LayoutReady((), event.cuts)), ()
+            return layout_change.wanted(state, LayoutReady((), event.cuts)), ()
         case messages.LayersHeld():
             return _layers_held(state, event)
         case messages.Restored():
@@ -177,23 +176,23 @@ def _handle(state: MembershipState, event: MembershipEvent) -> _Next:
                 return state, ()
             return replace(state, version=event.version, passed=0, summed=event.version), ()
         case messages.Losses():
-            return agreements.add_losses(state, event)
+            return step_commit.add_losses(state, event)
         case messages.Passed():
-            return agreements.add_pass(state, event)
+            return step_commit.add_pass(state, event)
         case messages.Applied():
-            return agreements.add_applied(state, event)
+            return step_commit.add_applied(state, event)
         case messages.Commit():
-            return agreements.add_commit(state, event)
+            return step_commit.add_commit(state, event)
         case messages.Undo():
             return _undo(state, event)
         case messages.Arrive():
-            return agreements.add_arrival(state, event)
+            return step_commit.add_arrival(state, event)
         case messages.Heartbeat():
-            return agreements.check_attendance(state, event)
+            return step_commit.check_attendance(state, event)
         case messages.RequestStop():
-            return stopping.add_request(state, event)
+            return control_collectives.add_request(state, event)
         case messages.GoesOn():
-            return stopping.add_answer(state, event)
+            return control_collectives.add_answer(state, event)
 
 
 # ---------------------------------------------------------------------- generations
@@ -214,7 +213,7 @@ def _begin_generation(state: MembershipState, becomes: messages.Cuts = (), idle:
         becomes: the layout that they then get ready for.
         idle: whether all of them have said in this generation that they wait for the next one, and nobody is new.
     """
-    state = _with_leader(agreements.forget_retracted(state))
+    state = _with_leader(step_commit.forget_retracted(state))
     state = replace(
         state,
         generation=state.generation + 1,
@@ -226,7 +225,7 @@ def _begin_generation(state: MembershipState, becomes: messages.Cuts = (), idle:
         pause=None,
         pauses=0,
         plan=None,
-        layout=state.layout if relayout.is_for(state.layout, state.roster) else None,
+        layout=state.layout if layout_change.is_for(state.layout, state.roster) else None,
         becomes=becomes,
         held=frozenset(),
         broken_pairs=frozenset(),
@@ -279,7 +278,7 @@ def _remove(state: MembershipState, ranks: Collection[int]) -> MembershipState:
 
 def _lose(state: MembershipState, event: Lost) -> _Next:
     if event.rank in state.newcomers:
-        state = agreements.doubt(state)
+        state = step_commit.doubt(state)
     state = replace(_remove(state, {event.rank}), causes={**state.causes, event.rank: event.cause}, disturbances=0)
     commands: tuple[Command, ...] = (Record("failure", state.version, event.rank, {"cause": event.cause}),)
     stage = state.stage_of(event.rank)
@@ -287,7 +286,7 @@ def _lose(state: MembershipState, event: Lost) -> _Next:
         return _with(commands, _lose_stage(state, stage))
     if state.returned is not None:
         return _with(commands, _go_on_if_all_returned(state))
-    state, settled = agreements.settle(_with_leader(agreements.forget_retracted(state)))
+    state, settled = step_commit.settle(_with_leader(step_commit.forget_retracted(state)))
     commands += settled
     if state.outcome is not None:  # the loss has just completed the results
         return state, commands
@@ -307,10 +306,12 @@ def _go_on_if_all_returned(state: MembershipState) -> _Next:
     if not state.live <= state.returned.keys():
         return state, ()
     members = [state.returned[rank] for rank in state.roster]
-    state, commands = revival.rebuilt(state)
+    state, commands = coordinator_restart.rebuilt(state)
     state = _with_leader(state)
     # Everybody's word on one subject before anybody's on the next: it may complete what the next is judged by.
-    for event in sorted((event for member in members for event in revival.events(member)), key=revival.order):
+    for event in sorted(
+        (event for member in members for event in coordinator_restart.events(member)), key=coordinator_restart.order
+    ):
         if state.outcome is None:
             state, caused = _handle(state, event)
             commands += caused
@@ -340,7 +341,7 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     if state.reports.keys() != state.live:
         return state, ()
     joining = frozenset(rank for rank, report in state.reports.items() if report.status.version < 0)
-    state = replace(agreements.forget_unproven(state), joining=joining)
+    state = replace(step_commit.forget_unproven(state), joining=joining)
     for stage in range(state.grid.stages):
         if not state.holders(stage):
             return _lose_stage(state, stage)
@@ -362,8 +363,8 @@ def _report(state: MembershipState, event: messages.Report) -> _Next:
     if state.answered[0] == decision.version - 1:
         commits.update(state.answered[1])
     answered = (decision.version - 1, commits) if commits else state.answered
-    heals = checking.choose_healers(state, statuses, decision.version)
-    state, vote, excused = checking.call_vote(state, statuses, decision.version)
+    heals = corruption_response.choose_healers(state, statuses, decision.version)
+    state, vote, excused = corruption_response.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     state = replace(state, regrouping=False, has_resumed=True, answered=answered, checks=state.checks.without(heals))
     details = {
@@ -427,9 +428,9 @@ def _raised(state: MembershipState, event: messages.Raised) -> _Next:
         verdict = Verdict.OWN
     else:
         has_peer = bool(state.holders(stage) - {event.rank})
-        verdict = blame.judge(event, stage, state.version, state.raised, has_peer, state.retries)
-    state = replace(state, raised=blame.remember(event, stage, state.version, state.raised))
-    where = event.operation if event.step == blame.OUTSIDE else f"{event.operation} of step {event.step}"
+        verdict = fault_attribution.judge(event, stage, state.version, state.raised, has_peer, state.retries)
+    state = replace(state, raised=fault_attribution.remember(event, stage, state.version, state.raised))
+    where = event.operation if event.step == fault_attribution.OUTSIDE else f"{event.operation} of step {event.step}"
     cause = f"it raised {event.summary} ({where})"
     if verdict is Verdict.EVICT:
         return state, (Evict(event.rank, cause),)
@@ -455,14 +456,14 @@ def _begin_unless_over(state: MembershipState, found: _Next | None) -> _Next:
 def _give_up_comparing(state: MembershipState, event: messages.Incomparable) -> _Next:
     if not state.checks.comparable:
         return state, ()
-    found = checking.give_up_comparing(state, event.cause)
+    found = corruption_response.give_up_comparing(state, event.cause)
     return found if state.regrouping else _begin_unless_over(state, found)
 
 
 def _disputed(state: MembershipState, event: messages.Disputed) -> _Next:
     if event.other == event.rank and event.mine != event.theirs:
-        return _decided(state, checking.add_own_error(state, event))
-    return _begin_unless_over(state, checking.add_dispute(state, event))
+        return _decided(state, corruption_response.add_own_error(state, event))
+    return _begin_unless_over(state, corruption_response.add_dispute(state, event))
 
 
 def _decided(state: MembershipState, found: _Next | None) -> _Next:
@@ -490,7 +491,9 @@ def _grace_elapsed(state: MembershipState, event: GraceElapsed) -> _Next:
         return state, ()
     if state.broken_pairs:  # they were told to check their links: reconnecting has been tried
         holders = [state.holders(stage) for stage in range(state.grid.stages)]
-        evicted = links.choose_evictions(state.broken_pairs, holders, state.leader, partial(_can_recover, state))
+        evicted = fault_attribution.choose_evictions(
+            state.broken_pairs, holders, state.leader, partial(_can_recover, state)
+        )
         if evicted is not None:
             return state, tuple(Evict(rank, _cut_off_from(state, rank)) for rank in evicted)
     if state.disturbances >= MAX_DISTURBANCES:

@@ -36,7 +36,7 @@ part, the stages on both sides share it (:mod:`~lightning_recycle.planning.fract
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class RunRequest:
     """What the script of a worker that somebody else started wants its run to be.
 
     Args:
@@ -50,7 +50,7 @@ class Wants:
         recompute: whether forwards may be computed again.
         adapt: when layers move.
         timeout, last_holder_timeout, coordinator_timeout, start_timeout: seconds, as in
-            :class:`~lightning_recycle.control.options.CoordinatorOptions`.
+            :class:`~lightning_recycle.control.joining.run_config.CoordinatorOptions`.
         machine_error_retries: likewise.
         monitor: threshold, window and horizon of a monitored plan, as in
             :class:`~lightning_recycle.control.plans.drift.DriftOptions`; None for none.
@@ -98,7 +98,7 @@ class Hello:
     pid: int
     joining: bool = False
     node: str = ""
-    wants: Wants | None = None
+    wants: RunRequest | None = None
     token: str = ""
     space: str = ""
 
@@ -407,7 +407,7 @@ class Arrive:
 @dataclass(frozen=True, slots=True)
 class RequestStop:
     """The worker's ``trainer.should_stop`` is set at stop point ``point``
-    (:mod:`~lightning_recycle.control.protocol.stopping`), and it waits to be told whether all stop there
+    (:mod:`~lightning_recycle.control.protocol.control_collectives`), and it waits to be told whether all stop there
     (:class:`StopVerdict`).
     """
 
@@ -617,7 +617,7 @@ class Known:
 @dataclass(frozen=True, slots=True)
 class Returned:
     """The first message on a connection of a worker that has lost its coordinator: all that only it knows, for one that
-    was started again (:mod:`~lightning_recycle.control.protocol.revival`).
+    was started again (:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
 
     Args:
         rank: its position.
@@ -659,7 +659,7 @@ class Returned:
     epoch: int
     incarnation: int = 0
     joining: bool = False
-    wants: Wants | None = None
+    wants: RunRequest | None = None
     generation: int = -1
     applied: int = -1
     joins_after: int = -1

@@ -1,6 +1,6 @@
 """What the coordinator knows of a run, which events can happen, and which commands follow. Frozen values, no logic.
 
-:mod:`~lightning_recycle.control.protocol.membership` and :mod:`~lightning_recycle.control.protocol.agreements` are the
+:mod:`~lightning_recycle.control.protocol.membership` and :mod:`~lightning_recycle.control.protocol.step_commit` are the
 functions over them.
 """
 
@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.blame import Remembered
 from lightning_recycle.control.protocol.corruption import Checks
-from lightning_recycle.control.protocol.links import Pair
+from lightning_recycle.control.protocol.fault_attribution import Pair, Remembered
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
@@ -256,7 +255,7 @@ class PauseState:
 @dataclass(frozen=True, slots=True)
 class StopRound:
     """Some asked to stop training early at a stop point
-    (:mod:`~lightning_recycle.control.protocol.stopping`).
+    (:mod:`~lightning_recycle.control.protocol.control_collectives`).
 
     Args:
         point: the stop point.

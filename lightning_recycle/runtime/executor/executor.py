@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.blame import OUTSIDE
+from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,

@@ -1,8 +1,8 @@
 """How the layers that a worker has become others, at a step boundary.
 
 Concept: what a worker gets lies beside what it has until the coordinator has decided: see
-:mod:`~lightning_recycle.control.protocol.relayout`. :class:`LayerKeeper` knows what a layer is, and what belongs to it;
-this module knows who gives it to whom, and what is decided.
+:mod:`~lightning_recycle.control.protocol.layout_change`. :class:`LayerKeeper` knows what a layer is, and what belongs
+to it; this module knows who gives it to whom, and what is decided.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.layout_change import Transfer, ranges, transfers
 from lightning_recycle.control.protocol.messages import Cuts, Resume
-from lightning_recycle.control.protocol.relayout import Transfer, ranges, transfers
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.comm.communicator import Communicator

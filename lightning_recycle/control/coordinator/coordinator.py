@@ -1,0 +1,910 @@
+"""The coordinator: the one authority over membership, in a thread of the supervisor.
+
+A thin shell around the pure state machine of :mod:`~lightning_recycle.control.protocol.membership`: it turns
+connections, process exits and clocks into events, and carries out the commands. It asks
+:mod:`~lightning_recycle.control.coordinator.failure_detector` who is silent or stuck,
+:mod:`~lightning_recycle.control.joining.vacancies` who fills an empty position, and
+:mod:`~lightning_recycle.control.plans.run_plans` what all run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from lightning_recycle.control.coordinator.failure_detector import FailureDetector, StartupTimeouts
+from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
+from lightning_recycle.control.joining.admission import Admission, Place, Readmission, describe
+from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
+from lightning_recycle.control.joining.vacancies import Quarantine, Vacancies
+from lightning_recycle.control.monitoring.history import Event, History
+from lightning_recycle.control.monitoring.monitor import RunView, Views
+from lightning_recycle.control.monitoring.status import Place as ShownPlace
+from lightning_recycle.control.monitoring.status import status_of
+from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
+from lightning_recycle.control.network.event_loop import EventLoop
+from lightning_recycle.control.network.handshake import check_key
+from lightning_recycle.control.network.listener import Listener
+from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.run_plans import RunPlans
+from lightning_recycle.control.protocol import coordinator_restart, membership, messages
+from lightning_recycle.control.protocol import state as protocol
+from lightning_recycle.control.protocol.control_collectives import Rendezvous
+from lightning_recycle.control.protocol.corruption import Checks
+from lightning_recycle.control.protocol.encoding import BadMessageError, encode
+from lightning_recycle.control.protocol.message_validation import objection
+from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.profile import Profile
+from lightning_recycle.planning.program import Programs
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.process_spaces import thread_states
+
+__all__ = ["Coordinator", "CoordinatorOptions", "Positions", "WorkerProcess"]
+
+log = logging.getLogger(__name__)
+
+_FROM_OTHER_THREADS = (
+    messages.Heartbeat,
+    messages.Leave,
+    messages.EndRun,
+    messages.Paused,
+    messages.Publish,
+    messages.LookUp,
+)
+_PUBLISHED_BYTES = 4 << 20  # that a worker may publish in a generation
+_STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
+_SIGNS = 4  # of life, in the time after which workers give this coordinator up
+_TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
+_REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
+_LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
+
+Positions: TypeAlias = Mapping[int, tuple[str, int] | None]
+"""By rank the machine and the process id of who is there; None for an empty position."""
+
+
+class Coordinator:
+    """Serves the control plane of one run.
+
+    Args:
+        grid: the grid of the run.
+        planner: makes the schedules.
+        options: time bounds, and how lost workers are replaced.
+        host: the interface to listen on.
+        port: the port to listen on; 0 for a free one.
+        authkey: the key that workers must know, at least 16 bytes; random by default.
+        on_profile: called in the coordinator's thread with the model's profile once all stages have measured.
+        start_worker: starts a replacement for a rank, given its incarnation and the rank whose device it runs on; None
+            if there are no replacements.
+        setup: passed, unread, with its position to a worker that was started by hand.
+        reception: where workers have been received already, instead of ``host`` and ``port``; it stays open.
+        staggered: told to workers that were started by hand.
+        journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
+        on_positions: called in the coordinator's thread whenever other processes are at the positions: for each rank
+            the machine and process id of who is there, or is about to join; None where a position is empty. For whoever
+            brings workers and must be asked for them.
+        takes_results: whether somebody takes the results from the outcome of the run.
+        quarantine: the devices that are out, and which of them are found wrong.
+
+    Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
+    :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        planner: RunPlanner,
+        options: CoordinatorOptions | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        authkey: bytes | None = None,
+        on_profile: Callable[[Profile], None] = lambda _: None,
+        start_worker: Callable[[int, int, int], WorkerProcess] | None = None,
+        setup: messages.Payload | None = None,
+        reception: Reception | None = None,
+        staggered: bool = True,
+        journal: Journal | None = None,
+        on_positions: Callable[[Positions], None] | None = None,
+        takes_results: bool = True,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        self.grid = grid
+        self.options = options or CoordinatorOptions()
+        self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
+        self._history = History(grid)
+        self._loop = EventLoop(self._on_wake)
+        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self.options.adapt)
+        self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
+        self._reception = reception
+        if reception is None:
+            self._listener = Listener((host, port), self.authkey, grid.num_workers, self._loop.wake)
+        else:
+            self._listener = reception.listener
+            self._listener.wake = self._loop.wake
+        self._journal = journal
+        self._readmission = None if journal is None else Readmission(journal, grid, self.options)
+        self._holders: dict[int, Process] = {} if journal is None else dict(journal.processes)  # by rank
+        self._state = protocol.initial_state(grid, self.options.machine_error_retries)
+        if self._readmission is not None:
+            self._state = self._readmission.state()
+        self._state = self._with_policy(self._state)
+        self._written = coordinator_restart.durable(self._state)
+        self._connections: dict[int, NonBlockingConnection] = {}
+        self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
+        self._processes: dict[int, WorkerProcess] = {}
+        self._watch = FailureDetector(grid, self.options, self._thread_states)
+        self._starts = StartupTimeouts(grid)
+        self._rendezvous = Rendezvous()
+        self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
+        self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
+        self._entrance = Admission(grid, self, self._loop, self._vacancies, reception, journal, self._readmission)
+        self._connected: set[int] = set()
+        self._graces: dict[int, tuple[float, str]] = {}
+        self._unreachable: list[int] = []  # could not be sent a message
+        self._to_evict: list[protocol.Evict] = []
+        self._held: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
+        self._next_review = 0.0
+        self._review_seconds = max(_TICK, grid.num_workers * _REVIEW_SECONDS)
+        self._fills = False  # whether a vacancy may be filled, or a spare be placed
+        self._filled = self._state.live  # the workers when that was last tried
+        self._order = sorted(range(grid.num_workers), key=lambda rank: (grid.worker(rank).stage, rank))
+        self._sign_seconds = min(SIGN_SECONDS, self.options.coordinator_timeout / _SIGNS)
+        self._next_sign = 0.0
+        self._views = Views(self._view, self._loop.wake)
+        self._done = threading.Event()
+        self._closing = False
+        self._deserted = False
+        self._quarantine = quarantine or Quarantine(None)
+        self._absent: dict[int, str] = {}  # positions whose device is out
+        self._end_wanted = False
+        self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
+        self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
+
+    def _with_policy(self, state: protocol.MembershipState) -> protocol.MembershipState:
+        return replace(state, checks=Checks(self.options.on_corruption, self.options.check_every))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._listener.address
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return self._state.roster
+
+    @property
+    def state(self) -> protocol.MembershipState:
+        """The state of the protocol, for the coordinator's thread."""
+        return self._state
+
+    @property
+    def connections(self) -> Mapping[int, NonBlockingConnection]:
+        """Those of all workers with a position, by rank, for the coordinator's thread."""
+        return self._connections
+
+    @property
+    def history(self) -> list[Event]:
+        return self._history.events
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        return self._plans.schedules
+
+    def view(self, timeout: float = 2.0) -> RunView:
+        """How the run is, at most a quarter of a second ago. Callable from any thread once the run has been started.
+
+        Raises:
+            ControlPlaneError: if the coordinator's thread does not answer within ``timeout`` seconds.
+        """
+        return self._views.ask(timeout)
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals of the run so far, besides those of the history its committed steps and live workers."""
+        state = self._state
+        return {"steps": float(state.version), "live_workers": float(len(state.live)), **self._history.counters}
+
+    def start(self, processes: Mapping[int, WorkerProcess], absent: Mapping[int, str] = MappingProxyType({})) -> None:
+        """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
+        without a process. The positions ``absent`` stay empty; it says why.
+        """
+        self._processes, self._absent = dict(processes), dict(absent)
+        for rank in processes:
+            self._starts.began(rank, time.monotonic())
+        if processes:
+            self._watch.begin_start(time.monotonic())
+        if self._reception is None:
+            self._listener.start()
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> protocol.Outcome | None:
+        """Waits for the end of the run; None if ``timeout`` seconds pass first. A run that had ended before an earlier
+        coordinator was killed ends again when those that may not know it have had time to return.
+        """
+        return self._state.outcome if self._done.wait(timeout) else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the workers have met; callable from any thread."""
+        return self._state.generation >= 0
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether all workers have gone before the run began, which is therefore none: from now on nobody is let in.
+        Callable from any thread.
+        """
+        return self._deserted
+
+    def _is_left(self) -> bool:
+        """Whether all workers have gone before the run began, and nobody is about to come."""
+        here = self._connections or self._vacancies.spares or self._entrance.strangers
+        waiting = here or not self._listener.accepted.empty()
+        return self._reception is not None and self._entrance.has_met and not self.has_begun and not waiting
+
+    def end_at_boundary(self) -> None:
+        """Asks the workers to end after the step that they are at, once they have saved what is wanted; see
+        :meth:`wait`. Callable from any thread, but not from a signal handler.
+        """
+        self._end_wanted = True
+        self._loop.wake()
+
+    def ask_to_leave(self, host: str) -> None:
+        """Asks the workers of the machine ``host`` to leave at the next step boundary: it is about to go. No step is
+        redone for that. Callable from any thread.
+        """
+        self._hosts_to_leave.put(host)
+        self._loop.wake()
+
+    def stop(self, patience: float = _STOP_SECONDS) -> None:
+        """Stops serving: from now on the end of a worker is no loss, and nobody replaces it. The connections stay."""
+        self._closing = True
+        self._vacancies.stop()
+        self._loop.wake()
+        if self._thread.is_alive():
+            self._thread.join(patience)
+
+    def close(self) -> None:
+        """Stops serving and closes every connection."""
+        self.stop(patience=_LAST_WORDS_SECONDS + 5.0)
+        self._plans.close()
+        if self._reception is None:
+            self._listener.close()
+        else:
+            self._reception.take_back()
+        self._vacancies.close()
+        self._loop.close()
+
+    # ------------------------------------------------------------------ the loop
+
+    def _serve(self) -> None:
+        try:
+            for rank, process in self._processes.items():
+                self._watch_exit(rank, process)
+            for rank, cause in self._absent.items():
+                self._handle(protocol.Lost(rank, cause))
+            if self._reception is not None:
+                for connection, hello in self._reception.hand_over():
+                    self._entrance.greet(connection, hello)
+                self._loop.wake()  # others may have come in between
+            last_tick = time.monotonic()
+            if self._entrance.has_ended_before:
+                threading.Timer(_LAST_WORDS_SECONDS, self._done.set).start()
+            while not self._closing and not self._deserted:
+                found = self._loop.select(_TICK)
+                if self._journal is not None and time.monotonic() - last_tick > 10 * _TICK:
+                    self._journal.check()  # this process was stopped: another one may have taken its place
+                self._loop.dispatch(found)
+                now = time.monotonic()
+                if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts
+                    self._watch.forgive(now)
+                    for connection in self._connections.values():
+                        connection.forgive(now)
+                last_tick = now
+                self._on_tick(now)
+                while self._unread:
+                    self._on_messages(self._unread.pop())
+                self._deserted = self._is_left()
+            self._loop.flush_all(_LAST_WORDS_SECONDS)  # the answer with the results, and that the run is over
+        except SupersededError as error:
+            log.error("This coordinator ends without a word to its workers: %s.", error)
+            self._state = replace(self._state, outcome=protocol.Failed(str(error)))
+            self._done.set()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._views.close()
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the run for an error of the coordinator itself."""
+        log.error("The coordinator failed", exc_info=error)
+        self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
+
+    def _on_tick(self, now: float) -> None:
+        if self._state.outcome is not None:
+            return
+        if now >= self._next_sign:
+            self._next_sign = now + self._sign_seconds
+            self._tell_everybody(messages.Alive(self.options.coordinator_timeout))
+        if self._state.returned is not None:
+            self._await_return(now)
+            return
+        if now >= self._next_review:  # not after every message: it looks at all workers
+            self._next_review = now + self._review_seconds
+            self._give_up_late(now)
+            self._review(now)
+            self._fills = True
+        for generation, (deadline, reason) in list(self._graces.items()):
+            if now > deadline:
+                del self._graces[generation]
+                self._handle(protocol.GraceElapsed(generation, reason))
+        if self._entrance.take_new_spare() or self._fills or self._state.live is not self._filled:
+            self._fills, self._filled = False, self._state.live
+            self._fill_vacancies(now)
+
+    def _await_return(self, now: float) -> None:
+        """Gives up who does not return to this coordinator, which was started again; or the whole run."""
+        assert self._readmission is not None
+        if self._readmission.is_deserted(now, bool(self._vacancies.spares)):
+            log.warning("Nobody of the run that was going on here has returned: another one begins.")
+            self._state, self._holders = self._with_policy(self._readmission.begin_anew()), {}
+            return
+        for rank, cause in self._readmission.late(now, self._state).items():
+            self._gone(rank, cause)
+
+    def _give_up_late(self, now: float) -> None:
+        """Evicts who is not where it should be by now; one that is late to connect first shows where it is."""
+        for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
+            self._evict(rank, cause)
+        for rank, cause in self._starts.late(now, self._connections.keys()).items():
+            if rank in self._shown:
+                self._evict(rank, cause)
+            else:
+                self._shown.add(rank)
+                self._processes[rank].show_stack()
+
+    def _review(self, now: float) -> None:
+        """Looks at who is silent or makes no progress, and does what follows."""
+        seconds = self._plans.operation_seconds
+        stalled = {rank: connection.stalled(now) for rank, connection in self._connections.items()}
+        ruling = self._watch.review(now, self._state, stalled, seconds)
+        for rank, waited in ruling.waits.items():
+            self._history.suspect(rank, waited, self._state)
+        for rank, lasted in ruling.cleared.items():
+            self._history.clear(rank, lasted, self._state)
+        for rank, given_up in ruling.evict.items():
+            self._evict(rank, given_up.cause, {"seconds": given_up.seconds, "limit": given_up.limit})
+        self._history.digest.goodput.spares_are(len(self._vacancies.spares), time.time())
+        if self._watch.everybody_waits(now, self._state, seconds):
+            reason = "a message was lost: all wait for each other, and nobody works."
+            self._handle(protocol.GraceElapsed(self._state.generation, reason))
+
+    def _thread_states(self, rank: int) -> str:
+        """What the threads of a worker's process do, if it is one of this machine."""
+        process = self._holders.get(rank)
+        return "" if process is None else thread_states(process.pid, process.space)
+
+    # ------------------------------------------------------------------ workers come and go
+
+    def _watch_exit(self, rank: int, process: WorkerProcess) -> None:
+        self._loop.watch(process.sentinel, partial(self._on_exit, rank))
+
+    def _on_wake(self) -> None:
+        while not self._listener.accepted.empty():
+            self._entrance.open(self._listener.accepted.get())
+        for rank, process in self._vacancies.take_started():
+            if process is None:
+                self._candidate_gone(rank)
+            else:
+                self._processes[rank] = process
+                if rank not in self._connections:  # it may have been quicker than this thread
+                    self._starts.began(rank, time.monotonic())
+                self._watch_exit(rank, process)
+        held, self._held = self._held, None
+        if held is not None:
+            self._handle(held)
+        for plan in self._plans.better():
+            self._handle(plan)
+        for kind, details in self._plans.take_notes():
+            self._history.add(kind, self._state, details=details)
+        if self._end_wanted:
+            self._handle(protocol.EndWanted())
+        self._views.answer()
+        while not self._hosts_to_leave.empty():
+            host = self._hosts_to_leave.get()
+            for rank in [rank for rank in self._connections if self._history.process_at(rank)[0] == host]:
+                self._on_leave(messages.Leave(rank))
+
+    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
+        """A worker has returned to what it was."""
+        rank = returned.rank
+        self._vacancies.held_before(rank, returned.node, returned.incarnation)
+        said = coordinator_restart.events(returned) if place is not Place.MEMBER else iter(())
+        if place is Place.MEMBER:
+            self._watch.reported(rank)
+        self._plans.returned(self.grid.worker(rank), returned)
+        process = describe(returned, returned.incarnation)
+        self.admit(rank, connection, process, place is Place.CANDIDATE, returned)
+        for message in said:
+            self._on_message(rank, message)
+
+    def assign_again(self, rank: int, connection: NonBlockingConnection, hello: messages.Hello) -> None:
+        """A worker was given a position by an earlier coordinator, and has not heard of it."""
+        assert self._readmission is not None
+        enrolled = self._readmission.enrolled
+        said = messages.Returned(rank, hello.pid, hello.node, hello.token, hello.space, enrolled.run, enrolled.epoch)
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+            connection.send(self._assignment(rank, 0, joining=False))
+        self.admit(rank, connection, describe(hello), False, said)
+
+    def admit(
+        self,
+        rank: int,
+        connection: NonBlockingConnection,
+        process: Process,
+        joining: bool,
+        returned: messages.Returned | None = None,
+    ) -> None:
+        """A worker takes its position; what one that has ``returned`` had said counts."""
+        self._history.introduce(rank, process.node, process.pid)
+        connection.inbox.expects = messages.FROM_WORKERS
+        self._connections[rank] = connection
+        self._holders[rank] = process
+        self._unread.append(rank)
+        self._watch.heard(rank, time.monotonic())
+        self._starts.connected(rank, time.monotonic())
+        if joining:
+            self._watch.expect(rank, time.monotonic())
+        elif self._state.generation < 0:
+            self._watch.begin_start(time.monotonic())
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+            connection.send(messages.Alive(self.options.coordinator_timeout))  # so it knows the limit at once
+        self._loop.watch(connection, partial(self._on_readable, rank))
+        self._loop.watch_unsent(connection)
+        if returned is not None and self._state.returned is not None and rank in self._state.live:
+            self._handle(returned)
+            if self._state.returned is None:  # what they have said meanwhile
+                self._unread.extend(self._connections)
+        elif not joining:
+            self._handle(protocol.Joined(rank))
+
+    def _place_spares(self) -> None:
+        """Gives workers that were started by hand a position: of the first roster, or of a lost worker."""
+        if not self._vacancies.spares:
+            return
+        if self._readmission is not None and not self._readmission.may_place(time.monotonic()):
+            return
+        joining = self._state.generation >= 0
+        if joining:
+            free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
+        else:
+            free = [r for r in sorted(self._state.live) if r not in self._processes and r not in self._connections]
+        while placed := self._vacancies.place_spare(free):
+            rank, connection, process = placed
+            free.remove(rank)
+            self._loop.forget(connection)
+            incarnation = self._vacancies.next_incarnation(rank) if joining else 0
+            try:
+                connection.send(self._assignment(rank, incarnation, joining))
+            except OSError:
+                self._vacancies.leave_node(rank)
+                connection.close()
+                continue
+            self.admit(rank, connection, replace(process, incarnation=incarnation), joining)
+
+    def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
+        timeout = self.options.heartbeat_timeout
+        told = self._setup, self._staggered, self._takes_results
+        return messages.Assign(rank, incarnation, joining, self.grid, timeout, *told)
+
+    def _has_candidate(self, rank: int) -> bool:
+        return rank in self._connections or rank in self._processes or self._vacancies.is_starting(rank)
+
+    def _fill_vacancies(self, now: float) -> None:
+        """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
+        self._place_spares()
+        self._tell_positions()
+        if self._state.generation < 0:
+            return
+        for rank in self._state.vacant:
+            if self._has_candidate(rank) or rank in self._absent or not self._vacancies.may_start(rank, now):
+                continue
+            if self.options.restart_workers:
+                self._history.add("restarting", self._state, rank)
+                self._vacancies.start(rank)
+                self._watch.expect(rank, now)
+            elif self._vacancies.may_move and not self._state.moves:
+                mover = self._plans.propose_move(self._failed(), self.grid.worker(rank))
+                if mover is not None:
+                    self._handle(protocol.MovePlanned(rank, self.grid.rank(mover)))
+                    self._vacancies.start(rank, on=self.grid.rank(mover))
+                    self._watch.expect(rank, now)
+                    return
+
+    def _tell_positions(self) -> None:
+        if self._on_positions is None:
+            return
+        positions = {
+            rank: self._history.process_at(rank) if rank in self._connections else None
+            for rank in range(self.grid.num_workers)
+        }
+        if positions != self._positions:
+            self._positions = positions
+            self._on_positions(MappingProxyType(positions))
+
+    def _on_readable(self, rank: int) -> None:
+        connection = self._connections[rank]
+        try:
+            connection.read()
+        except (EOFError, OSError):
+            self._gone(rank, self._describe_exit(rank) or "its connection to the coordinator broke")
+            return
+        self._on_messages(rank)
+
+    def _on_messages(self, rank: int) -> None:
+        """Handles what a worker's inbox holds. Whatever is wrong with a message costs its sender, and nobody else."""
+        connection = self._connections.get(rank)
+        if self._state.returned is not None:
+            return  # it waits until all have returned: before, nothing is known by which to judge it
+        try:
+            while connection is not None and self._connections.get(rank) is connection:
+                message = connection.inbox.take()
+                if message is None:
+                    return
+                why = objection(self._state, rank, message)
+                if why is not None:
+                    raise BadMessageError(f"{type(message).__name__}: {why}")
+                self._on_message(rank, message)
+        except BadMessageError as error:
+            log.warning("Closed the connection of worker %s: %s.", self.grid.worker(rank), error)
+            self._gone(rank, f"it sent a message that no worker sends ({error})")
+        except SupersededError:
+            raise
+        except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
+            log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
+            self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
+
+    def _tell_everybody(self, message: Any) -> None:
+        """Sends ``message`` to all workers, also to spares; one that is gone needs none."""
+        frame = encode(message)
+        for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
+            with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+                connection.send_frame(frame)
+                self._loop.watch_unsent(connection)
+
+    def _on_exit(self, rank: int) -> None:
+        cause = self._describe_exit(rank)
+        if cause is None:
+            return
+        connection = self._connections.get(rank)
+        if connection is not None:
+            # What it said before it died; its last words may be the exception that ended it.
+            with contextlib.suppress(EOFError, OSError):
+                while self._connections.get(rank) is connection and connection.read():
+                    self._on_messages(rank)
+        self._gone(rank, cause)
+
+    def _describe_exit(self, rank: int) -> str | None:
+        process = self._processes.get(rank)
+        return None if process is None else process.describe_exit(timeout=0.02)
+
+    def _gone(self, rank: int, cause: str) -> None:
+        """A worker or a candidate for a position is gone. Makes sure of it: it must not return and write."""
+        process = self._processes.pop(rank, None)
+        if process is not None:
+            if self._loop.watches(process.sentinel):
+                self._loop.forget(process.sentinel)
+            process.kill()
+            process.release()
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            self._loop.forget(connection)
+            connection.close()
+        self._watch.forget(rank)
+        self._starts.forget(rank)
+        self._shown.discard(rank)
+        self._vacancies.leave_node(rank)
+        if rank in self._state.live:
+            self._handle(protocol.Lost(rank, cause))
+        elif process is not None or connection is not None:
+            self._candidate_gone(rank)
+
+    def _candidate_gone(self, rank: int) -> None:
+        self._vacancies.failed(rank, time.monotonic())
+        self._handle(protocol.CandidateLost(rank))
+
+    def _evict(self, rank: int, cause: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Declares dead a worker that did not end by itself."""
+        self._history.add("suspected", self._state, rank, {"cause": cause, **details})
+        if rank in self._state.live:
+            self._history.add("evicted", self._state, rank, {"cause": cause, **details})
+        self._gone(rank, cause)
+
+    def _dismiss(self, rank: int) -> None:
+        """Dismisses a worker that leaves at a step boundary."""
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            self._loop.forget(connection)
+            with contextlib.suppress(OSError):  # it could not wait
+                connection.send(messages.Stop(StopReason.LEFT))
+                connection.flush_within(_TICK)
+            connection.close()
+        process = self._processes.pop(rank, None)
+        if process is not None:
+            self._loop.forget(process.sentinel)
+            process.release()
+        self._watch.forget(rank)
+
+    # ------------------------------------------------------------------ messages
+
+    def _on_message(self, rank: int, message: Any) -> None:
+        now = time.monotonic()
+        self._watch.heard(rank, now)
+        if not isinstance(message, _FROM_OTHER_THREADS):
+            self._watch.acted(rank, now)
+        match message:
+            case messages.Heartbeat():
+                self._watch.beat(rank, message, now)
+                if not self._state.collectives:
+                    return
+            case messages.Connected():
+                self._on_connected(message)
+                return
+            case messages.Profiled():
+                self._plans.profiled(message)
+                return
+            case messages.Measured():
+                self._plans.measured(message)
+                return
+            case messages.LayerFacts():
+                self._plans.layers(message)
+                return
+            case messages.Tried():
+                self._plans.tried(message)
+                return
+            case messages.Publish():
+                if self._rendezvous.published_bytes(rank) > _PUBLISHED_BYTES:
+                    raise BadMessageError(f"it has published more than {_PUBLISHED_BYTES} bytes in a generation")
+                self._answer(self._rendezvous.publish(message))
+                return
+            case messages.LookUp():
+                self._answer(self._rendezvous.look_up(message))
+                return
+            case messages.FaultInjected():
+                self._history.fault_injected(message)
+                return
+            case messages.Saved():
+                self._history.add("saved", self._state, rank, {"path": message.path}, step=message.step)
+                return
+            case messages.Confirm():
+                if rank in self._state.live:
+                    if self._journal is not None:
+                        self._journal.check()
+                    self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
+                    self._evict_unreachable()
+                return
+            case messages.Report():
+                self._watch.reported(rank)
+            case messages.Ready():
+                self._vacancies.succeeded(rank)
+                self._watch.ready(rank)
+            case messages.Leave():
+                self._on_leave(message)
+                return
+            case messages.Applied():
+                self._watch.applied(rank)
+                worker = self.grid.worker(rank)
+                self._history.held(rank, message.peak_bytes)
+                self._plans.applied(worker, message, rank == self._state.lead_of(worker.stage))
+            case messages.Broken():
+                log.debug("Worker %s: %s", self.grid.worker(rank), message)
+            case messages.Raised():
+                worker, text = self.grid.worker(rank), message.traceback.rstrip()
+                log.warning("Worker %s raised an exception that may be a fault of its machine:\n%s", worker, text)
+            case messages.Crash():
+                log.debug("Worker %s: %s", self.grid.worker(rank), message)
+                if message.fault:
+                    self._gone(rank, message.summary)
+                    return
+        self._handle(message)
+
+    def _on_leave(self, wish: messages.Leave) -> None:
+        """A worker, or who was about to join, has been told to end."""
+        if wish.rank in self._state.live:
+            self._handle(wish)
+        else:
+            self._dismiss(wish.rank)
+            self._candidate_gone(wish.rank)
+
+    def _answer(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
+        for rank, found in answers:
+            self._send(protocol.Send((rank,), found))
+        self._evict_unreachable()
+
+    def _on_connected(self, message: messages.Connected) -> None:
+        if message.generation != self._state.generation:
+            return
+        self._connected.add(message.rank)
+        if self._connected >= self._state.live:
+            self._history.connected(self._state)
+
+    # ------------------------------------------------------------------ commands
+
+    def _handle(self, event: protocol.MembershipEvent) -> None:
+        self._apply(event)
+        while self._to_evict:
+            command = self._to_evict.pop(0)
+            self._evict(command.rank, command.cause)
+        self._evict_unreachable()
+
+    def _evict_unreachable(self) -> None:
+        while self._unreachable:
+            rank = self._unreachable.pop()
+            self._gone(rank, self._describe_exit(rank) or "it could not be sent a message")
+
+    def _apply(self, event: protocol.MembershipEvent) -> None:
+        state, commands = membership.transition(self._state, event)
+        resumes = any(isinstance(c, protocol.Send) and isinstance(c.message, messages.Resume) for c in commands)
+        if resumes and not self._plan_is_ready(state):
+            # As if the last report had been under way for longer; whatever comes before it is handled as ever.
+            self._held = event
+            self._watch.end_regroup()  # everybody has reported
+            return
+        self._state = state
+        self._write_down()
+        for command in commands:
+            if isinstance(command, protocol.Send):
+                self._send(command)
+            elif isinstance(command, protocol.Resend):
+                self._post(command.ranks, encode(command.message))
+            elif isinstance(command, protocol.StartGrace):
+                self._graces.setdefault(command.generation, (time.monotonic() + self.options.grace, command.reason))
+            elif isinstance(command, protocol.Evict):
+                self._to_evict.append(command)
+            elif isinstance(command, protocol.Record):
+                self._record(command)
+            else:
+                self._finish(command)
+
+    def _write_down(self) -> None:
+        """Before anybody is told: what another coordinator must know."""
+        if self._journal is None:
+            return
+        durable = coordinator_restart.durable(self._state)
+        if not all(map(operator.is_, durable, self._written)):  # nearly always nothing has changed
+            self._journal.write(coordinator_restart.kept(self._state), self._holders)
+            self._written = durable
+
+    def _post(self, ranks: Iterable[int], frame: bytes | bytearray) -> None:
+        for rank in ranks:
+            connection = self._connections.get(rank)
+            if connection is None:
+                continue
+            try:
+                connection.send_frame(frame)
+            except OSError:
+                self._unreachable.append(rank)
+            else:
+                self._loop.watch_unsent(connection)
+
+    def _send(self, command: protocol.Send) -> None:
+        message, schedule = command.message, command.schedule
+        if isinstance(message, messages.Resume):
+            self._divide_time()
+            joining = [self.grid.worker(rank) for rank in self._state.joining]
+            try:
+                schedule = self._plans.begin_generation(self._failed(), joining, self._state.version)
+            except Exception as error:  # whoever sent the last report is not to blame
+                self._fail(error)
+                return
+            self._watch.end_regroup()
+            self._connected = set()
+        elif isinstance(message, messages.Boundary) and schedule is not None:
+            self._divide_time()
+            self._plans.change(schedule, message.step)
+        elif isinstance(message, messages.Regroup):
+            self._watch.begin_regroup(time.monotonic())
+            self._rendezvous.begin(message.generation)
+            self._plan_is_ready(self._state)  # if not, it is made while the workers stop and report
+        elif isinstance(message, messages.StepLoss):
+            counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
+            newest = self._state.applied.get(self._state.leader, -1)
+            message = replace(message, counters=counters, leader_applied=newest)
+            self._history.add_loss(message.step, message.loss)
+        verify = self.options.verify if self._state.checks.comparable else 0.0
+        programs = None if schedule is None else Programs(schedule, verify)
+        frame = encode(message) if programs is None else bytearray()
+        # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
+        told = frozenset(command.ranks)
+        for rank in command.ranks if len(told) == 1 else (rank for rank in self._order if rank in told):
+            if programs is not None:
+                frame = encode(replace(message, program=programs.of(self.grid.worker(rank))))
+            self._post((rank,), frame)
+
+    def _plan_is_ready(self, state: protocol.MembershipState) -> bool:
+        """Whether there is a plan for a generation of those that are in; if not, it is being made."""
+        joining = [self.grid.worker(rank) for rank in state.joining]
+        try:
+            return self._plans.is_ready(self._failed(state), joining)
+        except Exception:  # whoever asks for the plan itself meets the same error, and tells it
+            log.debug("No plan can be made ready", exc_info=True)
+            return True
+
+    def _failed(self, state: protocol.MembershipState | None = None) -> frozenset[Worker]:
+        live = (state or self._state).live
+        return frozenset(self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in live)
+
+    def _divide_time(self) -> None:
+        """Accounts for the time of the steps until now: another plan takes other times."""
+        if (computing := self._plans.computing_seconds) is not None:
+            self._history.digest.goodput.divide(*computing)
+
+    def _view(self) -> RunView:
+        self._divide_time()
+        spares = tuple(ShownPlace(process.node or None, process.pid) for _, process in self._vacancies.spares)
+        schedules = self._plans.schedules
+        candidates = frozenset(rank for rank in range(self.grid.num_workers) if self._has_candidate(rank))
+        awaited = candidates - self._connections.keys()  # their process is another one than that which was known
+        processes = {rank: place for rank, place in self._history.processes.items() if rank not in awaited}
+        status = status_of(
+            time.time(),
+            self._state,
+            self._history.digest,
+            (self._plans.number, schedules[-1]) if schedules else None,
+            processes,
+            self._vacancies.incarnations,
+            candidates,
+            self._watch.activities,
+            self._history.peaks,
+            spares,
+            self._history.counters["recovery_seconds"],
+        )
+        return RunView(status, self._plans.timed)
+
+    def _record(self, record: protocol.Record) -> None:
+        if record.kind in ("failure", "moved"):
+            self._vacancies.may_move = self.options.normalize and record.kind == "failure"
+        if record.kind == "revived":
+            known = record.details["counters"].items()
+            self._history.counters.update({name: value for name, value in known if name != "live_workers"})
+            if self._state.cuts:
+                self._plans.layout_is(self._state.cuts)
+        if record.kind in ("left", "moved") and record.rank is not None:
+            self._dismiss(record.rank)
+        if record.kind == "layers_moved":
+            self._plans.relaid(record.details["cuts"])
+        if record.kind == "resumed" and not self._history.has_steps:
+            self._plans.plan_ahead()
+        if record.kind == "resumed":
+            record = replace(record, details={**record.details, "plan": self._plans.source, **self._plans.reasons()})
+        self._history.record(record, self._state)
+        if record.kind == "corruption" and record.rank is not None:
+            self._isolate(record.rank, record)
+        if record.kind == "step":
+            self._plans.stepped(self._history.step_seconds)
+
+    def _isolate(self, rank: int, record: protocol.Record) -> None:
+        """Puts the device of a worker that was found wrong into quarantine; nobody takes its place if it is out."""
+        host, device = self._history.process_at(rank)[0], str(record.details["device"])
+        self._quarantine.add(host, device, record.step, record.details)
+        if self._quarantine.holds(host, device):
+            self._absent[rank] = self._quarantine.why(device)
+
+    def _finish(self, outcome: protocol.Outcome) -> None:
+        if self._state.outcome is None:
+            self._state = replace(self._state, outcome=outcome)
+            self._write_down()
+        self._history.ended(self._state)
+        # Also after a success: a worker may be waiting for a generation that nobody needs any more.
+        self._tell_everybody(messages.Stop(StopReason.of(outcome)))
+        self._done.set()

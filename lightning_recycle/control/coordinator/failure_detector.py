@@ -1,0 +1,322 @@
+"""Failure detector: the coordinator's clocks for heartbeats, progress and startup of workers.
+
+Silence and slowness are judged by :mod:`~lightning_recycle.control.protocol.detection`.
+
+Startup is measured by the processes that have connected: processes of one machine that are started for the same run
+import the same modules, so one that takes much longer than the others hangs, in the user's imports or at a file system,
+or was stopped. It holds nothing yet, so giving it up costs its replica, no more. A process that its stage cannot do
+without gets all the time that there is, and so do several at once: then the machine is slow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.protocol.detection import (
+    Memory,
+    Observation,
+    Ruling,
+    Sign,
+    Standing,
+    everybody_waits,
+    review,
+    sign_of_work,
+)
+from lightning_recycle.control.protocol.messages import Heartbeat
+from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.planning.grid import Grid
+
+__all__ = [
+    "FailureDetector",
+    "StartupTimeouts",
+    "late_to_connect",
+]
+
+_LEAST_START_TIMEOUT = 10.0  # seconds of silence
+_LEAST_DEAF_SECONDS = 5.0
+_LEAST_STALL_SECONDS = 1.0
+_BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the rest is for its first heartbeat to come
+
+
+class FailureDetector:
+    """Remembers when workers were heard and what they did. All times are in seconds of one monotonic clock.
+
+    Args:
+        grid: the grid of the run.
+        options: how long workers may be silent or slow.
+        thread_states: the states of the threads of a worker's process, by rank, as
+            :func:`~lightning_recycle.process_spaces.thread_states` returns them.
+    """
+
+    def __init__(
+        self, grid: Grid, options: CoordinatorOptions, thread_states: Callable[[int], str] = lambda _: ""
+    ) -> None:
+        self._grid = grid
+        self._options = options
+        self._thread_states = thread_states
+        self._looks: dict[int, list[tuple[float, bool]]] = {}  # at processes of silent workers: whether they computed
+        self._heard: dict[int, float] = {}
+        self._beats: dict[int, tuple[Heartbeat, float]] = {}
+        self._acted: dict[int, float] = {}
+        self._have_applied: set[int] = set()  # ever; a process's first step may take long, however long others took
+        self._have_reported: set[int] = set()  # ever; setting up, before the first report, may take long
+        self._deadline: float | None = None
+        self._regroup_began = 0.0
+        self._candidates: dict[int, float] = {}
+        self._memory = Memory()
+
+    # ------------------------------------------------------------------ what is heard
+
+    def heard(self, rank: int, now: float) -> None:
+        self._heard[rank] = now
+
+    def beat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        self._heard[rank] = now
+        self._beats[rank] = (heartbeat, now)
+
+    def acted(self, rank: int, now: float) -> None:
+        """The worker's main thread sent a message: whatever an earlier heartbeat reported is over."""
+        self._acted[rank] = now
+
+    def applied(self, rank: int) -> None:
+        self._have_applied.add(rank)
+
+    def reported(self, rank: int) -> None:
+        self._have_reported.add(rank)
+
+    def expect(self, rank: int, now: float) -> None:
+        """From now on a replacement for ``rank`` sets up."""
+        self._candidates.setdefault(rank, now + self._options.start_timeout)
+
+    def ready(self, rank: int) -> None:
+        """The replacement is set up."""
+        self._candidates.pop(rank, None)
+        self._have_reported.add(rank)
+
+    def forget(self, rank: int) -> None:
+        """The process at ``rank`` is gone; another one may come."""
+        self._candidates.pop(rank, None)
+        self._looks.pop(rank, None)
+        self._heard.pop(rank, None)
+        self._beats.pop(rank, None)
+        self._acted.pop(rank, None)
+        self._have_applied.discard(rank)
+        self._have_reported.discard(rank)
+
+    @property
+    def activities(self) -> dict[int, tuple[str, str]]:
+        """What main threads did at their newest heartbeats, and what they waited for, for people."""
+        return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._beats.items()}
+
+    def forgive(self, now: float) -> None:
+        """This process could hear nobody until now."""
+        self._heard = dict.fromkeys(self._heard, now)
+        self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
+
+    # ------------------------------------------------------------------ what is bounded in time
+
+    def begin_start(self, now: float) -> None:
+        """The first worker is expected, or has come."""
+        if self._deadline is None:
+            self._deadline = now + self._options.start_timeout
+
+    def begin_regroup(self, now: float) -> None:
+        self._deadline = now + self._options.report_timeout
+        self._regroup_began = now
+
+    def end_regroup(self) -> None:
+        self._deadline = None
+
+    # ------------------------------------------------------------------ judgements: reasons, by rank
+
+    def review(
+        self,
+        now: float,
+        state: MembershipState,
+        stalled: Mapping[int, float],
+        seconds: Mapping[int, Mapping[str, float]],
+    ) -> Ruling:
+        """Rules over who is silent or makes no progress.
+
+        Args:
+            now: the time.
+            state: who is in.
+            stalled: for each rank that has a connection, also of a replacement that sets up, the seconds for which it
+                has taken no message.
+            seconds: the usual times of operations, by stage and kind.
+        """
+        begun = state.generation >= 0 and state.live <= self._beats.keys()
+        standings = {}
+        for rank, unable in stalled.items():
+            silence = self._silence(now, rank)
+            computes = self._computes(now, rank, max(silence.seconds, unable) > silence.limit / 2)
+            silence = replace(silence, computes=computes)
+            others = []
+            if begun and rank in state.live and Standing(silence).is_heard:  # of a silent worker nothing else is known
+                others.append(self._work(now, rank, state, seconds))
+            if unable > 0:
+                others.append(replace(self._stalled(unable), computes=computes))
+            standings[rank] = Standing(silence, tuple(sign for sign in others if sign is not None))
+        holders = state.live - state.joining
+        self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.version)
+        return ruling
+
+    def everybody_waits(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
+        """Whether a message was lost: all wait for each other in this generation, and have for too long."""
+        if state.generation < 0 or state.regrouping or not state.live <= self._beats.keys():
+            return False
+        for rank in state.live:
+            beat, _ = self._beats[rank]
+            # What was waited for in an earlier generation says nothing about this one, nor does what a silent one said.
+            current = beat.generation == state.generation and Standing(self._silence(now, rank)).is_heard
+            if not beat.activity.waiting_for or not current:
+                return False
+        observations = {rank: self._observe(now, rank, state) for rank in state.live}
+        return everybody_waits(
+            observations, lambda rank, kind: self._usual(rank, kind, seconds), self._options.heartbeat_timeout
+        )
+
+    def late_candidates(self, now: float) -> dict[int, str]:
+        """The replacements that are not ready in time."""
+        cause = f"it was not ready within {self._options.start_timeout:g} s"
+        return {rank: cause for rank, deadline in self._candidates.items() if now > deadline}
+
+    def late(self, now: float, state: MembershipState) -> dict[int, str]:
+        """The workers that have not joined, or not stopped for a regroup, in time."""
+        if self._deadline is None or now <= self._deadline:
+            return {}
+        self._deadline = None
+        if state.generation < 0:
+            cause = f"it did not start within {self._options.start_timeout:g} s"
+            return dict.fromkeys(sorted(state.live - state.joined), cause)
+        if not state.regrouping:
+            return {}
+        cause = f"it did not stop for a regroup within {self._options.report_timeout:g} s"
+        return dict.fromkeys(sorted(self._have_reported & state.live - state.reports.keys()), cause)
+
+    def _silence(self, now: float, rank: int) -> Sign:
+        timeout = self._options.heartbeat_timeout
+        if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
+            timeout = max(timeout, _LEAST_START_TIMEOUT)
+        seconds = now - self._heard.get(rank, now)
+        return Sign(f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.last_holder_timeout)
+
+    def _computes(self, now: float, rank: int, is_quiet: bool) -> bool:
+        """Whether the process of a worker that is quiet computes or waits for a disk. A stopped one does not, nor one
+        whose threads wait for each other.
+        """
+        if not is_quiet:
+            self._looks.pop(rank, None)
+            return False
+        looks = self._looks.setdefault(rank, [])
+        states = self._thread_states(rank)
+        looks.append((now, "R" in states or "D" in states))
+        looks[:] = [(at, busy) for at, busy in looks if now - at <= self._options.heartbeat_timeout]
+        return "T" not in states and sum(busy for _, busy in looks) >= _BUSY_SHARE * len(looks)
+
+    def _stalled(self, seconds: float) -> Sign:
+        timeout = max(_LEAST_STALL_SECONDS, self._options.heartbeat_timeout)
+        cause = f"it took no message for more than {timeout:g} s"
+        return Sign(cause, seconds, timeout, self._options.last_holder_timeout)
+
+    def _observe(self, now: float, rank: int, state: MembershipState) -> Observation:
+        beat, received = self._beats[rank]
+        activity = beat.activity
+        # What it did in an earlier generation says nothing about this one: only time since it last acted counts.
+        return Observation(
+            activity.operation,
+            activity.kind,
+            (state.regrouping and rank in state.reports) or bool(activity.waiting_for),
+            min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
+            beat.debugged,
+            activity.coordinated,
+            (activity.step, activity.kind if activity.microbatch < 0 else f"micro-batch {activity.microbatch}"),
+        )
+
+    def _work(
+        self, now: float, rank: int, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]
+    ) -> Sign | None:
+        """For how long a member has been at the same work, or has not heard that it should regroup."""
+        seen = self._observe(now, rank, state)
+        if state.regrouping and rank in self._have_reported and rank not in state.reports:
+            deaf = self._deaf(rank)
+            if deaf is not None:
+                return deaf
+        usual = self._usual(rank, seen.kind, seconds) if seen.kind else None
+        return sign_of_work(seen, usual, self._options.heartbeat_timeout, self._options.patience)
+
+    def _deaf(self, rank: int) -> Sign | None:
+        """Whether it still waits although a generation was announced, which ends any wait within milliseconds."""
+        beat, received = self._beats[rank]
+        passed = received - self._regroup_began
+        if not beat.activity.waiting_for or beat.debugged or beat.seconds <= passed:
+            return None
+        limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
+        cause = (
+            f"it has been waiting for {beat.activity.waiting_for} since before the others were told to regroup,"
+            f" more than {limit:g} s ago"
+        )
+        return Sign(cause, passed, limit, self._options.patience)
+
+    def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
+        """The usual seconds of an operation; one that is new to the plan (a backward that was or now is fused) takes at
+        most twice as long as the longest.
+        """
+        known = seconds.get(self._grid.worker(rank).stage, {})
+        if rank not in self._have_applied or not known:
+            return None
+        return known.get(kind, 2 * max(known.values()))
+
+
+_FACTOR = 5.0  # times the slowest of the others
+_LEAST_SECONDS = 30.0
+
+
+def late_to_connect(grid: Grid, waits: Mapping[int, float], took: Mapping[int, float]) -> dict[int, str]:
+    """Who is given up, with the reason, by rank.
+
+    Args:
+        grid: the grid of the run.
+        waits: for each process that has not connected, how long ago it was started, in seconds.
+        took: for each worker that lives, the seconds that it took to connect.
+    """
+    if len(waits) >= len(took):
+        return {}
+    slowest = max(took.values())
+    limit = max(_LEAST_SECONDS, _FACTOR * slowest)
+    stages = {grid.worker(rank).stage for rank in took}
+    return {
+        rank: f"it did not connect within {limit:.0f} s, though the slowest of {len(took)} others took {slowest:.1f} s"
+        for rank, seconds in waits.items()
+        if seconds > limit and grid.worker(rank).stage in stages
+    }
+
+
+class StartupTimeouts:
+    """When processes were started and connected. All times are in seconds of one monotonic clock."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._began: dict[int, float] = {}
+        self._took: dict[int, float] = {}
+
+    def began(self, rank: int, now: float) -> None:
+        """A process for ``rank`` was started."""
+        self._began[rank] = now
+
+    def connected(self, rank: int, now: float) -> None:
+        """It has connected; one that was started elsewhere says nothing about those here."""
+        if rank in self._began:
+            self._took[rank] = now - self._began.pop(rank)
+
+    def forget(self, rank: int) -> None:
+        """The process is gone."""
+        self._began.pop(rank, None)
+
+    def late(self, now: float, live: Collection[int]) -> dict[int, str]:
+        """Who is late, with the reason, by rank; ``live``: the ranks that are not lost."""
+        waits = {rank: now - began for rank, began in self._began.items()}
+        return late_to_connect(self._grid, waits, {rank: took for rank, took in self._took.items() if rank in live})

@@ -1,0 +1,244 @@
+"""Serves runs one after the other, each from its first worker to its end.
+
+Concept: what ``recycle-coordinator`` and the coordinator's actor on Ray have in common. The first worker settles what
+the run is to be (:mod:`~lightning_recycle.control.joining.run_config`), a coordinator serves it, and what another
+process needs to go on with it is in the journal. What differs between the two is in the methods that a subclass
+overrides.
+
+Contract: used by one thread. Each run is :meth:`Serving.meet`, :meth:`Serving.serve`, :meth:`Serving.begin_next`; the
+subclass is called in that thread, too.
+
+Must not know: command lines, signals, Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
+from lightning_recycle.control.coordinator.journal import Journal
+from lightning_recycle.control.joining.admission import NOBODY_SECONDS, describe
+from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
+from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.protocol.coordinator_restart import Kept, adopted
+from lightning_recycle.control.protocol.message_validation import objection_to_return
+from lightning_recycle.control.protocol.messages import Enrolled, Returned, RunRequest, StopReason, Unfit
+from lightning_recycle.control.protocol.state import Finished, Outcome
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.process_spaces import has_ended
+
+__all__ = ["Serving"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
+_RETURN_SECONDS = 1.0  # for those who have lost a coordinator of which this one knows nothing; others come first
+_OVER_SECONDS = 3.0  # for those who return to a run whose end is known
+
+
+class Serving:
+    """Serves the runs of those who come to ``reception``.
+
+    Args:
+        reception: where workers come; it stays open.
+        given: what counts whatever the workers' script says.
+        journal: what is written down, so that another process can go on; None if the end of this one is that of the
+            run.
+        takes_results: whether somebody takes the results from the outcomes.
+        on_positions: as in :class:`~lightning_recycle.control.coordinator.coordinator.Coordinator`.
+
+    Attributes:
+        statuses: of the runs that are over, also those of earlier processes: 0 for one that finished.
+    """
+
+    def __init__(
+        self,
+        reception: Reception,
+        given: Overrides,
+        journal: Journal | None,
+        takes_results: bool = False,
+        on_positions: Callable[[Positions], None] | None = None,
+    ) -> None:
+        self.given = given
+        self.statuses = [] if journal is None else list(journal.statuses)
+        self._reception = reception
+        self._journal = journal
+        self._knows_nothing = journal is not None and not journal.is_continued
+        self._takes_results = takes_results
+        self._on_positions = on_positions
+
+    def meet(self) -> bool:
+        """Waits for the first worker of the next run, or of the one that was going on here; returns False if nobody
+        returns to that one, which is over.
+        """
+        journal = self._journal
+        if journal is None:
+            self._reception.first()
+            return True
+        adopts, self._knows_nothing = self._knows_nothing, False
+        self._reception.run = None if adopts else journal.run
+        self._reception.enrolled = Enrolled(journal.run, journal.epoch)
+        if self._is_gone(journal):
+            self.statuses[:] = journal.statuses
+            return False
+        self._reception.first()
+        if adopts:
+            self._adopt(journal)
+            self._reception.run = journal.run
+            self._reception.first()
+        return True
+
+    def serve(self) -> tuple[RunConfig, Outcome] | None:
+        """Serves the run of those who have come to its end; None if it did not begin, because all of its workers went,
+        or none fits.
+        """
+        reception, hello = self._reception, self._reception.first()
+        try:
+            terms = self.settle(hello.wants)
+            planner = terms.planner()
+            _prepare(planner, reception)
+        except Exception as error:  # whatever a worker wants costs that worker, and not the others
+            if not isinstance(error, ReCycleError):
+                log.exception("There is no run as the first worker wants it: %s", hello.wants)
+            reception.refuse_all(str(error) or type(error).__name__)
+            return None
+        for text in terms.overruled:
+            log.warning("%s, which counts.", text)
+        log.info("A run of %s begins with %d workers: %s", terms.grid, terms.grid.num_workers, terms.wants)
+        reception.objection = lambda hello: self.difference(terms, hello.wants)
+        coordinator = Coordinator(
+            terms.grid,
+            planner,
+            terms.options(),
+            authkey=reception.key,
+            reception=reception,
+            staggered=terms.wants.staggered,
+            journal=self._journal,
+            on_positions=self._on_positions,
+            takes_results=self._takes_results,
+        )
+        outcome: Outcome | None = None
+        try:
+            coordinator.start({})
+            self.on_begin(terms, coordinator)
+            while (outcome := coordinator.wait(_LOOK_SECONDS)) is None:
+                if coordinator.is_deserted or (reception.is_over and not coordinator.has_begun):
+                    return None
+                self.on_look(coordinator)
+            self.statuses.append(int(not isinstance(outcome, Finished)))
+            return terms, outcome
+        finally:
+            self.on_end(coordinator, outcome)
+            coordinator.close()  # which takes a while: the workers are told
+
+    def begin_next(self) -> None:
+        """Forgets the run that is over: who comes from now on is of another one.
+
+        Raises:
+            SupersededError: if another process has taken over.
+        """
+        if self._journal is not None:
+            self._journal.begin(tuple(self.statuses))
+
+    # ------------------------------------------------------------------ what differs
+
+    def settle(self, wants: RunRequest | None) -> RunConfig:
+        """The terms of a run whose first worker wants ``wants``.
+
+        Raises:
+            ConfigurationError: if there can be none.
+        """
+        return settle(self.given, wants)
+
+    def difference(self, terms: RunConfig, wants: RunRequest | None) -> Unfit | None:
+        """Why a worker that wants ``wants`` cannot take part in a run of ``terms``; None if it can."""
+        return difference(self.given, terms, wants)
+
+    def on_begin(self, terms: RunConfig, coordinator: Coordinator) -> None:
+        """The coordinator of a run serves."""
+
+    def on_look(self, coordinator: Coordinator) -> None:
+        """It goes on; called every half second."""
+
+    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
+        """The run is over, or was none; its workers are about to be told."""
+
+    # ------------------------------------------------------------------ an earlier process
+
+    def _adopt(self, journal: Journal) -> None:
+        """If workers have lost their coordinator, and this one knows nothing of their run, finds out what they know of
+        it: it goes on if that is enough.
+        """
+        reception, began = self._reception, time.monotonic()
+        while not reception.has_returned and time.monotonic() - began < _RETURN_SECONDS:
+            reception.look()
+        if not reception.has_returned:
+            return
+        while isinstance(found := self._found(reception.returned), str) and time.monotonic() - began < NOBODY_SECONDS:
+            reception.look()
+        if isinstance(found, str):
+            log.error(
+                "Workers of a run return, of which %s says nothing, and they do not know enough to go on: %s. They end."
+                " Start the run again from its newest checkpoint; with the file of their coordinator it would have gone"
+                " on.",
+                journal.path,
+                found,
+            )
+            reception.send_returned_away()
+            return
+        kept, members = found
+        epoch = max(one.epoch for one in reception.returned)
+        log.warning("%s says nothing of the run whose workers return: it goes on from what they know.", journal.path)
+        processes = {rank: describe(one, one.incarnation) for rank, one in members.items()}
+        journal.adopt(reception.returned[0].run, epoch, kept, processes)
+
+    def _found(self, said: Sequence[Returned]) -> tuple[Kept | None, dict[int, Returned]] | str:
+        if not said:
+            return "they have gone again"
+        grid = None if said[0].wants is None else said[0].wants.grid
+        if grid is None or any(objection_to_return(grid, one) is not None for one in said):
+            return "what they say contradicts itself"
+        found = adopted(said)
+        if not isinstance(found, str) and found[0] is None and len(said) < grid.num_workers:
+            return "some have not returned"
+        return found
+
+    def _is_gone(self, journal: Journal) -> bool:
+        """Waits for workers that return to the run of an earlier process; whether there are none, and it is over."""
+        kept = journal.kept
+        if kept is None or kept.generation < 0:
+            return False
+        since = None if kept.over is None else time.monotonic()
+        limit = NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
+        while not self._reception.has_returned:
+            if since is None and self._reception.has_met:
+                since = time.monotonic()
+            have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())
+            if have_ended or (since is not None and time.monotonic() - since > limit):
+                log.warning("Nobody returns to the run that was going on here, which is over.")
+                status = () if kept.over is None else (int(kept.over.reason is not StopReason.FINISHED),)
+                journal.begin((*journal.statuses, *status))
+                return True
+            self._reception.look()
+        return False
+
+
+def _prepare(planner: RunPlanner, reception: Reception) -> None:
+    """Makes the first plan, however long it takes, while the workers are told that somebody is here."""
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            planner.prepare()
+        except BaseException as error:  # raised below, in the thread that serves
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="recycle-first-plan", daemon=True)
+    thread.start()
+    reception.attend(thread)
+    if failure:
+        raise failure[0]

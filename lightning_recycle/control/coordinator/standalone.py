@@ -1,0 +1,290 @@
+"""``recycle-coordinator``: the coordinator alone, for workers that somebody else starts (SLURM, Kubernetes, torchrun).
+
+    RECYCLE_KEY=... recycle-coordinator --listen 10.0.0.1:29400
+
+Every worker runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and the same ``RECYCLE_KEY``. What the
+run is to be, its grid, planner and time bounds, the first worker tells
+(:mod:`~lightning_recycle.control.joining.run_config`); what the command line says counts instead. The first D * S
+workers form the grid, further ones wait as spares; one that is started later replaces a lost one. A script may run
+several entry points one after the other: each is a run of its own, and the coordinator serves runs until it is told to
+end (SIGINT or SIGTERM), or as many as ``--runs`` says. After SIGUSR1 there will be no further run: who comes is told
+that the run has finished. Needs neither torch nor Lightning.
+
+It may be killed at any moment: started again at the same address, with the same options, it goes on with the run, as
+the workers wait for it (``RECYCLE_RECONNECT_SECONDS``). What it must know for that, and they do not, is in the file
+``--state`` (:mod:`~lightning_recycle.control.coordinator.journal`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_recycle.arguments import command_parser
+from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.coordinator.journal import Journal, SupersededError, default_path
+from lightning_recycle.control.coordinator.run_server import Serving
+from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.run_config import Overrides, RunConfig
+from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.monitor import Monitor
+from lightning_recycle.control.monitoring.status_server import served
+from lightning_recycle.control.network.addresses import address_from, http_address, http_address_from_environment, shown
+from lightning_recycle.control.network.handshake import key_from_environment
+from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.protocol.corruption import POLICIES
+from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.parent import die_with_parent
+
+__all__ = ["allow_descriptors", "main"]
+
+log = logging.getLogger(__name__)
+
+_WORKERS = 4096  # as long as nobody knows how many there will be
+_OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
+
+
+class _Serving(Serving):
+    """Shows the run that is served."""
+
+    def __init__(self, reception: Reception, given: Overrides, journal: Journal | None, monitor: Monitor) -> None:
+        super().__init__(reception, given, journal)
+        self._monitor = monitor
+
+    def on_begin(self, terms: RunConfig, coordinator: Coordinator) -> None:
+        self._monitor.show(coordinator)
+
+    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
+        self._monitor.show(None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 0 if every run finished."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    monitor = Monitor("recycle-coordinator", awaits_runs=True)
+    try:
+        install_if_wanted()
+        http = _shown_at(options.http)
+        given = _given(options)
+        given.check()
+        workers = _WORKERS if given.grid is None else given.grid.num_workers
+        address, key = address_from(options.listen, "--listen"), key_from_environment()
+        reception = Reception(address, key, workers)
+        journal = _journal(options.state, address, key)
+    except ConfigurationError as error:
+        print(f"recycle-coordinator: {error}", file=sys.stderr)
+        return 2
+    allow_descriptors(workers + _OTHER_DESCRIPTORS)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
+            signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+    serving = _Serving(reception, given, journal, monitor)
+    finished = serving.statuses
+
+    was_last = threading.Event()
+
+    def settle_end() -> None:
+        """There is no further run, if one has finished; otherwise who comes would be told that there was one."""
+        reception.is_over = was_last.is_set() and 0 in finished
+
+    def end_after_this(*_: object) -> None:
+        was_last.set()
+        settle_end()
+
+    signal.signal(signal.SIGUSR1, end_after_this)
+    if options.obey:
+        die_with_parent()
+        _obey(end_after_this)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(reception))
+        try:
+            stack.enter_context(served(monitor, http))
+        except ConfigurationError as error:
+            print(f"recycle-coordinator: {error}", file=sys.stderr)
+            return 2
+        print(f"listening on {shown(reception.listener.address)}", flush=True)
+        while options.runs is None or len(finished) < options.runs:
+            log.info("Waiting for workers at %s.", shown(reception.listener.address))
+            try:
+                if not serving.meet():
+                    continue
+            except SystemExit:  # nobody is left alone: how the runs went is what counts
+                if not finished:
+                    raise
+                break
+            try:
+                ended = serving.serve()
+                if ended is not None:  # otherwise it did not begin
+                    _tell(*ended)
+                    settle_end()
+                serving.begin_next()
+            except SupersededError as error:
+                print(f"recycle-coordinator: {error}", file=sys.stderr)
+                return 1
+    if journal is not None:
+        journal.path.unlink(missing_ok=True)  # nothing is left to be continued
+        journal.close()
+    return max(finished, default=0)
+
+
+def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal | None:
+    """What the coordinator writes down; nothing if it listens at a port that another one would not have."""
+    if state == "none" or (state is None and not address[1]):
+        log.info("This coordinator writes nothing down: its end is that of the run.")
+        return None
+    journal = Journal(default_path(address) if state is None else Path(state), key)
+    log.info("Its state is in %s.", journal.path)
+    if journal.kept is not None:
+        log.warning("Coordinator %d of run %s: it goes on where the one before was killed.", journal.epoch, journal.run)
+    return journal
+
+
+def _shown_at(option: str | None) -> tuple[str, int] | None:
+    """Where the page and the metrics are: as the command line says, or the environment."""
+    return http_address_from_environment() if option is None else http_address(option, "--http")
+
+
+def _obey(end_after_this: Callable[[], None]) -> None:
+    """From now on words on the standard input count, ``over`` and ``end``, and signals that are for others do not."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def listen() -> None:
+        for line in sys.stdin:
+            if line.strip() == "over":
+                end_after_this()
+            elif line.strip() == "end":
+                signal.pthread_kill(main, signal.SIGALRM)  # wherever it waits
+                return
+
+    threading.Thread(target=listen, name="recycle-obey", daemon=True).start()
+
+
+def _tell(terms: RunConfig, outcome: Outcome) -> None:
+    """Says how a run ended."""
+    if isinstance(outcome, Finished):
+        log.info("The run finished.")
+    elif isinstance(outcome, StageLost):
+        log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
+    elif isinstance(outcome, Crashed):
+        crash = outcome.crash
+        log.error("Worker %s ended the run: %s\n%s", terms.grid.worker(crash.rank), crash.summary, crash.traceback)
+    else:
+        log.error("The run ended: %s", outcome)
+
+
+def allow_descriptors(count: int) -> None:
+    """Lets this process open ``count`` files and sockets, or as many as the system allows it to allow itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if most < count:
+        log.warning(
+            "This process may open %d files and sockets, and needs %d: raise the limit (ulimit -n).", most, count
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _given(options: argparse.Namespace) -> Overrides:
+    """What the command line says."""
+    monitor = DriftOptions()
+    return Overrides(
+        pipelines=options.pipelines,
+        stages=options.stages,
+        microbatches=options.microbatches,
+        decoupled=options.decoupled,
+        staggered=options.staggered,
+        planner=options.planner,
+        adapt=options.adapt,
+        timeout=options.timeout,
+        last_holder_timeout=options.last_holder_timeout,
+        coordinator_timeout=options.coordinator_timeout,
+        start_timeout=options.start_timeout,
+        machine_error_retries=options.machine_error_retries,
+        on_corruption=options.on_corruption,
+        verify=options.verify,
+        monitor=(monitor.threshold, monitor.window, monitor.horizon_steps) if options.monitor_plan else None,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "recycle-coordinator",
+        "Runs the coordinator for workers started elsewhere. Settings that are not given are those of their script.",
+        "recycle-coordinator --listen 10.0.0.1:29400",
+        "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
+        "recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --runs 1",
+    )
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the workers find it")
+    parser.add_argument("--pipelines", type=int, metavar="D", help="data-parallel size")
+    parser.add_argument("--stages", type=int, metavar="S", help="pipeline-parallel size")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="per pipeline and step")
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", help="where its page, /status and /metrics are; a port alone: for this machine"
+    )
+    parser.add_argument("--planner", help="name of the planner")
+    parser.add_argument("--adapt", choices=("auto", "reroute", "layers"), help="when layers move to other stages")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="silence until a worker is lost")
+    parser.add_argument(
+        "--last-holder-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="silence until a worker is lost that no peer can stand in for",
+    )
+    parser.add_argument(
+        "--coordinator-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="silence of this coordinator until its workers give it up",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="from the first worker to the last; the run then begins without the missing ones",
+    )
+    parser.add_argument(
+        "--machine-error-retries",
+        type=int,
+        metavar="N",
+        help="how often work that raised an exception of a machine is run again",
+    )
+    parser.add_argument("--on-corruption", choices=POLICIES, help="what follows for a worker with wrong bits")
+    parser.add_argument(
+        "--verify", type=float, metavar="SHARE", help="of the time, in which workers compute each other's micro-batches"
+    )
+    parser.add_argument("--runs", type=int, default=None, help="end after this many runs; by default never")
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="what another coordinator needs to go on if this one is killed; by default in"
+        " ~/.local/state/lightning_recycle, named by machine and address; none for nothing",
+    )
+    parser.add_argument(
+        "--obey",
+        action="store_true",
+        help="end with the process that started this one, and listen to what it says instead of to signals",
+    )
+    parser.add_argument("--no-decoupled", dest="decoupled", action="store_const", const=False, help="fused backward")
+    parser.add_argument(
+        "--no-staggered", dest="staggered", action="store_const", const=False, help="all stages step together"
+    )
+    parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

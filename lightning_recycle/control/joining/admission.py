@@ -1,0 +1,347 @@
+"""Admission of workers: new ones, spares, and members that return to a restarted coordinator.
+
+Concept: a connection is a stranger until its first message. A worker with a position is admitted; a worker without one
+waits as a spare; a worker that was here before returns, if the journal of the earlier coordinator has its token
+(:class:`Readmission`). All others get the reason, or are just let go. A worker that was given up is not in the newest
+line of the journal, and learns that now, though it may not have heard it before. A worker that was about to join goes
+on setting up. Before the first generation nothing is decided but the positions that workers report.
+
+Contract: used by the coordinator's thread. A bad first message costs its connection, and no other. A missing member is
+given up after the time for which a silent one is, or at once if its process, on this machine, is gone; the last holder
+of a stage gets as long as a silent one. A run to which no worker returns is over as soon as others want to begin one,
+or all its processes are known to have ended.
+
+Must not know: messages of members.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Mapping
+from enum import Enum
+from functools import partial
+from typing import Protocol
+
+from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
+from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.joining.vacancies import Vacancies
+from lightning_recycle.control.network.connection import NonBlockingConnection
+from lightning_recycle.control.network.event_loop import EventLoop
+from lightning_recycle.control.protocol import coordinator_restart, messages
+from lightning_recycle.control.protocol.encoding import BadMessageError
+from lightning_recycle.control.protocol.message_validation import objection_to_return
+from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.protocol.state import MembershipState, initial_state
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.process_spaces import has_ended
+
+__all__ = [
+    "NOBODY_SECONDS",
+    "Admission",
+    "Inside",
+    "Place",
+    "Readmission",
+    "describe",
+]
+
+log = logging.getLogger(__name__)
+
+_FAREWELL_SECONDS = 0.1  # for a worker that is let go to take the reason
+
+
+class Inside(Protocol):
+    """What the entrance leads to."""
+
+    @property
+    def state(self) -> MembershipState: ...
+
+    @property
+    def connections(self) -> Mapping[int, NonBlockingConnection]:
+        """Of all workers with a position, by rank."""
+
+    def admit(self, rank: int, connection: NonBlockingConnection, process: Process, joining: bool) -> None:
+        """A worker takes its position."""
+
+    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
+        """A worker has returned to what it was."""
+
+    def assign_again(self, rank: int, connection: NonBlockingConnection, hello: messages.Hello) -> None:
+        """A worker was given a position by an earlier coordinator, and has not heard of it."""
+
+
+class Admission:
+    """Greets whoever comes.
+
+    Args:
+        grid: the grid of the run.
+        inside: who is in.
+        loop: watches the connections.
+        vacancies: keeps the spares.
+        reception: judges workers by what the run is to be; None if all fit.
+        journal: of earlier coordinators of the run; None if there can be none.
+        readmission: judges those that return.
+
+    Attributes:
+        strangers: how many have not said yet what they are.
+        has_met: whether a worker has been let in.
+        has_ended_before: whether the run had ended before an earlier coordinator was killed: who returns is told how.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        inside: Inside,
+        loop: EventLoop,
+        vacancies: Vacancies,
+        reception: Reception | None = None,
+        journal: Journal | None = None,
+        readmission: Readmission | None = None,
+    ) -> None:
+        self.strangers = 0
+        self.has_met = False
+        self.has_ended_before = inside.state.outcome is not None
+        self._grid, self._inside, self._loop, self._vacancies = grid, inside, loop, vacancies
+        self._reception, self._journal, self._readmission = reception, journal, readmission
+        self._has_new_spare = False
+
+    def take_new_spare(self) -> bool:
+        """Whether a spare has come since the last call."""
+        came, self._has_new_spare = self._has_new_spare, False
+        return came
+
+    def open(self, stranger: NonBlockingConnection) -> None:
+        """Waits for what ``stranger`` says."""
+        self.strangers += 1
+        self._loop.watch(stranger, partial(self._on_stranger, stranger))
+
+    def _on_stranger(self, connection: NonBlockingConnection) -> None:
+        """The first message of a connection: it must be a worker's hello."""
+        try:
+            connection.read()
+            hello = connection.inbox.take()
+        except (EOFError, OSError, BadMessageError) as error:
+            log.warning("Refused a connection: %s", error or "it left without a word")
+            self.strangers -= 1
+            self._loop.forget(connection)
+            connection.close()
+            return
+        if hello is None:  # a part of it
+            return
+        self.strangers -= 1
+        self._loop.forget(connection)
+        self.greet(connection, hello)
+
+    def greet(self, connection: NonBlockingConnection, hello: messages.Hello | messages.Returned) -> None:
+        """Lets a worker in that has said ``hello``, if it can be one of this run."""
+        if self._readmission is not None:
+            with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+                connection.send(self._readmission.enrolled)
+        if isinstance(hello, messages.Returned):
+            self._greet_returned(connection, hello)
+            return
+        if self.has_ended_before:
+            connection.close()  # it waits for the next run, which begins in a moment
+            return
+        if not self._fits(hello):
+            log.warning("Refused a connection that began with %r", hello)
+            connection.close()
+            return
+        if self._reception is not None and not self._reception.suits(connection, hello):
+            return
+        self.has_met = True
+        outcome = self._inside.state.outcome
+        if outcome is not None:
+            with contextlib.suppress(OSError):  # it is gone already
+                connection.send(messages.Stop(StopReason.of(outcome)))
+        rank = None if self._readmission is None else self._readmission.position(self._inside.state, hello)
+        if self._readmission is not None and rank is not None and rank not in self._inside.connections:
+            self._readmission.heard(time.monotonic())
+            self._inside.assign_again(rank, connection, hello)
+        elif hello.rank is None:
+            connection.inbox.expects = messages.FROM_SPARES
+            self._vacancies.spares.append((connection, describe(hello)))
+            self._loop.watch(connection, partial(self._on_spare, connection))
+            self._has_new_spare = True
+        else:
+            self._inside.admit(hello.rank, connection, describe(hello), hello.joining)
+
+    def _fits(self, hello: messages.Hello) -> bool:
+        if hello.rank is None:
+            return True
+        if not 0 <= hello.rank < self._grid.num_workers or hello.rank in self._inside.connections:
+            return False
+        return (hello.rank in self._inside.state.live) is not hello.joining
+
+    def _greet_returned(self, connection: NonBlockingConnection, returned: messages.Returned) -> None:
+        """A worker that has lost its coordinator, or thinks so."""
+        readmission, rank, state = self._readmission, returned.rank, self._inside.state
+        place, why = Place.LOST, "this coordinator does not survive its end" if readmission is None else None
+        if readmission is not None:
+            why = objection_to_return(self._grid, returned)
+            if why is None:
+                place = readmission.judge(state, self._inside.connections.keys(), returned)
+        if readmission is None or state.outcome is not None or place in (Place.LEFT, Place.LOST):
+            self._dismiss(connection, returned, place)
+            log.warning("Worker at rank %d wants to return and is told to end: %s.", rank, why or place.value)
+            return
+        self.has_met = True
+        readmission.heard(time.monotonic())
+        self._inside.readmit(connection, returned, place)
+
+    def _dismiss(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
+        """Tells a worker that it has nothing to return to; one that was there at the end of the run, how it ended."""
+        journal = self._journal
+        over = None if journal is None or journal.kept is None else journal.kept.over
+        reason, last = StopReason.LEFT if place is Place.LEFT else StopReason.LOST, None
+        if over is not None and journal is not None and returned.run == journal.run:
+            held = journal.processes.get(returned.rank)
+            if held is not None and held.token == returned.token:
+                reason, last = over.reason, over.answer
+        with contextlib.suppress(OSError):  # it is gone already
+            if last is not None and returned.next_collective <= last.number:
+                connection.send(last)
+            connection.send(messages.Stop(reason))
+            connection.flush_within(_FAREWELL_SECONDS)
+        connection.close()
+
+    def _on_spare(self, connection: NonBlockingConnection) -> None:
+        """A worker without a position only shows that it lives, or that it is gone."""
+        try:
+            connection.read()
+            while connection.inbox.take() is not None:
+                pass
+        except (EOFError, OSError, BadMessageError) as error:
+            if isinstance(error, BadMessageError):
+                log.warning("Closed the connection of a spare: %s.", error)
+            self._loop.forget(connection)
+            self._vacancies.forget_spare(connection)
+            connection.close()
+
+
+NOBODY_SECONDS = 20.0
+"""Until a run of which nobody returns is over, if others wait."""
+
+
+class Place(Enum):
+    """What a worker that returns is."""
+
+    MEMBER = "it holds a position of the roster"
+    STARTER = "it was given a position, and the training has not begun"
+    CANDIDATE = "it was to join"
+    LEFT = "it has left, as it asked"
+    LOST = "it was given up, or is of another run"
+
+
+class Readmission:
+    """Judges those that return.
+
+    Args:
+        journal: what was written down.
+        grid: the grid of the run.
+        options: the time bounds.
+    """
+
+    def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions) -> None:
+        self._journal = journal
+        self._grid = grid
+        self._options = options
+        self._written = dict(journal.processes)
+        self._since: float | None = None  # when the newest worker returned
+        self._others_since: float | None = None  # since when others wait, and nobody has returned
+        self._holds_until = float("inf") if journal.is_continued and self.state().generation < 0 else 0.0
+
+    def state(self) -> MembershipState:
+        """The state with which this coordinator begins."""
+        written, retries = self._journal.kept, self._options.machine_error_retries
+        return (
+            initial_state(self._grid, retries)
+            if written is None
+            else coordinator_restart.revived(self._grid, written, retries)
+        )
+
+    def begin_anew(self) -> MembershipState:
+        """The state of a run that nobody has been in."""
+        self._journal.begin(self._journal.statuses)
+        self._written = {}
+        return self.state()
+
+    @property
+    def enrolled(self) -> messages.Enrolled:
+        """What every worker is told first."""
+        return messages.Enrolled(self._journal.run, self._journal.epoch)
+
+    def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> Place:
+        """What ``returned`` is. ``taken``: the positions whose worker is connected.
+
+        Raises:
+            SupersededError: if it has met a newer coordinator of this run.
+        """
+        rank = returned.rank
+        if returned.run != self._journal.run or not 0 <= rank < self._grid.num_workers:
+            return Place.LOST
+        if returned.epoch > self._journal.epoch:
+            raise SupersededError(f"worker {self._grid.worker(rank)} has met a newer coordinator of this run")
+        is_free = rank not in taken
+        if state.generation < 0:
+            return Place.STARTER if is_free and rank in state.live and returned.generation < 0 else Place.LOST
+        if rank in state.live:
+            is_it = state.returned is not None and is_free and self._holds(rank, returned.token)
+            return Place.MEMBER if is_it else Place.LEFT if returned.leave else Place.LOST
+        if returned.leave:
+            return Place.LEFT
+        was_to_join = returned.joining and returned.generation < 0
+        return Place.CANDIDATE if is_free and was_to_join else Place.LOST
+
+    def position(self, state: MembershipState, hello: messages.Hello) -> int | None:
+        """The position that the worker was given, which it has not heard of; None if there is none."""
+        if state.returned is None or not hello.token:
+            return None
+        return next((r for r, one in self._written.items() if one.token == hello.token and r in state.live), None)
+
+    def _holds(self, rank: int, token: str) -> bool:
+        return rank in self._written and self._written[rank].token == token
+
+    def heard(self, now: float) -> None:
+        """A worker has returned."""
+        self._since = now
+
+    def may_place(self, now: float) -> bool:
+        """Whether spares may be given positions: at first those that have one say so."""
+        if self._holds_until == float("inf"):
+            self._holds_until = now + self._options.heartbeat_timeout
+        return now >= self._holds_until
+
+    def is_deserted(self, now: float, others_wait: bool) -> bool:
+        """Whether nobody has returned, and nobody can, or others want to begin."""
+        if self._since is None and all(has_ended(one.pid, one.space) for one in self._written.values()):
+            return True
+        if self._since is not None or not others_wait:
+            self._others_since = None
+            return False
+        if self._others_since is None:
+            self._others_since = now
+        return now - self._others_since > NOBODY_SECONDS
+
+    def late(self, now: float, state: MembershipState) -> dict[int, str]:
+        """The workers that are not waited for any more, with the reason."""
+        if state.returned is None or self._since is None:
+            return {}
+        options, late = self._options, {}
+        there = {state.stage_of(rank) for rank in state.returned if rank in state.live - state.joining}
+        for rank in sorted(state.live - state.returned.keys()):
+            has_peer = state.stage_of(rank) in there
+            limit = options.heartbeat_timeout if has_peer else options.last_holder_timeout
+            process = self._written.get(rank)
+            if process is not None and has_ended(process.pid, process.space):
+                late[rank] = "its process ended while the coordinator was gone"
+            elif now - self._since > limit:
+                late[rank] = f"it did not return within {limit:g} s after the coordinator was started again"
+        return late
+
+
+def describe(message: messages.Hello | messages.Returned, incarnation: int = 0) -> Process:
+    """Who says ``message``."""
+    return Process(message.token, message.pid, message.node, message.space, incarnation)

@@ -1,0 +1,250 @@
+"""Vacancies: how empty positions are filled, and which devices may not fill them.
+
+Concept: spares that wait come first, then replacements are started, with growing pauses after failures
+(:class:`Vacancies`). A device that was found wrong is recorded in a file, one line of JSON for each finding, which
+keeps it out of later runs until the line is removed (:class:`Quarantine`). A bit of a memory flips now and then in a
+device that is well; so a device is *out* after two wrong states, or after one wrong computation.
+
+Contract: a quarantine file that cannot be read or written keeps no device out, and costs no run: it is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_recycle.control.coordinator.journal import Process
+from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
+from lightning_recycle.control.network.connection import NonBlockingConnection
+
+__all__ = [
+    "FILE_NAME",
+    "Quarantine",
+    "Vacancies",
+]
+
+log = logging.getLogger(__name__)
+
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a replacement's failure to start and the next try
+
+
+class Vacancies:
+    """Starts replacements, each in a thread of its own, and keeps the spares.
+
+    Args:
+        options: how many replacements may be started.
+        start_worker: starts the process for a rank, given its incarnation and the rank whose device it runs on.
+        wake: called when :meth:`take_started` has something to return.
+        stages: the number of stages of the grid.
+
+    Attributes:
+        spares: connections of the workers that wait for a position, with the process of each.
+        incarnations: the newest one of each rank that has had a replacement.
+        may_move: whether a worker of another stage may take a position: once per failure, because measurements differ a
+            little afterwards.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        start_worker: Callable[[int, int, int], WorkerProcess] | None,
+        wake: Callable[[], None],
+        stages: int = 1,
+    ) -> None:
+        self.spares: list[tuple[NonBlockingConnection, Process]] = []
+        self.may_move = options.normalize
+        self._stages = stages
+        self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
+        self._pipelines: dict[int, Counter[str]] = {}  # how many of each machine, by pipeline
+        self._options = options
+        self._start_worker = start_worker
+        self._wake = wake
+        self._started: queue.SimpleQueue[tuple[int, WorkerProcess | None]] = queue.SimpleQueue()
+        self._starting: set[int] = set()
+        self._restarts = 0
+        self.incarnations: dict[int, int] = {}
+        self._failures: dict[int, int] = {}
+        self._not_before: dict[int, float] = {}
+        self._stopped = False
+
+    # ------------------------------------------------------------------ spares
+
+    def place_spare(self, free: Collection[int]) -> tuple[int, NonBlockingConnection, Process] | None:
+        """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one; returns it with
+        the connection and the process of the spare.
+        """
+        if not free or not self.spares:
+            return None
+        connection, process = self.spares.pop(0)
+        node = process.node
+        lowest: dict[int, int] = {}  # free position of each pipeline
+        for rank in free:
+            pipeline = rank // self._stages
+            lowest[pipeline] = min(rank, lowest.get(pipeline, rank))
+        rank = min((*self._strangeness(pipeline, node), first) for pipeline, first in lowest.items())[-1]
+        self._take_node(rank, node)
+        return rank, connection, process
+
+    def _take_node(self, rank: int, node: str) -> None:
+        self._nodes[rank] = node
+        self._pipelines.setdefault(rank // self._stages, Counter())[node] += 1
+
+    def held_before(self, rank: int, node: str, incarnation: int) -> None:
+        """A worker of ``node`` holds position ``rank`` since before this coordinator was started again."""
+        self._take_node(rank, node)
+        self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
+
+    def _strangeness(self, pipeline: int, node: str) -> tuple[bool, bool]:
+        """How badly a worker of ``node`` fits the pipeline: best is one with others of its node, so that loss of the
+        node hits different stages, next an empty one.
+        """
+        nodes = self._pipelines.get(pipeline, {}).keys()
+        return node not in nodes, bool(nodes - {node})
+
+    def leave_node(self, rank: int) -> None:
+        """The worker at ``rank`` is gone."""
+        if (node := self._nodes.pop(rank, None)) is not None:
+            nodes = self._pipelines[rank // self._stages]
+            nodes[node] -= 1
+            if not nodes[node]:
+                del nodes[node]
+
+    def forget_spare(self, connection: NonBlockingConnection) -> None:
+        """The spare behind ``connection`` is gone."""
+        self.spares = [spare for spare in self.spares if spare[0] is not connection]
+
+    # ------------------------------------------------------------------ replacements
+
+    def next_incarnation(self, rank: int) -> int:
+        self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
+        return self.incarnations[rank]
+
+    def is_starting(self, rank: int) -> bool:
+        return rank in self._starting
+
+    def may_start(self, rank: int, now: float) -> bool:
+        if self._start_worker is None or self._restarts >= self._options.max_restarts:
+            return False
+        return now >= self._not_before.get(rank, now)
+
+    def start(self, rank: int, on: int | None = None) -> None:
+        """Starts a process for ``rank``, on the device of rank ``on`` (by default its own)."""
+        assert self._start_worker is not None
+        self._restarts += 1
+        self._starting.add(rank)
+        incarnation = self.next_incarnation(rank)
+        start_worker = self._start_worker
+
+        def run() -> None:
+            process: WorkerProcess | None = None
+            try:
+                process = start_worker(rank, incarnation, rank if on is None else on)
+            except Exception as error:
+                if not self._stopped:  # otherwise it was refused, because the run is over
+                    log.warning("A replacement for rank %d could not be started: %s", rank, error)
+            self._started.put((rank, process))
+            self._wake()
+
+        log.info("Starting a replacement for rank %d%s.", rank, "" if on is None else f" on the device of rank {on}")
+        threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
+
+    def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
+        """The processes started since the last call, as (rank, process); None for one that could not be started."""
+        while not self._started.empty():
+            rank, process = self._started.get()
+            self._starting.discard(rank)
+            yield rank, process
+
+    def succeeded(self, rank: int) -> None:
+        """The replacement is ready."""
+        self._failures.pop(rank, None)
+
+    def failed(self, rank: int, now: float) -> None:
+        """The replacement ended before it was let in: the next try waits longer."""
+        failures = self._failures[rank] = self._failures.get(rank, 0) + 1
+        self._not_before[rank] = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1))
+        if self._restarts >= self._options.max_restarts:
+            log.warning("No more replacements: max_restarts=%d are used up.", self._options.max_restarts)
+
+    def stop(self) -> None:
+        """The run is over: who is being started is not wanted any more."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Ends the processes that were started and never taken."""
+        deadline = time.monotonic() + 5.0
+        while self._starting and time.monotonic() < deadline:
+            for _, process in self.take_started():
+                if process is not None:
+                    process.kill()
+            time.sleep(0.01)
+        for connection, _ in self.spares:
+            connection.close()
+
+
+FILE_NAME = "recycle_quarantine.jsonl"
+"""In the Trainer's ``default_root_dir``."""
+
+_WRONG_STATES = 2  # after which a device is out
+_TOLD = ("kind", "proof", "cause")
+
+
+class Quarantine:
+    """The devices of the file ``path``; None for no file, and nobody is out."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def add(self, host: str, device: str, step: int, details: Mapping[str, Any]) -> None:
+        """A worker on ``device`` of ``host`` was found wrong in ``step``; ``details`` as in the history."""
+        if self._path is None:
+            return
+        told = {name: details[name] for name in _TOLD}
+        line = {"time": time.time(), "host": host, "device": device, "step": step, **told}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.warning("%s on %s cannot be put into quarantine, in %s: %s", device, host, self._path, error)
+            return
+        if self.holds(host, device):
+            log.warning("%s on %s is out until %s is removed, or its lines in it.", device, host, self._path)
+
+    def holds(self, host: str, device: str) -> bool:
+        """Whether ``device`` of ``host`` is out."""
+        found = self._findings(host, device)
+        return found["computation"] > 0 or found["state"] >= _WRONG_STATES
+
+    def why(self, device: str) -> str:
+        """Why a worker on ``device``, which is out, is missing."""
+        return (
+            f"its device {device} is in quarantine: it was found wrong, see {self._path}, and remove that if it is well"
+        )
+
+    def _findings(self, host: str, device: str) -> Counter[str]:
+        """How often the device was found wrong, by proof."""
+        found: Counter[str] = Counter()
+        if self._path is None:
+            return found
+        try:
+            lines = self._path.read_text().splitlines()
+        except FileNotFoundError:
+            return found
+        except OSError as error:
+            log.warning("The quarantine %s cannot be read: %s", self._path, error)
+            return found
+        for text in lines:
+            try:
+                line = json.loads(text)
+                found[str(line["proof"])] += (line["host"], line["device"]) == (host, device)
+            except (ValueError, KeyError, TypeError):
+                log.warning("A line of the quarantine %s is none: %.80s", self._path, text)
+        return found

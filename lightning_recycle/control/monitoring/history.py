@@ -1,0 +1,453 @@
+"""History of a run: its events as a list, as log lines, as counters, and added up.
+
+Times are in seconds since the epoch, durations in seconds. Each event is also one line of JSON in the log
+``lightning_recycle.events`` (level INFO, steps DEBUG).
+
+Concept: a run may record millions of steps, and the status of a run is wanted at once. So :class:`Digest` adds each
+event up when it happens: in constant time, and bounded in size however long the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_recycle.control.monitoring.goodput import Goodput, Phase
+from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.protocol.detection import Waited
+from lightning_recycle.control.protocol.messages import FaultInjected
+from lightning_recycle.control.protocol.state import MembershipState, Record
+from lightning_recycle.planning.grid import Grid
+
+__all__ = [
+    "Digest",
+    "Event",
+    "History",
+    "Rates",
+]
+
+log = logging.getLogger(__name__)
+
+_events = logging.getLogger("lightning_recycle.events")
+
+_STEPS_KEPT = 10_000  # at least; a week can have a million
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of ``strategy.history``.
+
+    Args:
+        kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation);
+            ``details["plan"]`` is where their plan is from: "library", "ahead" (made before it was needed), "made"
+            (then and there), or "better" (found while another one ran). "regrouped": all are connected. "step": a
+            step was committed; ``seconds`` since the previous one, ``details["loss"]`` is its mean loss. "suspected":
+            a worker is silent, makes no progress, or cannot be reached by another one; ``details`` have the
+            ``cause``, and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason.
+            "cleared": it was waited for and is well again; ``seconds``: how long that took. "failure": a worker is
+            out; ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs again.
+            "recovered": the first commit after a failure. "disturbance": connections broke though nobody died.
+            "paused": all wait at a step boundary. "rejoined": a replacement has its state; ``seconds``: how long the
+            others waited for it. "left": a worker was told to end and left at a step boundary. "retried": the last
+            worker that holds its stage raised an exception that may be its machine's, and does the same again.
+            "moved": a worker left its stage for another one. "layout": another layout of the layers was looked for;
+            ``details["why"]`` has what was compared. "layers_moved": all have that of ``details["cuts"]``.
+            "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers
+            have returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no
+            longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because the planner
+            that the user chose found a better one than the heuristic, or the memory that was measured, or what it costs
+            to split backwards, allows or demands another one (then it is the planner). "chosen": with
+            ``decoupled="auto"``, whether backwards are split, and why in numbers
+            (:func:`~lightning_recycle.control.plans.split_choice.facts_of`); "resumed" and "replanned" have the same as
+            ``details["backward"]`` of their plan. "saved":
+            a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
+            all stop after one of the next steps. "stage_lost": nobody holds a stage any more. "memory": at the end,
+            ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of
+            tensors on CUDA, else of its process), or None. "corruption": a worker (None if nothing says which) holds
+            other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
+            wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``. "healed": it has
+            taken over a peer's state. "disputed": a worker got other bits than the peer that it checked.
+            "outvoted": it had joined the training, and most others hold another value of what must be the same:
+            ``details["cause"]``; ``details["stays_empty"]``: whether nobody takes its position any more.
+            "incomparable": computations cannot be compared in this run. "not_finite": a loss or a gradient is not
+            finite; ``details`` have the ``cause``, and what ``then`` becomes of the step. Where a failure is being
+            recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+        time: seconds since the epoch.
+        generation: the generation at that time.
+        step: the optimizer step concerned.
+        worker: (pipeline, stage), where one is concerned.
+        details: further facts, by name.
+        host: the machine of the worker's process, by the name it gave (``RECYCLE_NODE``, or the host name); None where
+            no process is concerned.
+        pid: its process id there.
+    """
+
+    kind: str
+    time: float
+    generation: int
+    step: int
+    worker: tuple[int, int] | None = None
+    seconds: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    host: str | None = None
+    pid: int | None = None
+
+
+def corruption_line(grid: Grid, record: Record) -> str:
+    """A record of kind "corruption" in words."""
+    details = record.details
+    who = "" if record.rank is None else f"Worker {grid.worker(record.rank)} on device {details['device']} is wrong: "
+    since = details["since"]
+    if details["proof"] == "computation":
+        return (
+            f"{who}{details['cause']}. It is {details['then']}. Nothing of step {record.step} is kept; what"
+            " earlier steps took from micro-batches of this worker that no peer computed again may be wrong as well."
+        )
+    before = "no earlier check says when that began" if since < 0 else f"all were equal after step {since}"
+    return (
+        f"{who}{details['cause']}. It is {details['then']}. What the steps since then have taken from it stays in the"
+        f" weights ({before})."
+    )
+
+
+class History:
+    """Collects the events of one run on ``grid``."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.events: list[Event] = []  # all of them, except that only the newest "step" are kept
+        self._steps_kept = 0
+        self.counters: dict[str, float] = {
+            "failures": 0.0,
+            "recovery_seconds": 0.0,
+            "redone_steps": 0.0,
+            "rejoined_workers": 0.0,
+            "corruptions": 0.0,
+            "replans": 0.0,
+        }  # all of them from the start: who logs them has the same columns whatever happens
+        self._grid = grid
+        self._losses: dict[int, float] = {}  # of steps that are not committed yet
+        self.peaks: dict[int, int] = {}  # the most bytes of memory that the newest process at each rank has held
+        self._most: dict[int, int] = {}  # the same of all workers of a stage
+        self.processes: dict[int, tuple[str, int]] = {}  # host and process id of the newest one at each rank
+        self.digest = Digest(grid.num_workers, time.time())
+        self._injected: dict[int, FaultInjected] = {}
+        self._failure_time: float | None = None
+        self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
+        self.step_seconds: float | None = None
+        """From the previous step to the newest one."""
+        self._last_step_time: float | None = None
+        self._paused_time: float | None = None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was committed."""
+        return self._steps_kept > 0
+
+    def introduce(self, rank: int, host: str, pid: int) -> None:
+        """From now on what happens to ``rank`` happens to this process."""
+        self.processes[rank] = host, pid
+        self.peaks.pop(rank, None)
+
+    def process_at(self, rank: int) -> tuple[str, int]:
+        """Host and process id of the newest process at ``rank``, which must have been introduced."""
+        return self.processes[rank]
+
+    def fault_injected(self, message: FaultInjected) -> None:
+        """Remembers that a worker is about to fail on purpose: that is when it died."""
+        self._injected[message.rank] = message
+
+    def held(self, rank: int, peak_bytes: int) -> None:
+        """The worker at ``rank`` has held so much memory at most, or 0 if it does not know."""
+        if peak_bytes:
+            stage = self._grid.worker(rank).stage
+            self.peaks[rank] = peak_bytes
+            self._most[stage] = max(self._most.get(stage, 0), peak_bytes)
+
+    def ended(self, state: MembershipState) -> None:
+        """The run is over."""
+        if self._most:
+            self.add("memory", state, details={"peak_bytes": tuple(map(self._most.get, range(self._grid.stages)))})
+            self._most = {}
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Remembers the mean loss of ``step`` until that is committed."""
+        self._losses[step] = loss
+
+    def add(
+        self,
+        kind: str,
+        state: MembershipState,
+        rank: int | None = None,
+        details: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Adds an event unchanged."""
+        worker, host, pid = None, None, None
+        if rank is not None:
+            position = self._grid.worker(rank)
+            worker = (position.pipeline, position.stage)
+            host, pid = self.processes.get(rank, (None, None))
+        event = Event(
+            kind,
+            time.time(),
+            state.generation,
+            state.version if step is None else step,
+            worker,
+            seconds,
+            dict(details or {}),
+            host,
+            pid,
+        )
+        self.events.append(event)
+        self.digest.add(event, len(state.live), bool(state.joining))
+        if kind == "step":
+            self._count_step()
+        level = logging.DEBUG if kind == "step" else logging.INFO
+        if _events.isEnabledFor(level):
+            fields = plain(event)
+            _events.log(level, "%s", json.dumps(fields), extra={"event": fields})
+
+    def _count_step(self) -> None:
+        self._steps_kept += 1
+        if self._steps_kept < 2 * _STEPS_KEPT:
+            return
+        steps = (index for index, event in enumerate(self.events) if event.kind == "step")
+        gone = set(itertools.islice(steps, _STEPS_KEPT))
+        self.events[:] = [event for index, event in enumerate(self.events) if index not in gone]
+        self._steps_kept -= _STEPS_KEPT
+
+    def record(self, record: Record, state: MembershipState) -> None:
+        """Adds what the state machine asks to record, with the durations that belong to it."""
+        now = time.time()
+        details = dict(record.details)
+        seconds: float | None = None
+        match record.kind:
+            case "failure":
+                seconds = self._fail(record, details, now)
+                log.warning(
+                    "Worker %s was lost at step %d: %s%s. Live workers: %d of %d.",
+                    self._grid.worker(record.rank or 0),
+                    record.step,
+                    details["cause"],
+                    self._process(record.rank),
+                    len(state.live),
+                    self._grid.num_workers,
+                )
+            case "corruption":
+                self.counters["corruptions"] += 1
+                log.error("%s", corruption_line(self._grid, record))
+            case "outvoted":
+                stays = " Its position stays empty: a replacement would differ, too." if details["stays_empty"] else ""
+                log.error("Worker %s is evicted: %s.%s", self._grid.worker(record.rank or 0), details["cause"], stays)
+            case "disputed":
+                log.warning(
+                    "Worker %s got another %s of micro-batch %d of step %d than worker %s: all of their stage compute"
+                    " it.",
+                    self._grid.worker(record.rank or 0),
+                    details["kind"],
+                    details["microbatch"],
+                    record.step,
+                    details["of"],
+                )
+            case "not_finite":
+                who = "" if record.rank is None else f"Worker {self._grid.worker(record.rank)}: "
+                log.warning("Step %d: %s%s. It is %s.", record.step, who, details["cause"], details["then"])
+            case "incomparable":
+                log.warning("Workers do not check each other's computations any more: %s.", details["cause"])
+            case "disturbance":
+                log.warning("The workers connect again at step %d: %s", record.step, details["cause"])
+            case "stop_requested":
+                log.info(
+                    "Worker %s wants to stop training after %d steps: all stop after one of the next steps.",
+                    self._grid.worker(record.rank or 0),
+                    record.step,
+                )
+            case "step":
+                seconds = now - self._last_step_time if self._last_step_time is not None else None
+                self._last_step_time, self.step_seconds = now, seconds
+                if record.step in self._losses:
+                    details["loss"] = self._losses.pop(record.step)
+            case "replanned":
+                self.counters["replans"] += 1
+            case "resumed":
+                if details.get("redone"):
+                    self.counters["redone_steps"] += 1
+                    self.add("redone", state, step=record.step, details={"ahead": details["ahead"]})
+                if self._failure_time is not None:
+                    seconds = now - self._failure_time
+                    self._recovering = True
+                elif self._last_step_time is None or self._paused_time is None:
+                    self._last_step_time = now
+            case "paused":
+                self._paused_time = now
+            case "rejoined":
+                self.counters["rejoined_workers"] += 1
+                seconds = now - self._paused_time if self._paused_time is not None else None
+        self.add(record.kind, state, record.rank, details, step=record.step, seconds=seconds)
+        if record.kind == "step" and self._recovering and self._failure_time is not None:
+            self._recovering = False
+            recovered = now - self._failure_time
+            self.counters["recovery_seconds"] += recovered
+            self.add("recovered", state, step=record.step, seconds=recovered)
+            self._failure_time = None
+
+    def suspect(self, rank: int, waited: Waited, state: MembershipState) -> None:
+        """A worker is silent or slow, and is waited for."""
+        details = {"cause": waited.cause, "seconds": waited.seconds, "limit": waited.limit, "waits": waited.reason}
+        self.add("suspected", state, rank, details)
+        log.warning(
+            "Worker %s is suspected at step %d: %s. It is waited for until %g s have passed, because %s.",
+            self._grid.worker(rank),
+            state.version,
+            waited.cause,
+            waited.limit,
+            waited.reason,
+        )
+
+    def clear(self, rank: int, seconds: float, state: MembershipState) -> None:
+        """A worker that was waited for is well again."""
+        self.add("cleared", state, rank, seconds=seconds)
+        log.warning("Worker %s is well again after %.1f s.", self._grid.worker(rank), seconds)
+
+    def _process(self, rank: int | None) -> str:
+        known = None if rank is None else self.processes.get(rank)
+        return "" if known is None else f" (process {known[1]} on {known[0] or 'an unnamed host'})"
+
+    def connected(self, state: MembershipState) -> None:
+        """All workers of the generation are connected."""
+        seconds = time.time() - self._failure_time if self._failure_time is not None else None
+        self.add("regrouped", state, details={"roster": state.roster}, seconds=seconds)
+
+    def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
+        self.counters["failures"] += 1
+        injected = self._injected.pop(record.rank, None) if record.rank is not None else None
+        died = injected.time if injected is not None else now
+        details["kind"] = injected.kind if injected is not None else "unknown"
+        if injected is not None:
+            details["operation"] = injected.operation
+        if self._failure_time is None:
+            self._failure_time = died
+        return now - died
+
+
+_EVENTS_KEPT, _FAILURES_KEPT = 200, 20
+_STEPS_OF_A_RATE = 64
+
+
+class Rates:
+    """Steps per second over the whole run, in at most ``limit`` intervals of equal length, which grows with the run.
+
+    Attributes:
+        began: seconds since the epoch.
+        width: the seconds of an interval.
+    """
+
+    def __init__(self, began: float, limit: int = 240) -> None:
+        self.began = began
+        self.width = 1.0
+        self._limit = limit
+        self._counts: list[int] = []
+
+    def step(self, time: float) -> None:
+        """A step was committed."""
+        self._reach(time)
+        self._counts[-1] += 1
+
+    def series(self, now: float) -> tuple[float, ...]:
+        """Steps per second in each interval up to now, the oldest first; the newest one is not over."""
+        self._reach(now)
+        rates = [count / self.width for count in self._counts]
+        rates[-1] = self._counts[-1] / max(0.5, now - self.began - (len(rates) - 1) * self.width)
+        return tuple(rates)
+
+    def _reach(self, time: float) -> None:
+        wanted = max(0.0, time - self.began)
+        while wanted >= self._limit * self.width:
+            self._counts += [0] * (len(self._counts) % 2)
+            self._counts = [first + second for first, second in zip(self._counts[::2], self._counts[1::2], strict=True)]
+            self.width *= 2
+        self._counts += [0] * (int(wanted / self.width) + 1 - len(self._counts))
+
+
+class Digest:
+    """Adds up the events of a run on ``positions`` positions that began at ``now`` (seconds since the epoch).
+
+    Attributes:
+        counts: how many events of each kind there were.
+        events: the newest ones that are no steps, the oldest first.
+        failures: the newest failures, the oldest first.
+        suspected: since when a worker that is waited for is silent or stuck, and why, by position.
+        step: the newest committed step; -1 if there is none.
+        loss: its mean loss, if it is known.
+        rates: steps per second over the whole run.
+        goodput: where the workers' time went.
+        found_by: who found the plan that runs, if it changed within a generation.
+    """
+
+    def __init__(self, positions: int, now: float) -> None:
+        self.began = now
+        self.counts: Counter[str] = Counter()
+        self.events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
+        self.failures: deque[Event] = deque(maxlen=_FAILURES_KEPT)
+        self.suspected: dict[tuple[int, int], tuple[float, str]] = {}
+        self.step = -1
+        self.loss: float | None = None
+        self.rates = Rates(now)
+        self.goodput = Goodput(positions, now)
+        self.found_by = ""
+        self._durations: deque[float] = deque(maxlen=_STEPS_OF_A_RATE)  # of steps in a row that nothing disturbed
+        self._follows = False  # the next step follows another one, and nothing happened in between
+
+    @property
+    def phase(self) -> Phase:
+        return self.goodput.phase
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean seconds of the newest steps under the present plan; None if there are none."""
+        return sum(self._durations) / len(self._durations) if self._durations else None
+
+    def add(self, event: Event, live: int, joining: bool) -> None:
+        """Something happened; ``live`` workers are in, and whether some of them are still given their state."""
+        self.counts[event.kind] += 1
+        details: Mapping[str, object] = event.details
+        self.goodput.happened(
+            event.kind,
+            event.time,
+            live,
+            joining=joining,
+            worker=event.worker,
+            seconds=event.seconds,
+            details=event.details,
+        )
+        if event.kind == "step":
+            loss = details.get("loss")
+            self.step, self.loss = event.step, loss if isinstance(loss, float) else None
+            self.rates.step(event.time)
+            if self._follows and event.seconds is not None:
+                self._durations.append(event.seconds)
+            self._follows = True
+            return
+        self.events.append(event)
+        match event.kind:
+            case "failure":
+                self.failures.append(event)
+            case "suspected" if "waits" in details and event.worker is not None:
+                seconds = details.get("seconds")
+                since = event.time - (seconds if isinstance(seconds, (int, float)) else 0.0)
+                self.suspected[event.worker] = since, str(details.get("cause", ""))
+            case "resumed" | "replanned":
+                self.found_by = str(details.get("found_by", details.get("plan", "")))
+                self._durations.clear()
+        if event.kind in ("cleared", "failure", "left", "moved") and event.worker is not None:
+            self.suspected.pop(event.worker, None)
+        if event.kind in ("resumed", "paused", "cleared"):
+            self._follows = False

@@ -1,0 +1,437 @@
+"""Status of a run as one immutable value, as JSON and as metrics for Prometheus.
+
+Concept: the coordinator's state, the digest of its history and its plan become one snapshot of numbers, texts and
+tuples of them. ``recycle-status``, the page and the metrics are functions of it.
+
+Contract: immutable, and JSON by :func:`as_json`; ``schema`` grows when a field changes its meaning or goes, not when
+one is added. Times are in seconds since the epoch, durations in seconds, steps count from 0 (-1: none yet). Names of
+metrics begin with ``recycle_``, and counters count from the coordinator's start; what is not known has no sample. They
+need ``prometheus-client`` (the extra ``metrics``).
+
+Must not know: sockets, threads, clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from lightning_recycle.control.monitoring.goodput import Phase
+from lightning_recycle.control.monitoring.history import Digest, Event
+from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.planning.schedule import Schedule
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+__all__ = [
+    "SCHEMA",
+    "Occurrence",
+    "Place",
+    "Plan",
+    "Position",
+    "PositionState",
+    "Status",
+    "as_json",
+    "metrics",
+    "status_of",
+]
+
+SCHEMA = 1
+"""Version of :class:`Status`."""
+
+
+class PositionState(str, Enum):
+    """What is known of a position."""
+
+    STARTING = "starting"
+    """Its process is expected for the first roster."""
+    LIVE = "live"
+    JOINING = "joining"
+    """A new process is set up, or is given the state of its stage."""
+    SUSPECTED = "suspected"
+    """Silent or stuck, and waited for."""
+    LOST = "lost"
+    """Its worker is out, and nobody has come for it."""
+    VACANT = "vacant"
+    """Its worker left, and nobody has come for it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process: its machine, by the name it gave, and its process id there."""
+
+    host: str | None
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position of the grid and who holds it.
+
+    Args:
+        pipeline, stage, rank: which position.
+        state: what is known of it.
+        host, pid: its newest process.
+        incarnation: 0 for the first process of this position, 1 for the next one, ...
+        step: the newest step that it has applied.
+        since: when it was last heard, if it is suspected.
+        cause: why it is suspected or lost.
+        activity: what its main thread did at its newest heartbeat.
+        waiting_for: what it waited for then; empty while it worked.
+        peak_bytes: the most memory that its process has held: of tensors on CUDA, else of all; None if unknown.
+    """
+
+    pipeline: int
+    stage: int
+    rank: int
+    state: PositionState
+    host: str | None
+    pid: int | None
+    incarnation: int
+    step: int
+    since: float | None = None
+    cause: str | None = None
+    activity: str = ""
+    waiting_for: str = ""
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """An event of the record, see :class:`~lightning_recycle.control.monitoring.history.Event`."""
+
+    kind: str
+    time: float
+    generation: int
+    step: int
+    worker: tuple[int, int] | None
+    seconds: float | None
+    cause: str | None
+    host: str | None
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan that runs.
+
+    Args:
+        number: it differs from plan to plan of a run.
+        found_by: where it is from: "library", "ahead", "made", "better", "drift", or the name of a planner.
+        techniques: which of ReCycle's techniques it uses.
+        operations: the number of operations in a step.
+        failed: the positions that it goes without.
+    """
+
+    number: int
+    found_by: str
+    techniques: tuple[str, ...]
+    operations: int
+    failed: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How fast the run is.
+
+    Args:
+        step_seconds: mean seconds of the newest steps under the present plan.
+        predicted_step_seconds: those that follow from the plan and the times that its operations take.
+        steps_per_second, samples_per_second: from ``step_seconds``; samples if it is known how many a step has.
+        began, width, series: steps per second over the whole run, in intervals of ``width`` seconds from ``began`` on.
+    """
+
+    step_seconds: float | None
+    predicted_step_seconds: float | None
+    steps_per_second: float | None
+    samples_per_second: float | None
+    began: float
+    width: float
+    series: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run is.
+
+    Args:
+        time: when this was so.
+        began: when its coordinator was made.
+        phase: "starting", "training", "recovering", "joining" (all wait for a change of the roster), or "over".
+        outcome: how it ended: "Finished", "Ended", "StageLost", "Crashed" or "Failed".
+        grid: ``pipelines``, ``stages``, ``microbatches``.
+        generation: the current generation; -1 before the first.
+        leader: the position that speaks for the run.
+        step: the newest committed step.
+        loss: its mean loss.
+        positions: all positions, in rank order.
+        spares: who waits for a position.
+        plan: what all run; None before the first generation.
+        throughput: how fast it is.
+        counts: ``steps``, ``failures``, ``redone_steps``, ``rejoined_workers``, ``disturbances``, ``replans``,
+            ``checkpoints``: how often that happened.
+        recovery_seconds: from failures to the next commit, in all.
+        worker_seconds: where the workers' time went: seconds by cause and phase, see
+            :mod:`~lightning_recycle.control.monitoring.goodput`.
+        failures: the newest failures, the oldest first.
+        events: the newest events that are no steps, the oldest first.
+        name: what the run is called: its script.
+        coordinator: the process that hosts the coordinator.
+        version: of this package.
+        schema: the version of this format.
+    """
+
+    time: float
+    began: float
+    phase: str
+    outcome: str | None
+    grid: Mapping[str, int]
+    generation: int
+    leader: tuple[int, int] | None
+    step: int
+    loss: float | None
+    positions: tuple[Position, ...]
+    spares: tuple[Place, ...]
+    plan: Plan | None
+    throughput: Throughput
+    counts: Mapping[str, int]
+    recovery_seconds: float
+    worker_seconds: Mapping[str, Mapping[str, float]]
+    failures: tuple[Occurrence, ...]
+    events: tuple[Occurrence, ...]
+    name: str = ""
+    coordinator: Place = field(default_factory=lambda: Place(None, None))
+    version: str = ""
+    schema: int = SCHEMA
+
+    @property
+    def live(self) -> int:
+        """How many workers train, or are suspected and waited for."""
+        return sum(position.state in (PositionState.LIVE, PositionState.SUSPECTED) for position in self.positions)
+
+
+def status_of(
+    now: float,
+    state: MembershipState,
+    digest: Digest,
+    schedule: tuple[int, Schedule] | None,
+    processes: Mapping[int, tuple[str, int]],
+    incarnations: Mapping[int, int],
+    candidates: frozenset[int],
+    activities: Mapping[int, tuple[str, str]],
+    peaks: Mapping[int, int],
+    spares: tuple[Place, ...],
+    recovery_seconds: float,
+) -> Status:
+    """The status of a run.
+
+    Args:
+        now: the time.
+        state: who is in, and what they have done.
+        digest: what happened.
+        schedule: the plan that runs and its number.
+        processes: host and process id of the newest process of each rank.
+        incarnations: their incarnations, where that is not 0.
+        candidates: ranks for which a process is there or being started.
+        activities: what main threads do, and what they wait for, by rank.
+        peaks: the most bytes of memory that they have held, likewise.
+        spares: who waits for a position.
+        recovery_seconds: see :class:`Status`.
+    """
+    grid, counts = state.grid, digest.counts
+    leads = grid.worker(state.leader) if state.generation >= 0 and state.leader in state.live else None
+    positions = []
+    for rank in range(grid.num_workers):
+        worker = grid.worker(rank)
+        kind = _state_of(rank, state, digest, candidates)
+        since, cause = digest.suspected.get((worker.pipeline, worker.stage), (None, None))
+        if kind is PositionState.LOST:
+            cause = state.causes.get(rank)
+        elif kind is not PositionState.SUSPECTED:
+            since, cause = None, None
+        host, pid = processes.get(rank, (None, None))
+        doing, waiting = activities.get(rank, ("", ""))
+        step = state.applied.get(rank, -1)
+        positions.append(
+            Position(
+                *(worker.pipeline, worker.stage, rank, kind, host or None, pid, incarnations.get(rank, 0), step),
+                *(since, cause, doing, waiting, peaks.get(rank)),
+            )
+        )
+    per_step = digest.step_seconds
+    return Status(
+        time=now,
+        began=digest.began,
+        phase="over" if state.outcome is not None else digest.phase.value,
+        outcome=None if state.outcome is None else type(state.outcome).__name__,
+        grid={"pipelines": grid.pipelines, "stages": grid.stages, "microbatches": grid.microbatches},
+        generation=state.generation,
+        leader=None if leads is None else (leads.pipeline, leads.stage),
+        step=digest.step,
+        loss=digest.loss,
+        positions=tuple(positions),
+        spares=spares,
+        plan=None if schedule is None else _plan(*schedule, digest.found_by),
+        throughput=Throughput(
+            *(per_step, None, 1 / per_step if per_step else None, None),
+            *(digest.rates.began, digest.rates.width, digest.rates.series(now)),
+        ),
+        counts={
+            "steps": counts["step"],
+            "failures": counts["failure"],
+            "redone_steps": counts["redone"],
+            "rejoined_workers": counts["rejoined"],
+            "disturbances": counts["disturbance"],
+            "replans": counts["replanned"],
+            "checkpoints": counts["saved"],
+        },
+        recovery_seconds=recovery_seconds,
+        worker_seconds=digest.goodput.seconds(now),
+        failures=tuple(map(_occurrence, digest.failures)),
+        events=tuple(map(_occurrence, digest.events)),
+    )
+
+
+def _state_of(rank: int, state: MembershipState, digest: Digest, candidates: frozenset[int]) -> PositionState:
+    worker = state.grid.worker(rank)
+    if rank in state.live:
+        if (worker.pipeline, worker.stage) in digest.suspected:
+            return PositionState.SUSPECTED
+        if rank in state.joining:
+            return PositionState.JOINING
+        return PositionState.STARTING if digest.phase is Phase.STARTING else PositionState.LIVE
+    if rank in candidates or rank in state.ready:
+        return PositionState.JOINING
+    return PositionState.LOST if rank in state.causes else PositionState.VACANT
+
+
+def _plan(number: int, schedule: Schedule, found_by: str) -> Plan:
+    technique = schedule.problem.technique
+    techniques = [
+        *(["adaptive pipelining"] if schedule.failed else []),
+        *(["decoupled back-propagation"] if technique.decoupled else []),
+        *(["staggered optimizer"] if technique.staggered else []),
+    ]
+    failed = tuple((worker.pipeline, worker.stage) for worker in sorted(schedule.failed))
+    return Plan(number, found_by, tuple(techniques), schedule.num_operations, failed)
+
+
+def _occurrence(event: Event) -> Occurrence:
+    cause = event.details.get("cause")
+    return Occurrence(
+        *(event.kind, event.time, event.generation, event.step, event.worker, event.seconds),
+        *(None if cause is None else str(cause), event.host, event.pid),
+    )
+
+
+def as_json(status: Status) -> dict[str, Any]:
+    """``status`` as what JSON has: objects, lists, texts, finite numbers and null."""
+    found = plain(status)
+    assert isinstance(found, dict)
+    return found
+
+
+_REMEDY = "Metrics need the package prometheus-client: pip install 'lightning-recycle[metrics]'."
+_PHASES = ("starting", "training", "recovering", "joining", "over")
+_SERVING = (PositionState.LIVE, PositionState.SUSPECTED)
+
+_COUNTERS = {
+    "steps": "Steps that were committed",
+    "failures": "Workers that were lost",
+    "redone_steps": "Steps that ran again",
+    "rejoined_workers": "Replacements that joined",
+    "disturbances": "Times that connections broke although no worker died",
+    "replans": "Changes of the plan within a generation",
+    "checkpoints": "Checkpoints that were completed",
+}
+
+
+def metrics(status: Status | None, accept: str) -> tuple[bytes, str]:
+    """The metrics in the format that ``accept`` asks for, and its content type.
+
+    Args:
+        status: the status of the run; None for no run.
+        accept: the header of the request.
+
+    Raises:
+        ModuleNotFoundError: without prometheus-client, with the remedy.
+    """
+    try:
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import choose_encoder
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(_REMEDY, name=error.name) from error
+    registry = CollectorRegistry()
+    registry.register(_Collector(status))
+    encode, kind = choose_encoder(accept)
+    return encode(registry), kind
+
+
+class _Collector:
+    def __init__(self, status: Status | None) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        def gauge(name: str, text: str, value: float | None) -> Iterator[Any]:
+            if value is not None:
+                yield GaugeMetricFamily(f"recycle_{name}", text, value=value)
+
+        status = self._status
+        yield from gauge("up", "Whether there is a run at the moment", status is not None and status.outcome is None)
+        if status is None:
+            return
+        speed, grid = status.throughput, status.grid
+        about = {"name": status.name, "version": status.version, **{key: str(value) for key, value in grid.items()}}
+        yield InfoMetricFamily("recycle_run", "The run", value=about)
+        yield from gauge("start_time_seconds", "When the coordinator was made, since the epoch", status.began)
+        phases = GaugeMetricFamily("recycle_phase", "Whether the run is in this phase", labels=["phase"])
+        for phase in _PHASES:
+            phases.add_metric([phase], phase == status.phase)
+        yield phases
+
+        states = GaugeMetricFamily("recycle_workers", "Positions of the grid by state", labels=["state"])
+        for state in PositionState:
+            states.add_metric([state.value], sum(position.state is state for position in status.positions))
+        yield states
+        lives = GaugeMetricFamily("recycle_worker_live", "Whether a position is held", labels=["pipeline", "stage"])
+        newest = GaugeMetricFamily("recycle_worker_step", "Steps that a position applied", labels=["pipeline", "stage"])
+        text = "The most memory that a worker's process has held"
+        peaks = GaugeMetricFamily("recycle_worker_peak_bytes", text, labels=["pipeline", "stage"])
+        for position in status.positions:
+            labels = [str(position.pipeline), str(position.stage)]
+            lives.add_metric(labels, position.state in _SERVING)
+            newest.add_metric(labels, position.step + 1)
+            if position.peak_bytes is not None:
+                peaks.add_metric(labels, position.peak_bytes)
+        yield lives
+        yield newest
+        yield peaks
+        yield from gauge("spares", "Workers that wait for a position", len(status.spares))
+        yield from gauge("generation", "The number of the current generation", status.generation)
+
+        yield from gauge("step", "Steps that the training has made, also in earlier runs", status.step + 1)
+        yield from gauge("loss", "Mean loss of the newest step", status.loss)
+        yield from gauge("step_seconds", "Mean seconds of a step under the present plan", speed.step_seconds)
+        text = "Seconds of a step that follow from the plan and the times of its operations"
+        yield from gauge("predicted_step_seconds", text, speed.predicted_step_seconds)
+        yield from gauge("samples_per_second", "Samples per second, if a step's are known", speed.samples_per_second)
+
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"recycle_{name}", text, value=status.counts[name])
+        text = "Seconds from failures to the next commit"
+        yield CounterMetricFamily("recycle_recovery_seconds", text, value=status.recovery_seconds)
+        failed = status.failures[-1].time if status.failures else None
+        yield from gauge("last_failure_time_seconds", "When a worker was last lost, since the epoch", failed)
+
+        text = "Where the workers' time went, by the simulator's causes"
+        spent = CounterMetricFamily("recycle_worker_seconds", text, labels=["cause", "phase"])
+        for cause, by_phase in status.worker_seconds.items():
+            for phase, seconds in by_phase.items():
+                spent.add_metric([cause, phase], seconds)
+        yield spent

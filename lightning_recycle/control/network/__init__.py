@@ -1,0 +1,1 @@
+"""Sockets of the control plane: addresses, handshake, messages, the event loop."""

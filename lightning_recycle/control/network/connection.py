@@ -1,0 +1,391 @@
+"""Connections of the control plane: messages over sockets, for workers and coordinator.
+
+Concept: both ends put messages together from the pieces that the network delivers (:class:`Inbox`). A worker's threads
+block in :meth:`MessageConnection.receive` and :meth:`~MessageConnection.send`. The coordinator has one thread for all
+workers, so a worker that stops in the middle of a message, or takes none, must not hold it up:
+:class:`NonBlockingConnection` keeps what is incomplete, both ways. A worker that has lost its coordinator looks for the
+next one by :func:`connections`.
+
+Contract: what breaks a connection is an OSError or EOFError, what is no message a
+:class:`~lightning_recycle.control.protocol.encoding.BadMessageError`; after either it is to be closed. A peer whose
+machine does not answer breaks it too, in the time of :meth:`MessageConnection.set_answer_timeout`: the kernel of a
+process that is merely stopped still answers. So a worker also counts how long the coordinator has been silent: it
+sends a sign of life to all at least every :data:`SIGN_SECONDS`, and with it for how long it may be silent
+(:meth:`MessageConnection.limit_quiet`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import random
+import select
+import socket
+import struct
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from lightning_recycle.control.network.handshake import VERSION, Handshake, Refused, Role
+from lightning_recycle.control.protocol.encoding import (
+    HEADER_BYTES,
+    SCHEMA,
+    BadMessageError,
+    decode,
+    encode,
+    parse_header,
+)
+from lightning_recycle.control.protocol.messages import TO_WORKERS
+
+__all__ = [
+    "HANDSHAKE_SECONDS",
+    "SIGN_SECONDS",
+    "Inbox",
+    "MessageConnection",
+    "NonBlockingConnection",
+    "connect",
+    "connections",
+]
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 30.0  # until a machine that does not answer counts as gone, if nobody knows better
+_LONG_ANSWER_SECONDS = 600.0  # likewise, while so much is under way that a stopped process cannot take it
+_LARGE = 32 << 10  # bytes; less than any receive buffer
+_READ = 64 << 10  # bytes
+_LONG_READ = 1 << 20  # bytes, of a message that is known to have as many
+
+SIGN_SECONDS = 10.0
+"""Between two signs of life of the coordinator, at most."""
+
+_QUIET_SECONDS = 60.0  # of silence until a worker gives the coordinator up, if that has not said another limit yet
+_LOOKS = 10  # in that time; if this process was stopped itself, that counts as one of them
+
+HANDSHAKE_SECONDS = 20.0
+"""For the whole handshake: a busy machine starts many workers at the same time."""
+
+
+class _Socket:
+    """What both ends do with their socket."""
+
+    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+        self.inbox = inbox
+        self._socket = sock
+        self._over_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        if self._over_tcp:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def local_host(self) -> str:
+        """The address of this end."""
+        return str(self._socket.getsockname()[0])
+
+    def set_answer_timeout(self, seconds: float) -> None:
+        """Breaks the connection when the other machine has not answered for ``seconds``.
+
+        Also when nothing is sent, and whatever its processes do: the kernel answers.
+        """
+        if not self._over_tcp:
+            return
+        options = {"TCP_USER_TIMEOUT": max(1, int(seconds * 1000)), "TCP_KEEPIDLE": max(1, int(seconds / 2))}
+        options["TCP_KEEPINTVL"] = max(1, int(seconds / 6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):  # not on every system; there the connection breaks later
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # wakes a thread that reads; perhaps the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class MessageConnection(_Socket):
+    """A worker's end; :meth:`send` may be called from any thread, :meth:`receive` from one.
+
+    Args:
+        sock: a connected socket, which blocks.
+        inbox: what may arrive.
+        answer_timeout: seconds, see :meth:`set_answer_timeout`.
+        quiet: seconds, see :meth:`limit_quiet`.
+
+    Attributes:
+        heard: when something last arrived, in seconds of the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        inbox: Inbox,
+        answer_timeout: float = _ANSWER_SECONDS,
+        quiet: float = _QUIET_SECONDS,
+    ) -> None:
+        super().__init__(sock, inbox)
+        self.heard = time.monotonic()
+        self._quiet = 0.0
+        self.limit_quiet(quiet)
+        self._send_lock = threading.Lock()
+        self._answer_timeout = answer_timeout
+        self._is_patient = False
+        self.set_answer_timeout(answer_timeout)
+
+    def limit_quiet(self, seconds: float) -> None:
+        """From now on :meth:`receive` gives the other side up when nothing has arrived for ``seconds``."""
+        if seconds == self._quiet:
+            return
+        self._quiet, look = seconds, max(1e-3, seconds / _LOOKS)
+        option = struct.pack("ll", int(look), int(look % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, option)
+
+    def limit_silence(self, seconds: float) -> None:
+        """Sets the answer timeout of this end. It does not count while a large message is under way: a stopped process
+        takes nothing once its buffer is full, and the kernel then treats it like a machine that is gone.
+        """
+        with self._send_lock:
+            self._answer_timeout = seconds
+            self._is_patient = False
+            self.set_answer_timeout(seconds)
+
+    def abandon(self) -> None:
+        """Closes it, whoever uses it at the moment."""
+        with contextlib.suppress(OSError):  # perhaps the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._send_lock:  # who sends has noticed: its descriptor may become that of another connection now
+            self._socket.close()
+
+    def send(self, message: Any) -> None:
+        """Raises OSError when the other side is gone, ReCycleError for a message that cannot be sent."""
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, frame: bytes | bytearray) -> None:
+        """Sends the bytes of one or more frames; raises OSError when the other side is gone."""
+        with self._send_lock:
+            if len(frame) > _LARGE and not self._is_patient:
+                self._is_patient = True
+                self.set_answer_timeout(max(_LONG_ANSWER_SECONDS, self._answer_timeout))
+            elif self._is_patient and len(frame) <= _LARGE and not self._unacknowledged():
+                self._is_patient = False
+                self.set_answer_timeout(self._answer_timeout)
+            self._socket.sendall(frame)
+
+    def _unacknowledged(self) -> int:
+        """Bytes that the other machine has not confirmed."""
+        found = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
+        return int(struct.unpack("i", found)[0])
+
+    def receive(self) -> Any:
+        """Blocks for the next message; raises EOFError or OSError when the other side is gone, and BadMessageError."""
+        looks = 0
+        while (message := self.inbox.take()) is None:
+            try:
+                data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
+            except BlockingIOError:
+                looks += 1
+                if looks >= _LOOKS:
+                    raise TimeoutError(f"the other side said nothing for {self._quiet:g} s") from None
+                continue
+            looks = 0
+            if not data:
+                raise EOFError
+            self.heard = time.monotonic()
+            self.inbox.feed(data)
+        return message
+
+
+class NonBlockingConnection(_Socket):
+    """The coordinator's end, used by its thread alone.
+
+    Attributes:
+        unsent_since: since when nothing could be sent although there is something, in seconds of the monotonic clock;
+            None if all was sent.
+    """
+
+    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+        super().__init__(sock, inbox)
+        sock.setblocking(False)
+        self.set_answer_timeout(_ANSWER_SECONDS)
+        self.unsent_since: float | None = None
+        self._unsent: deque[memoryview] = deque()
+
+    def read(self) -> int:
+        """Takes in what has arrived, a bounded part of it; returns the number of bytes. Ask the inbox for messages.
+
+        Raises:
+            EOFError, OSError: when the other side is gone.
+        """
+        try:
+            data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
+        except (BlockingIOError, InterruptedError):
+            return 0
+        if not data:
+            raise EOFError
+        self.inbox.feed(data)
+        return len(data)
+
+    def send(self, message: Any) -> None:
+        """As :meth:`send_frame`."""
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes | bytearray) -> None:
+        """Sends what :func:`encode` made, as far as the other side takes it now; the rest is sent by :meth:`flush`.
+
+        Raises:
+            OSError: when the other side is gone.
+        """
+        self._unsent.append(memoryview(frame))
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what is left, as far as the other side takes it; raises like :meth:`send_frame`."""
+        while self._unsent:
+            data = self._unsent.popleft()
+            try:
+                sent = self._socket.send(data)
+            except (BlockingIOError, InterruptedError):
+                self._unsent.appendleft(data)
+                if self.unsent_since is None:
+                    self.unsent_since = time.monotonic()
+                return
+            self.unsent_since = None
+            if sent < len(data):
+                self._unsent.appendleft(data[sent:])
+        self.unsent_since = None
+
+    def stalled(self, now: float) -> float:
+        """Seconds for which the other side has taken nothing although there is something for it."""
+        return 0.0 if self.unsent_since is None else now - self.unsent_since
+
+    def forgive(self, now: float) -> None:
+        """This process could send nothing until now."""
+        if self.unsent_since is not None:
+            self.unsent_since = now
+
+    def flush_within(self, seconds: float) -> None:
+        """Waits at most ``seconds`` until all is sent; raises like :meth:`send_frame`."""
+        deadline = time.monotonic() + seconds
+        self.flush()
+        while self._unsent and (left := deadline - time.monotonic()) > 0:
+            select.select([], [self._socket], [], left)
+            self.flush()
+
+
+def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SECONDS) -> MessageConnection:
+    """A worker's connection to the coordinator at ``address``, after the handshake.
+
+    Args:
+        address: host and port.
+        key: the key of the run.
+        timeout: seconds for the connection and the whole handshake.
+
+    Raises:
+        VersionMismatch: if the coordinator runs another version.
+        Refused: if it has another key, or none listens there.
+        OSError: if it cannot be reached.
+    """
+    deadline = time.monotonic() + timeout
+    sock = socket.create_connection(address, timeout=timeout)
+    handshake = Handshake(Role.WORKER, key, VERSION, SCHEMA)
+    try:
+        sock.sendall(handshake.greeting)
+        for data in _pieces(sock, deadline, handshake):
+            sock.sendall(handshake.receive(data))
+        sock.settimeout(None)
+        return MessageConnection(sock, Inbox(TO_WORKERS, handshake.rest))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _pieces(sock: socket.socket, deadline: float, handshake: Handshake) -> Iterator[bytes]:
+    """What arrives until ``handshake`` is done."""
+    while not handshake.done:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the coordinator did not finish the handshake in time")
+        sock.settimeout(left)
+        data = sock.recv(4096)
+        if not data:
+            why = "it has another key" if handshake.met else "it has too many strangers at the moment, or is ending"
+            raise Refused(f"the coordinator closed the connection during the handshake; perhaps {why}")
+        yield data
+
+
+class Inbox:
+    """Puts messages together from pieces.
+
+    Attributes:
+        expects: the types of messages that may arrive; a header that announces another one is an error before its body
+            is read.
+    """
+
+    def __init__(self, expects: Collection[type[Any]], data: bytes = b"") -> None:
+        self.expects = expects
+        self._buffer = bytearray(data)
+        self._announced: tuple[type[Any], int] | None = None
+
+    @property
+    def missing(self) -> int:
+        """How many bytes of the current message are known to be missing."""
+        if self._announced is None:
+            return max(0, HEADER_BYTES - len(self._buffer))
+        return max(0, self._announced[1] - len(self._buffer))
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def take(self) -> Any | None:
+        """The next message, if it is complete.
+
+        Raises:
+            BadMessageError: if what arrived is none that may be here.
+        """
+        if self._announced is None:
+            if len(self._buffer) < HEADER_BYTES:
+                return None
+            self._announced = parse_header(self._take(HEADER_BYTES))
+            if self._announced[0] not in self.expects:
+                raise BadMessageError(f"a {self._announced[0].__name__} may not be sent here")
+        kind, size = self._announced
+        if len(self._buffer) < size:
+            return None
+        with memoryview(self._buffer) as view, view[:size] as body:
+            message = decode(kind, body)
+        del self._buffer[:size]
+        self._announced = None
+        return message
+
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5  # seconds between two attempts
+_ATTEMPT_SECONDS = 5.0  # for one; a machine that does not answer may be another one by the next
+
+
+def connections(
+    address: tuple[str, int], key: bytes, seconds: float, is_wanted: Callable[[], bool]
+) -> Iterator[MessageConnection]:
+    """Connections to who listens at ``address`` and knows ``key``, one after the other, for ``seconds``.
+
+    Args:
+        address: host and port.
+        key: the key of the run.
+        seconds: for how long.
+        is_wanted: whether another one is still wanted.
+    """
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while is_wanted() and (left := deadline - time.monotonic()) > 0:
+        # Refused: the one before may still be ending, or another one may be there for a moment.
+        with contextlib.suppress(OSError, Refused):
+            yield connect(address, key, timeout=min(left, _ATTEMPT_SECONDS))
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(1.5 * pause, _LONGEST_PAUSE)

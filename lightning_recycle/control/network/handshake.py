@@ -1,0 +1,197 @@
+"""Handshake with a shared key: both sides prove that they know it, and their version.
+
+Concept: each side sends a greeting (its version, the schema of its messages, a random number) as soon as it is
+connected. The worker answers with an HMAC-SHA256 of its role and both greetings under the key, and the coordinator with
+its own. So a proof is good for one connection, one direction and one version, and the key is never sent. Before the
+proof nothing is read but bytes of a fixed number. The key comes from ``RECYCLE_KEY``, or from a file that only its
+owner reads.
+
+Contract: feed what arrives to :meth:`Handshake.receive` and send what it returns, until :attr:`Handshake.done`. The
+owner of the sockets bounds the time and the number of strangers. A key that cannot be used is a
+:class:`~lightning_recycle.errors.ConfigurationError` with the remedy; the key itself is in no message.
+
+Must not know: sockets, clocks, messages.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from enum import Enum
+
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError
+from lightning_recycle.version import __version__
+
+__all__ = [
+    "KEY_BYTES",
+    "VERSION",
+    "Handshake",
+    "Refused",
+    "Role",
+    "VersionMismatch",
+    "check_key",
+    "key_from_environment",
+]
+
+# Dynamically: this package imports nothing above itself.
+VERSION = __version__
+"""The version of this package."""
+
+KEY_BYTES = 16
+"""The least that a key may have."""
+
+_MAGIC = b"recycle\x00"
+_GREETING = struct.Struct(">8s32s16s32s")  # magic, version, schema, random number
+_PROOF_BYTES = 32
+
+
+class Refused(ControlPlaneError):
+    """The other side does not know the key, or speaks another protocol."""
+
+
+class VersionMismatch(Refused):
+    """The other side runs another version of this package."""
+
+
+class Role(Enum):
+    """Which side of the connection; part of the proof, so that nobody can be answered with his own."""
+
+    WORKER = b"worker"
+    COORDINATOR = b"coordinator"
+
+    @property
+    def other(self) -> Role:
+        return Role.COORDINATOR if self is Role.WORKER else Role.WORKER
+
+
+def check_key(key: bytes, name: str) -> bytes:
+    """``key``, if it is long enough; ``name`` is the setting that it comes from.
+
+    Raises:
+        ConfigurationError: if it is shorter than 16 bytes.
+    """
+    if len(key) < KEY_BYTES:
+        raise ConfigurationError(
+            f"{name} has {len(key)} bytes, which can be guessed: give one of at least {KEY_BYTES}, for example"
+            f' {name}="$(head -c 32 /dev/urandom | base64)".'
+        )
+    return key
+
+
+class Handshake:
+    """One side of one handshake.
+
+    Args:
+        role: which side this is.
+        key: the key of the run.
+        version: the version of this package.
+        schema: a digest of the messages that this side understands, 16 bytes.
+
+    Attributes:
+        greeting: the bytes to send first.
+        done: whether the other side is who it must be.
+        rest: what arrived after its proof.
+    """
+
+    def __init__(self, role: Role, key: bytes, version: str, schema: bytes) -> None:
+        self.greeting = _GREETING.pack(_MAGIC, version.encode()[:32], schema, os.urandom(32))
+        self.done = False
+        self.rest = b""
+        self._role = role
+        self._key = key
+        self._version = version
+        self._schema = schema
+        self._received = b""
+        self._transcript = b""
+
+    @property
+    def met(self) -> bool:
+        """Whether the other side has said that it speaks the same version."""
+        return bool(self._transcript)
+
+    def receive(self, data: bytes) -> bytes:
+        """Takes in what arrived; returns what to send.
+
+        Raises:
+            VersionMismatch: if the other side runs another version.
+            Refused: if it speaks another protocol, or does not know the key.
+        """
+        self._received += data
+        answer = b""
+        if not self._transcript:
+            if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
+                raise Refused("the other side is no lightning_recycle, or one of a version before 0.2")
+            if len(self._received) < _GREETING.size:
+                return answer
+            greeting, self._received = self._received[: _GREETING.size], self._received[_GREETING.size :]
+            self._meet(greeting)
+            if self._role is Role.WORKER:
+                answer = self._proof(self._role)
+        if len(self._received) >= _PROOF_BYTES and not self.done:
+            proof, self.rest = self._received[:_PROOF_BYTES], self._received[_PROOF_BYTES:]
+            if not hmac.compare_digest(proof, self._proof(self._role.other)):
+                raise Refused("the other side has another key")
+            self.done = True
+            if self._role is Role.COORDINATOR:
+                answer = self._proof(self._role)
+        return answer
+
+    def _meet(self, greeting: bytes) -> None:
+        _, version, schema, _ = _GREETING.unpack(greeting)
+        theirs = version.rstrip(b"\x00").decode("ascii", errors="replace")
+        if (theirs, schema) != (self._version, self._schema):
+            sides = {self._role: (self._version, self._schema), self._role.other: (theirs, schema)}
+            named = {
+                role: f"lightning-recycle {name!r} (messages {digest.hex()[:8]})"
+                for role, (name, digest) in sides.items()
+            }
+            raise VersionMismatch(
+                f"the worker runs {named[Role.WORKER]}, the coordinator {named[Role.COORDINATOR]}:"
+                " install the same version on both sides"
+            )
+        both = (self.greeting, greeting) if self._role is Role.WORKER else (greeting, self.greeting)
+        self._transcript = b"".join(both)
+
+    def _proof(self, role: Role) -> bytes:
+        return hmac.digest(self._key, role.value + b"\x00" + self._transcript, "sha256")
+
+
+_MOST_BYTES = 4096  # of a file with a key
+_KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
+
+
+def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
+    """The secret that the coordinator and the workers of a run share. ``RECYCLE_KEY`` counts if both are set.
+
+    Raises:
+        ConfigurationError: if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
+    """
+    key = environ.get(_KEY, "")
+    if key:
+        return check_key(key.encode(), _KEY)
+    path = environ.get(_KEY_FILE, "")
+    if path:
+        return check_key(_read(path), f"{_KEY_FILE}={path}")
+    raise ConfigurationError(
+        "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
+        ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)", or RECYCLE_KEY_FILE, a file with it.'
+    )
+
+
+def _read(path: str) -> bytes:
+    """The key in the file at ``path``, without the white space around it."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+                raise ConfigurationError(
+                    f"{_KEY_FILE}={path}: others may read or write it (mode {stat.S_IMODE(status.st_mode):04o}), and"
+                    f" who knows the key can run code in the workers: chmod 600 {path}; for a secret that Kubernetes"
+                    " mounts, defaultMode: 0400."
+                )
+            return file.read(_MOST_BYTES).strip()
+    except OSError as error:
+        raise ConfigurationError(f"{_KEY_FILE}={path} cannot be read: {error.strerror or error}.") from error

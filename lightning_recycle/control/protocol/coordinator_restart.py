@@ -1,0 +1,460 @@
+"""Restart of a killed coordinator: its state, from its journal and from what workers keep. Pure.
+
+Concept: what changes seldom, and decides who belongs to the run, is written to the journal before it is announced
+(:class:`Kept`): the roster and its generation, the leader, what was raised, where all stop, how the run ended. All else
+is known to the workers, each of which keeps what others may lack (:class:`Memory`): questions without an answer, the
+newest answers, and its messages about the newest steps. It sends all that when it returns
+(:class:`~lightning_recycle.control.protocol.messages.Returned`). A revived coordinator waits for its roster
+(:func:`revived`); once each of them has returned or is lost, :func:`rebuilt` makes the state, and a new generation
+begins. What an earlier coordinator has sent to some, it sends to the others first, word for word; questions without an
+answer are asked anew. So all have the same answers, whenever it died.
+
+Contract: a generation that any worker has heard of is never used again. Nothing is redone but what the rules of
+:mod:`~lightning_recycle.control.protocol.recovery` redo after a loss. The coordinator may be killed again at any
+moment: until the new generation is in the journal, the workers have heard nothing that they did not know already. What
+a worker keeps is bounded: workers are never more than one step and one control collective apart, so all of them have
+older answers. What counts in one generation only is not kept: a revival begins another one.
+
+If the journal is lost, the workers know enough of it (:func:`adopted`) where all members of the newest generation
+return. A worker that was given up before that generation is not in its roster, and generations that none of them has
+heard of have had no effect. Missed are the exceptions that were raised before, reasons of losses, and how earlier runs
+ended. A decision to stop that only some have heard cannot be found out, so such a run does not go on.
+
+Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
+boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
+getting ready for; a better plan; the record, which begins anew, but for its counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.fault_attribution import Remembered
+from lightning_recycle.control.protocol.messages import AfterStep, StopReason
+from lightning_recycle.control.protocol.state import (
+    Command,
+    Ended,
+    Failed,
+    Finished,
+    MembershipState,
+    Outcome,
+    Record,
+    Resend,
+    StopRound,
+    initial_state,
+)
+from lightning_recycle.planning.grid import Grid
+
+__all__ = [
+    "Kept",
+    "Memory",
+    "Over",
+    "adopted",
+    "durable",
+    "events",
+    "kept",
+    "order",
+    "rebuilt",
+    "revived",
+]
+
+_ORDER: tuple[type[Any], ...] = (
+    messages.Restored,
+    messages.Applied,
+    messages.Losses,
+    messages.RequestStop,
+    messages.Arrive,
+    messages.Ready,
+    messages.Leave,
+    messages.EndRun,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """How the run ended.
+
+    Args:
+        reason: what the workers are told.
+        words: for people.
+        answer: the answer to the collective that delivered the results, which some may lack.
+    """
+
+    reason: StopReason
+    words: str = ""
+    answer: messages.Answer | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """As far as it is known: the results are with whoever opened them."""
+        if self.reason is StopReason.FINISHED:
+            return Finished({})
+        return Ended() if self.reason is StopReason.ENDED else Failed(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a coordinator writes down before it tells anybody; the fields as in
+    :class:`~lightning_recycle.control.protocol.state.MembershipState`.
+    """
+
+    generation: int
+    live: tuple[int, ...]
+    leader: int
+    joining: tuple[int, ...] = ()
+    causes: Mapping[int, str] = field(default_factory=dict)
+    has_resumed: bool = False
+    raised: tuple[Remembered, ...] = ()
+    disturbances: int = 0
+    stop_point: int = -1
+    stop_agreed: bool = False
+    after_step: AfterStep = AfterStep.GO_ON
+    over: Over | None = None
+    cuts: messages.Cuts = ()
+    newcomers: tuple[int, ...] = ()
+    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def durable(state: MembershipState) -> tuple[Any, ...]:
+    """What :func:`kept` is made of: as long as these are the same objects, there is nothing new to write down."""
+    return (
+        state.generation,
+        state.live,
+        state.leader,
+        state.joining,
+        state.causes,
+        state.has_resumed,
+        state.raised,
+        state.disturbances,
+        state.stop_round,
+        state.after_step,
+        state.outcome,
+        state.cuts,
+        state.newcomers,
+        state.outvoted,
+    )
+
+
+def kept(state: MembershipState) -> Kept:
+    """What must be written down of ``state``, if it has changed, before the commands that came with it are obeyed."""
+    stop = state.stop_round
+    is_decided = stop is not None and stop.is_over
+    return Kept(
+        state.generation,
+        state.roster,
+        state.leader,
+        tuple(sorted(state.joining)),
+        state.causes,
+        state.has_resumed,
+        state.raised,
+        state.disturbances,
+        stop.point if stop is not None and is_decided else -1,
+        stop is not None and is_decided and stop.agreed,
+        state.after_step,
+        None if state.outcome is None else _over(state, state.outcome),
+        state.cuts,
+        tuple(sorted(state.newcomers)),
+        state.outvoted,
+    )
+
+
+def _over(state: MembershipState, outcome: Outcome) -> Over:
+    answer = None
+    if isinstance(outcome, Finished):
+        delivered = {rank: rank in outcome.results for rank in state.roster}
+        answer = messages.Answer(state.next_collective - 1, delivered, state.leader)
+    words = outcome.reason if isinstance(outcome, Failed) else f"It ended before: {type(outcome).__name__}"
+    return Over(StopReason.of(outcome), words, answer)
+
+
+def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
+    """The state of a coordinator that is started again: it waits for all workers of the roster to return."""
+    state = initial_state(grid, retries)
+    if written.over is not None:
+        return replace(state, generation=written.generation, outcome=written.over.outcome)
+    if written.generation < 0:
+        return replace(state, live=frozenset(written.live), causes=written.causes, after_step=written.after_step)
+    return replace(
+        state,
+        live=frozenset(written.live),
+        joined=frozenset(written.live),
+        generation=written.generation,
+        leader=written.leader,
+        regrouping=True,
+        joining=frozenset(written.joining),
+        causes=written.causes,
+        has_resumed=written.has_resumed,
+        raised=written.raised,
+        disturbances=written.disturbances,
+        stop_round=StopRound(written.stop_point, is_over=True, agreed=written.stop_agreed)
+        if written.stop_point >= 0
+        else None,
+        after_step=written.after_step,
+        cuts=written.cuts,
+        newcomers=frozenset(written.newcomers),
+        outvoted=written.outvoted,
+        returned={},
+    )
+
+
+def adopted(said: Collection[messages.Returned]) -> tuple[Kept | None, dict[int, messages.Returned]] | str:
+    """What an earlier coordinator of a run knew, without its file, and its members by rank; or what is missing.
+
+    Args:
+        said: what workers of one run say that have lost their coordinator.
+
+    Returns:
+        None instead of :class:`Kept` if the run has not begun.
+    """
+    newest = max(said, key=lambda one: one.generation)
+    if newest.generation < 0:
+        return None, {}
+    # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
+    current = (one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1)
+    members = {one.rank: one for one in sorted(current, key=lambda one: (one.incarnation, one.generation))}
+    missing = [rank for rank in newest.roster if rank not in members]
+    if missing:
+        return f"the workers of ranks {', '.join(map(str, missing))} have not returned"
+    wishes = {one.request.point if one.request is not None else -1 for one in members.values()}
+    if len(wishes) > 1:
+        return "some workers wait to stop early, and nobody knows what the others were told"
+    knows = max(members.values(), key=lambda one: one.resumed)
+    return Kept(
+        newest.generation,
+        newest.roster,
+        newest.leader,
+        joining=tuple(rank for rank, one in sorted(members.items()) if one.joining and one.applied < 0),
+        has_resumed=any(one.applied >= 0 for one in members.values()),
+        cuts=knows.cuts,
+        newcomers=tuple(rank for rank, one in sorted(members.items()) if one.incarnation > 0),
+    ), members
+
+
+def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
+    """All have returned: the state without what :func:`events` adds, and what some were told and others not."""
+    assert state.returned is not None
+    members = {rank: state.returned[rank] for rank in state.roster}
+    generation = max(state.generation, *(member.generation for member in members.values()))
+    applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
+    newest = [one.applied for rank, one in members.items() if rank not in state.joining or one.applied >= 0]
+    for rank in state.joining - applied.keys():
+        # The others cannot go on without it. If they are lost, what it was about to get may have arrived.
+        applied[rank] = min(newest, default=members[rank].joins_after)
+    restored = max(one.restored for one in members.values())
+    version = max(restored, 1 + min(applied.get(rank, -1) for rank in members))
+    told = {loss.step: loss for one in members.values() for loss in one.told}
+    known = max(
+        (one.known for one in members.values() if one.known is not None),
+        key=lambda one: (one.generation, one.step),
+        default=None,
+    )
+    summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
+    unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
+    state = replace(
+        state,
+        generation=generation,
+        applied=applied,
+        version=version,
+        passed=0,
+        summed=summed,
+        next_collective=max(one.next_collective for one in members.values()),
+        unproven=summed if state.unproven >= 0 else max((s[-1] + 1 for s in state.outvoted.values()), default=-1),
+        answered=state.answered if known is None else (known.step, known.payloads),
+        raised=tuple(one for one in state.raised if (one.rank, one.generation) not in unanswered),
+        returned=None,
+    )
+    counters = told[max(told)].counters if told else {}
+    record = Record("revived", version, None, {"roster": state.roster, "counters": counters})
+    return state, (record, *_repeated(state, members, told))
+
+
+def _repeated(
+    state: MembershipState, members: Mapping[int, messages.Returned], told: Mapping[int, messages.StepLoss]
+) -> Iterator[Command]:
+    """What an earlier coordinator has told some, for the others."""
+    answers = {one.answer.number: one.answer for one in members.values() if one.answer is not None}
+    newest = answers.get(state.next_collective - 1)
+    if newest is not None:
+        lack = tuple(rank for rank, one in members.items() if one.next_collective <= newest.number)
+        yield Resend(lack, newest)
+    for step, loss in sorted(told.items()):
+        lack = tuple(r for r, one in members.items() if one.applied < step and step not in {s.step for s in one.told})
+        yield Resend(lack, loss)
+    stop = state.stop_round
+    if stop is not None:
+        asked = {r for r, one in members.items() if one.request is not None and one.request.point == stop.point}
+        yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))
+    for rank, one in members.items():
+        if one.confirm is not None:
+            yield Resend((rank,), messages.Confirmed(one.confirm.number))
+
+
+def events(member: messages.Returned) -> Iterator[Any]:
+    """What ``member`` had said and nobody has answered, as it said it."""
+    if member.restored:
+        yield messages.Restored(member.rank, member.restored)
+    yield from member.facts
+    yield from member.losses
+    if member.request is not None:
+        yield member.request
+    if member.arrival is not None:
+        yield member.arrival
+    if member.is_ready:
+        yield messages.Ready(member.rank)
+    if member.leave is not None:
+        yield member.leave
+    if member.ends_run:
+        yield messages.EndRun(member.rank)
+
+
+def order(event: Any) -> tuple[int, int]:
+    """The place of one of :func:`events` among those of all workers."""
+    return _ORDER.index(type(event)), getattr(event, "step", 0)
+
+
+_STEPS = 2
+_STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
+"""Who begins step b + 3 has applied b + 2; no worker can before all have begun step b + 1, and had what came before."""
+
+
+class Memory:
+    """What one worker has said and heard that others may lack."""
+
+    def __init__(self) -> None:
+        self._facts: tuple[messages.Applied, ...] = ()
+        self._losses: dict[int, messages.Losses] = {}
+        self._told: dict[int, messages.StepLoss] = {}
+        self._arrival: messages.Arrive | None = None
+        self._answer: messages.Answer | None = None
+        self._answered_at = -1  # the newest step that it had begun when the answer came
+        self._known: messages.Known | None = None
+        self._request: messages.RequestStop | None = None
+        self._raised: messages.Raised | None = None
+        self._confirm: messages.Confirm | None = None
+        self._profiled: messages.Profiled | None = None
+        self._measured: messages.Measured | None = None
+        self._layers: messages.LayerFacts | None = None
+        self._tried: messages.Tried | None = None
+        self._applied = -1
+        self._restored = 0
+        self._joins_after = -1  # the step after which it gets its state
+        self._is_ready = False
+        self._leave: messages.Leave | None = None
+        self._ends_run = False
+
+    def said(self, message: Any) -> None:
+        """The worker sends ``message``, or tries to."""
+        match message:
+            case messages.Applied():
+                self._facts = (*self._facts, message)[-_STEPS:]
+                self._applied = message.step
+            case messages.Losses():
+                before = self._losses.get(message.step)
+                if before is not None:  # a step that is run again: what came first counts
+                    losses, outputs = {**message.losses, **before.losses}, {**message.outputs, **before.outputs}
+                    message = messages.Losses(message.rank, message.step, losses, outputs, message.generation)
+                self._losses[message.step] = message
+            case messages.Arrive(generation=None):
+                self._arrival = message
+            case messages.RequestStop():
+                self._request = message
+            case messages.Raised():
+                self._raised = message
+            case messages.Confirm():
+                self._confirm = message
+            case messages.Restored():
+                self._restored = message.version
+            case messages.Entered():
+                self._applied = self._joins_after
+            case messages.Ready():
+                self._is_ready = True
+            case messages.Leave():
+                self._leave = message
+            case messages.EndRun():
+                self._ends_run = True
+            case messages.Profiled():
+                self._profiled = message
+            case messages.Measured():
+                self._measured = message
+            case messages.LayerFacts():
+                self._layers = message
+            case messages.Tried():
+                self._tried = message
+
+    def heard(self, message: Any, rank: int, begun: int) -> None:
+        """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
+        match message:
+            case messages.Answer():
+                if self._arrival is not None and self._arrival.number <= message.number:
+                    self._arrival = None
+                if self._answer is None or message.number >= self._answer.number:
+                    self._answer, self._answered_at = message, begun
+            case messages.StepLoss():
+                self._told[message.step] = message
+                for step in sorted(self._told)[:-_STEPS]:
+                    del self._told[step]
+                self._losses = {step: one for step, one in self._losses.items() if step > message.step}
+            case messages.Committed():
+                self._known = messages.Known(message.generation, message.step, message.payloads)
+            case messages.Resume():
+                if message.commits:
+                    self._known = messages.Known(message.generation, message.decision.version - 1, message.commits)
+                if rank in message.donors:
+                    self._joins_after = message.decision.version - 1
+            case messages.StopVerdict():
+                if self._request is not None and self._request.point == message.point:
+                    self._request = None
+            case messages.Judged():
+                if self._raised is not None and self._raised.generation == message.generation:
+                    self._raised = None
+            case messages.Confirmed():
+                if self._confirm is not None and self._confirm.number <= message.number:
+                    self._confirm = None
+
+    def entered(self, announced: messages.Regroup) -> None:
+        """The worker enters a generation."""
+        self._losses.pop(announced.unproven, None)
+
+    def began(self, step: int) -> None:
+        """The worker begins ``step``."""
+        if self._answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
+            self._answer = None  # it may be as large as a checkpoint
+
+    def returned(self, generation: int, next_collective: int, **who: Any) -> messages.Returned:
+        """All that it holds.
+
+        Args:
+            generation: the newest that was announced to it.
+            next_collective: the first control collective that it has taken no answer to, nor has arrived at.
+            who: the other fields of the message.
+        """
+        number = next_collective if self._arrival is None else self._arrival.number
+        if self._answer is not None:
+            number = max(number, self._answer.number + 1)
+        return messages.Returned(
+            generation=generation,
+            applied=self._applied,
+            joins_after=self._joins_after,
+            restored=self._restored,
+            next_collective=number,
+            facts=self._facts,
+            losses=tuple(self._losses.values()),
+            told=tuple(self._told.values()),
+            arrival=self._arrival,
+            answer=self._answer,
+            known=self._known,
+            request=self._request,
+            raised=self._raised,
+            confirm=self._confirm,
+            is_ready=self._is_ready,
+            leave=self._leave,
+            ends_run=self._ends_run,
+            profiled=self._profiled,
+            measured=self._measured,
+            layers=self._layers,
+            tried=self._tried,
+            **who,
+        )

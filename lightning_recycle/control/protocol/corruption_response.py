@@ -1,0 +1,362 @@
+"""Response to wrong bits and to values that are not finite: events and commands. Pure.
+
+Checks: a check is over when all live workers have applied its step: then their checksums are compared
+(:mod:`~lightning_recycle.control.protocol.corruption`). A worker that is found wrong is evicted; or it takes over the
+state of a peer at the next step boundary, in a generation of the same workers; or the run ends. If nothing says who is
+right, the stage has no state that can be trusted, and counts as lost.
+
+Values that are not finite: a worker that meets a NaN or an infinity (NotFinite) stops, so the step is not committed. In
+the next generation the step is *inspected*: a worker that makes such a value of finite ones disputes its own result,
+and its stage votes. If the peers get finite values it was the device. If they get the same, or none makes the value (it
+is in the data, or in the parameters of all), the step is *excused*: it runs again, and is taken as it is. If the value
+does not come again, there is nothing left to do. A step is inspected once, unless a loss interrupts that, and a model
+that often has such values is soon not asked any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.corruption import (
+    EXCUSES_ALL,
+    FINITE,
+    IS_FINITE,
+    MAX_EXCUSED,
+    Culprit,
+    Dispute,
+    Finding,
+    Undecided,
+    decide,
+    judge,
+    own_error,
+)
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.state import (
+    Command,
+    Evict,
+    Failed,
+    MembershipState,
+    Outcome,
+    Record,
+    StageLost,
+)
+
+__all__ = [
+    "add_checked",
+    "add_dispute",
+    "add_not_finite",
+    "add_own_error",
+    "add_vote",
+    "call_vote",
+    "choose_healers",
+    "compare",
+    "excuse",
+    "give_up_comparing",
+    "is_about_numbers",
+    "settle",
+    "who_made_it",
+]
+
+_Next = tuple[MembershipState, tuple[Command, ...]]
+
+
+def add_checked(state: MembershipState, event: messages.Applied) -> MembershipState:
+    """A worker told what it holds after a step."""
+    if event.facts.checked is None:
+        return state
+    return state.updated(checks=state.checks.add(event.rank, event.step, event.facts.checked))
+
+
+def compare(state: MembershipState) -> _Next:
+    """Compares what workers told of the steps that all live ones have applied."""
+    commands: tuple[Command, ...] = ()
+    for step in sorted(step for step in state.checks.told if step < state.version):
+        told = {rank: one for rank, one in state.checks.told[step].items() if rank in state.live}
+        rest = {other: value for other, value in state.checks.told.items() if other != step}
+        state = state.updated(checks=replace(state.checks, told=rest))
+        found: list[Culprit] = []
+        for stage in range(state.grid.stages):
+            of_stage = {rank: one for rank, one in told.items() if state.stage_of(rank) == stage}
+            verdict = judge(of_stage)
+            if isinstance(verdict, Undecided):
+                record, outcome = _nobody_knows(state, step, stage, verdict)
+                return replace(state, outcome=outcome), (*commands, record, outcome)
+            found += verdict
+        since = state.checks.agreed
+        for culprit in found:
+            state, caused = _convict(state, step, culprit, since)
+            commands += caused
+            if state.outcome is not None:
+                return state, commands
+        checks = state.checks if found else replace(state.checks, agreed=step)
+        state = state.updated(checks=checks.plan(step, state.summed, told))
+    return state, commands
+
+
+def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> _Next:
+    """``culprit`` holds wrong bits after ``step``; after ``since`` it did not."""
+    rank, what = culprit.rank, " and ".join(culprit.kinds)
+    peers = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
+    cause = f"after step {step} its {what} differ from those of its peers {peers}, which are equal"
+    heals = state.checks.may_heal(rank)
+    details = {
+        "cause": cause,
+        "kind": what,
+        "proof": "state",
+        "device": culprit.device,
+        "since": since,
+        "then": "healed" if heals else "ended" if state.checks.policy == "raise" else "evicted",
+    }
+    record = Record("corruption", step, rank, details)
+    if state.checks.policy == "raise":
+        outcome = Failed(f"Worker {state.grid.worker(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
+        return replace(state, outcome=outcome), (record, outcome)
+    if heals:
+        return replace(state, checks=state.checks.heal(rank)), (record,)
+    return state, (record, Evict(rank, cause))
+
+
+def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecided) -> tuple[Record, Outcome]:
+    what, since = " and ".join(found.kinds), state.checks.agreed
+    groups = " ".join(f"[{', '.join(str(state.grid.worker(rank)) for rank in group)}]" for group in found.groups)
+    cause = (
+        f"After step {step} workers of stage {stage} hold different bits ({what}): {groups}, in groups that agree; no"
+        " group is the largest, so nothing says which of them are right"
+    )
+    details = {
+        "cause": cause, "kind": what, "proof": "undecided", "stage": stage, "since": since, "then": "ended",
+    }  # fmt: skip
+    record = Record("corruption", step, None, details)
+    if state.checks.policy == "raise":
+        return record, Failed(f"{cause}. {_contaminated(since, step)}")
+    why = f"its {what} differ from its peer's, and nothing says whose are right"
+    return record, StageLost(stage, {rank: why for rank in state.live if state.stage_of(rank) == stage})
+
+
+def _contaminated(since: int, step: int) -> str:
+    before = "before that nothing was compared" if since < 0 else f"they were equal after step {since}"
+    return (
+        f"{before[0].upper()}{before[1:]}, so what was computed since, up to step {step}, may be wrong. A device whose"
+        " memory or arithmetic errs does this, and so do hooks or callbacks that change weights on some workers only,"
+        " or optimizers that are not deterministic. Start again from a checkpoint that is older than that;"
+        " ReCycleStrategy(on_corruption='evict') or 'heal' goes on without the worker, or with a peer's state, where"
+        " a majority says what is right."
+    )
+
+
+def choose_healers(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> dict[int, int]:
+    """For each worker that can be healed in this generation, a peer with the right state. All of them are between two
+    steps; otherwise they wait for the next boundary.
+    """
+    between = {rank for rank, status in statuses.items() if (status.version, status.tells_of) == (version, None)}
+    found: dict[int, int] = {}
+    for rank in state.checks.healing & between:
+        healers = state.holders(state.stage_of(rank)) & between
+        if healers:
+            found[rank] = min(healers)
+    return found
+
+
+# ---------------------------------------------------------------------- computations
+
+
+def add_dispute(state: MembershipState, event: messages.Disputed) -> _Next | None:
+    """A worker got other bits than the peer that it checked. None if that is of no interest any more; else a generation
+    must begin, as the step cannot be committed.
+    """
+    if event.generation != state.generation or state.regrouping or event.other not in state.live:
+        return None
+    claims = {event.rank: event.mine, event.other: event.theirs}
+    dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.rank: event.device})
+    details = {
+        "of": _place(state, event.other),
+        "microbatch": event.microbatch,
+        "kind": _kinds(event.mine, event.theirs),
+    }
+    record = Record("disputed", event.step, event.rank, details)
+    return replace(state, checks=replace(state.checks, dispute=dispute)), (record,)
+
+
+def add_own_error(state: MembershipState, event: messages.Disputed) -> _Next | None:
+    """A worker got other bits twice than at first: no peer has to be asked. None if that is of no interest any more."""
+    if event.generation != state.generation or state.regrouping:
+        return None
+    dispute = Dispute(event.step, event.microbatch, event.rank, event.rank, {event.rank: event.theirs})
+    return _convict_of_computing(state, dispute, own_error(event))
+
+
+def call_vote(
+    state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int
+) -> tuple[MembershipState, messages.Vote | None, tuple[Command, ...]]:
+    """The vote on a dispute, if all workers of the stage hold the parameters of its step; otherwise it is forgotten:
+    the step is computed again, and checked again. A value that is not finite is then kept, or there would be no end.
+    """
+    dispute = state.checks.dispute
+    if dispute is None:
+        return state, None, ()
+    voters = sorted(state.holders(state.stage_of(dispute.recorder)))
+    able = all((statuses[rank].version, statuses[rank].tells_of) == (version, None) for rank in voters)
+    if dispute.step != version or not able or not {dispute.recorder, dispute.accused} <= set(voters):
+        state = replace(state, checks=replace(state.checks, dispute=None))
+        if is_about_numbers(dispute) and dispute.accused in voters:
+            state, kept = excuse(state, dispute.step, "its stage has gone on, and cannot tell")
+            return state, None, kept
+        return state, None, ()
+    state = replace(state, checks=replace(state.checks, dispute=replace(dispute, votes={})))
+    return state, messages.Vote(version, dispute.recorder, tuple(voters)), ()
+
+
+def add_vote(state: MembershipState, event: messages.Voted) -> _Next | None:
+    """A worker has computed what is disputed. None if that is of no interest. When all have, a generation must begin,
+    unless a loss begins one: they wait for it.
+    """
+    dispute = state.checks.dispute
+    if event.generation != state.generation or state.regrouping or dispute is None:
+        return None
+    votes = {**dispute.votes, event.rank: (event.sums, event.repeats)}
+    dispute = replace(dispute, votes=votes, devices={**dispute.devices, event.rank: event.device})
+    if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
+        return replace(state, checks=replace(state.checks, dispute=dispute)), ()
+    state = replace(state, checks=replace(state.checks, dispute=None))
+    if is_about_numbers(dispute):
+        return _settle_numbers(state, dispute)
+    finding = decide(dispute)
+    if finding is Finding.INCOMPARABLE:
+        return give_up_comparing(state, "the workers of a stage do not agree with themselves, or none with another one")
+    if finding is Finding.UNDECIDED:
+        return _nobody_computes_right(state, dispute)
+    assert not isinstance(finding, Finding)
+    commands: tuple[Command, ...] = ()
+    for culprit in finding:
+        state, caused = _convict_of_computing(state, dispute, culprit)
+        commands += caused
+        if state.outcome is not None:
+            break
+    return state, commands
+
+
+def _settle_numbers(state: MembershipState, dispute: Dispute) -> _Next:
+    found = who_made_it(dispute)
+    if isinstance(found, str):
+        return excuse(state, dispute.step, f"worker {_place(state, dispute.accused)} made it, and {found}")
+    # The step runs again without the culprit, or with none if the run ends.
+    state = replace(state, checks=replace(state.checks, inspects=-1))
+    return _convict_of_computing(state, dispute, found, "made a value that is not finite of finite ones in the")
+
+
+def _convict_of_computing(
+    state: MembershipState, dispute: Dispute, culprit: Culprit, did: str = "computed a wrong"
+) -> _Next:
+    rank, what = culprit.rank, " and ".join(culprit.kinds)
+    others = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
+    says = f"says {others}" if culprit.right != (rank,) else "and got something else twice"
+    cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, {says}"
+    policy = state.checks.policy
+    details = {
+        "cause": cause, "kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1,
+        "then": "ended" if policy == "raise" else "evicted",
+    }  # fmt: skip
+    record = Record("corruption", dispute.step, rank, details)
+    if policy == "raise":
+        outcome = Failed(
+            f"Worker {state.grid.worker(rank)} computes wrong results: {cause}. That step was not committed. Its device"
+            " may be broken; ReCycleStrategy(on_corruption='evict') goes on without it."
+        )
+        return replace(state, outcome=outcome), (record, outcome)
+    return state, (record, Evict(rank, cause))
+
+
+def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> _Next:
+    names = " and ".join(str(state.grid.worker(rank)) for rank in sorted(dispute.claims))
+    what = _kinds(*dispute.claims.values())
+    cause = (
+        f"In step {dispute.step} workers {names} computed a different {what} of micro-batch {dispute.microbatch}, and"
+        " did so again; nothing says which of them is right"
+    )
+    stage = state.stage_of(dispute.recorder)
+    details = {
+        "cause": cause,
+        "kind": what,
+        "proof": "undecided",
+        "stage": stage,
+        "since": state.checks.agreed,
+        "then": "ended",
+    }
+    outcome = Failed(
+        f"{cause}. Steps before this one may have taken wrong gradients, too. A third pipeline would decide; the newest"
+        " checkpoints are as good as the checks before them."
+    )
+    return replace(state, outcome=outcome), (Record("corruption", dispute.step, None, details), outcome)
+
+
+def give_up_comparing(state: MembershipState, why: str) -> _Next:
+    """Computations are not compared any more."""
+    if not state.checks.comparable:
+        return state, ()
+    state = replace(state, checks=replace(state.checks, comparable=False, dispute=None))
+    return state, (Record("incomparable", state.version, None, {"cause": why}),)
+
+
+def _kinds(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str:
+    return " and ".join(sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)))
+
+
+def _place(state: MembershipState, rank: int) -> tuple[int, int]:
+    worker = state.grid.worker(rank)
+    return worker.pipeline, worker.stage
+
+
+def add_not_finite(state: MembershipState, event: messages.NotFinite) -> _Next | None:
+    """A worker has met a value that is not finite. None if that is of no interest any more; else a generation must
+    begin, as that worker waits for one.
+    """
+    if event.generation != state.generation or state.regrouping:
+        return None
+    if state.checks.inspects == event.step:
+        return excuse(state, event.step, "no worker makes it of finite values")
+    which = f"the loss of micro-batch {event.microbatch}" if event.microbatch >= 0 else "the gradient of its stage"
+    details = {"cause": f"{which} is not finite", "then": "inspected"}
+    state = replace(state, checks=replace(state.checks, inspects=event.step))
+    return state, (Record("not_finite", event.step, event.rank, details),)
+
+
+def is_about_numbers(dispute: Dispute) -> bool:
+    """Whether the question is if a value is finite."""
+    return dispute.accused == dispute.recorder
+
+
+def who_made_it(dispute: Dispute) -> Culprit | str:
+    """The worker whose device made a value that is not finite; or why it is nobody's, in words, when all have voted."""
+    accused = dispute.accused
+    others = {rank: vote for rank, vote in dispute.votes.items() if rank != accused}
+    finite = tuple(sorted(rank for rank, (sums, _) in others.items() if sums.get(FINITE) == IS_FINITE))
+    if not others:
+        return "it has no peer"
+    if not all(repeats for _, repeats in others.values()):
+        return "its peers get other values each time"
+    if 2 * len(finite) <= len(others):
+        return "its peers get such a value, too"
+    kinds = tuple(sorted(dispute.claims[accused].keys() - {FINITE}))
+    return Culprit(accused, kinds, finite, dispute.devices.get(accused, ""))
+
+
+def excuse(state: MembershipState, step: int, why: str) -> _Next:
+    """What ``step`` has of such values is the model's, or the data's."""
+    count = state.checks.excuses + 1
+    until = step if count < MAX_EXCUSED else EXCUSES_ALL
+    checks = replace(state.checks, inspects=-1, excused=until, excuses=count)
+    cause = f"what is not finite is the model's or the data's: {why}"
+    then = "kept" if count < MAX_EXCUSED else "kept, and not asked for again"
+    return replace(state, checks=checks), (Record("not_finite", step, None, {"cause": cause, "then": then}),)
+
+
+def settle(state: MembershipState) -> _Next:
+    """If all have applied the inspected step, the value has not come again."""
+    step = state.checks.inspects
+    if not 0 <= step < state.version:
+        return state, ()
+    state = replace(state, checks=replace(state.checks, inspects=-1))
+    details = {"cause": "all values are finite now; no worker made the other one again", "then": "gone"}
+    return state, (Record("not_finite", step, None, details),)

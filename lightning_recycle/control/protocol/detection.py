@@ -1,0 +1,404 @@
+"""Failure detection: which silent or slow workers are given up, and which are waited for. Pure.
+
+Suspicion is not proof. An exit or a broken connection is a fact. Silence and slowness are not: a library may hold the
+interpreter, a model may be recompiled, one sequence may be long. Giving up a worker helps only if another one can do
+its work, so:
+
+- A worker is given up only while a peer that holds its stage is *well*: heard and at work within half of what it may
+  take. Its time runs only meanwhile. So the last holder of a stage is never given up on suspicion, nor are all
+  replicas that stall at once, nor all workers of a machine that stalls.
+- What a worker was slow at may be slow by itself. A worker that begins the same afterwards (the micro-batch in the same
+  step; for silence the same step in the same stage) may take ten times as long. So may a silent worker whose process is
+  seen to compute: code that holds the interpreter, or a long collection of garbage.
+- Everything has an end: after its *bound* a worker is given up anyway.
+
+Progress: in a pipeline nearly all workers wait nearly always, and a wait says nothing about the worker that waits.
+Where workers wait for each other the culprit is the one that does not: it has been inside one operation for longer than
+that operation can take. So only workers that do *not* wait are suspected (:func:`sign_of_work`), each by the usual time
+of its own operation (as measured in this run), times a factor, with the heartbeat's timeout as a floor. What has no
+usual time is given ``patience``, half an hour: the first steps, reading data, the optimizer, hooks and callbacks,
+validation, checkpoints. A process that is being debugged is never suspected. If all workers wait and none works, a
+message was lost (:func:`everybody_waits`): the same workers connect again. If all wait for the coordinator, however, it
+is merely busy, for example with the parts of a large checkpoint.
+
+Contract: :func:`review` is called again and again with what is known at that moment, and with the memory that it
+returned the time before. Workers that it gives up may be gone at the next call.
+
+Must not know: messages, sockets, clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.ops import OpKind
+
+__all__ = [
+    "PATIENCE",
+    "GivenUp",
+    "Memory",
+    "Observation",
+    "Place",
+    "Ruling",
+    "Sign",
+    "Standing",
+    "Waited",
+    "everybody_waits",
+    "review",
+    "sign_of_work",
+]
+
+_RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process
+
+Place: TypeAlias = tuple[int, str]
+"""What a worker is at: the step, and the micro-batch or else the kind of operation."""
+
+_Intervals: TypeAlias = tuple[tuple[float, float], ...]  # (begin, end), in order, apart from each other
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Something that speaks against a worker once it lasts for too long.
+
+    Args:
+        cause: what it is, in words that go on after "worker (0, 1) was lost: ".
+        seconds: for how long it has lasted.
+        limit: seconds that it may last where a peer is well.
+        bound: seconds that it may last anyway; ``limit`` if that is more.
+        place: what the worker is at; None if that is not known.
+        computes: whether the worker's process is seen to compute meanwhile.
+    """
+
+    cause: str
+    seconds: float
+    limit: float
+    bound: float
+    place: Place | None = None
+    computes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is known of a worker.
+
+    Args:
+        silence: for how long nothing was heard of it.
+        others: what else speaks against it, by what it said when it was heard last: how long it has been at its work.
+    """
+
+    silence: Sign
+    others: tuple[Sign, ...] = ()
+
+    @property
+    def signs(self) -> tuple[Sign, ...]:
+        return (self.silence, *self.others)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it was heard recently, so that what it said still holds."""
+        return self.silence.seconds <= self.silence.limit / 2
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing speaks against it: it can do the work of others."""
+        return all(sign.seconds <= sign.limit / 2 for sign in self.signs)
+
+    @property
+    def place(self) -> Place | None:
+        """What it is at, if that is known."""
+        return next((sign.place for sign in self.others if sign.place is not None), None)
+
+    @property
+    def exceeded(self) -> float:
+        """Seconds of the longest sign that has exceeded its limit; 0 if none has."""
+        return max((sign.seconds for sign in self.signs if sign.seconds > sign.limit), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A worker that is to be ended: why, and after how many ``seconds`` of the ``limit`` that it was given."""
+
+    cause: str
+    seconds: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A worker that has exceeded its limit and is waited for: ``reason`` says why, ``limit`` for how many seconds."""
+
+    cause: str
+    seconds: float
+    limit: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What follows, by rank.
+
+    Args:
+        evict: who is given up.
+        waits: who is waited for from now on.
+        cleared: who was waited for and is well again, with the seconds that it lasted.
+    """
+
+    evict: Mapping[int, GivenUp] = field(default_factory=dict)
+    waits: Mapping[int, Waited] = field(default_factory=dict)
+    cleared: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldUp:
+    """A worker was suspected at ``time``: in ``step``, and at ``place`` if that is known."""
+
+    rank: int
+    stage: int
+    step: int
+    time: float
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What :func:`review` remembers. All times are in seconds of one monotonic clock.
+
+    Args:
+        time: of the newest review; None before the first.
+        alone: for each rank, when no peer was well.
+        unheard: for each rank, when nothing was known of its work.
+        held_up: who was suspected in recent steps.
+        waited: the ranks that are waited for, with the seconds that it has lasted.
+    """
+
+    time: float | None = None
+    alone: Mapping[int, _Intervals] = field(default_factory=dict)
+    unheard: Mapping[int, _Intervals] = field(default_factory=dict)
+    held_up: tuple[_HeldUp, ...] = ()
+    waited: Mapping[int, float] = field(default_factory=dict)
+
+
+def review(
+    memory: Memory, now: float, standings: Mapping[int, Standing], holders: Collection[int], grid: Grid, step: int
+) -> tuple[Memory, Ruling]:
+    """Rules over all workers at once.
+
+    Args:
+        memory: what the previous call returned.
+        now: seconds of a monotonic clock.
+        standings: what is known, by rank; also of processes that are about to join.
+        holders: the ranks that hold the state of their stage.
+        grid: the grid of the run.
+        step: the number of committed steps.
+    """
+    stages = {rank: grid.worker(rank).stage for rank in standings}
+    well: dict[int, set[int]] = {}
+    for rank in holders:
+        if rank in standings and standings[rank].is_well:
+            well.setdefault(stages[rank], set()).add(rank)
+    vouched = {rank for rank, stage in stages.items() if well.get(stage, set()) - {rank}}
+    memory = _follow(memory, now, standings, vouched, step)
+    evict: dict[int, GivenUp] = {}
+    waits: dict[int, Waited] = {}
+    for rank, standing in sorted(standings.items()):
+        for sign in standing.signs:
+            if sign.seconds <= sign.limit:
+                continue
+            before = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
+            others = [grid.worker(other) for other in sorted(before)]
+            reason = _why_waited(others, sign.computes, rank in vouched, stages[rank])
+            counted = _counted(sign.seconds, _excuses(memory, rank, sign is standing.silence), now)
+            found = _judge(sign, counted, rank in vouched, len(before) + sign.computes, reason)
+            if isinstance(found, GivenUp):
+                evict[rank] = found
+                break
+            if found is not None:
+                waits.setdefault(rank, found)
+    return _conclude(memory, now, standings, stages, step, evict, waits)
+
+
+def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> GivenUp | Waited | None:
+    """Rules over a sign that has exceeded its limit; None if that is about to be decided.
+
+    Args:
+        sign: the sign.
+        counted: the seconds of it that count against the worker.
+        vouched: whether a peer is well.
+        excuses: how many others were held up at the same place before, and one more if its process computes.
+        reason: why the worker is waited for, if it is.
+    """
+    bound = max(sign.limit, sign.bound)
+    limit = min(bound, sign.limit * _RISE**excuses) if vouched else bound
+    if sign.seconds > bound or (vouched and counted > limit):
+        note = f"; it was given {limit:g} s because {reason}" if limit > sign.limit else ""
+        return GivenUp(sign.cause + note, sign.seconds, limit)
+    return None if sign.seconds > limit else Waited(sign.cause, sign.seconds, limit, reason)
+
+
+def _follow(
+    memory: Memory, now: float, standings: Mapping[int, Standing], vouched: Collection[int], step: int
+) -> Memory:
+    """Returns the memory with what the time since the newest review was for each worker."""
+    since = now if memory.time is None else memory.time
+    alone: dict[int, _Intervals] = {}
+    unheard: dict[int, _Intervals] = {}
+    for rank, standing in standings.items():
+        is_alone, is_heard = rank not in vouched, standing.is_heard
+        if not is_alone and is_heard and rank not in memory.alone and rank not in memory.unheard:
+            continue  # nearly always
+        oldest = now - max(sign.seconds for sign in standing.signs)
+        times = _after(oldest, memory.alone.get(rank, ()))
+        if is_alone and now > since:
+            times = _merged([*times, (since, now)])
+        if times:
+            alone[rank] = times
+        times = _after(oldest, memory.unheard.get(rank, ()))
+        if not is_heard:
+            times = _merged([*times, (now - standing.silence.seconds, now)])
+        if times:
+            unheard[rank] = times
+    held_up = tuple(held for held in memory.held_up if held.step >= step - 1)  # stages differ by one step at most
+    return Memory(now, alone, unheard, held_up, memory.waited)
+
+
+def _conclude(
+    memory: Memory,
+    now: float,
+    standings: Mapping[int, Standing],
+    stages: Mapping[int, int],
+    step: int,
+    evict: Mapping[int, GivenUp],
+    waits: Mapping[int, Waited],
+) -> tuple[Memory, Ruling]:
+    """Remembers the ruling; who is waited for is named once."""
+    begun = {rank: found for rank, found in waits.items() if rank not in memory.waited}
+    left = {rank: seconds for rank, seconds in memory.waited.items() if rank in standings and rank not in evict}
+    cleared = {rank: seconds for rank, seconds in left.items() if standings[rank].is_well}
+    waited = {rank: standings[rank].exceeded or left[rank] for rank in left.keys() - cleared.keys()}
+    waited.update({rank: found.seconds for rank, found in begun.items()})
+    new = (_HeldUp(rank, stages[rank], step, now, standings[rank].place) for rank in (*evict, *begun))
+    held_up = (*memory.held_up, *new)
+    return Memory(now, memory.alone, memory.unheard, held_up, waited), Ruling(evict, begun, cleared)
+
+
+def _held_up_alike(
+    held_up: Iterable[_HeldUp], now: float, rank: int, stage: int, sign: Sign, step: int
+) -> frozenset[int]:
+    """The other workers whose delay explains ``sign``: it began afterwards, at the same place."""
+    began = now - sign.seconds
+    if sign.place is None:  # what the worker is at is not known
+        alike = (held for held in held_up if (held.stage, held.step) == (stage, step))
+    else:
+        alike = (held for held in held_up if held.place == sign.place)
+    return frozenset(held.rank for held in alike if held.rank != rank and held.time <= began)
+
+
+def _why_waited(before: Sequence[Worker], computes: bool, vouched: bool, stage: int) -> str:
+    if not vouched:
+        return f"no other worker that holds stage {stage} is well"
+    if computes:
+        return "its process computes"
+    workers, were = ("workers", "were") if len(before) > 1 else ("worker", "was")
+    return f"{workers} {' and '.join(map(str, before))} {were} held up there before"
+
+
+def _excuses(memory: Memory, rank: int, is_silence: bool) -> _Intervals:
+    """When time did not count against ``rank``: no peer was well; or it was silent, which is a matter of its own."""
+    alone = memory.alone.get(rank, ())
+    return alone if is_silence else _merged([*alone, *memory.unheard.get(rank, ())])
+
+
+def _counted(seconds: float, excuses: _Intervals, now: float) -> float:
+    """What remains of the newest ``seconds`` without ``excuses``."""
+    begin = now - seconds
+    return seconds - sum(end - max(begin, start) for start, end in excuses if end > begin)
+
+
+def _after(oldest: float, intervals: _Intervals) -> _Intervals:
+    return tuple(interval for interval in intervals if interval[1] > oldest)
+
+
+def _merged(intervals: Iterable[tuple[float, float]]) -> _Intervals:
+    """The union of ``intervals``."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return tuple(found)
+
+
+_FACTOR = 10.0  # times the usual duration of an operation
+_RECOVERY_SECONDS = 5.0  # at least, for a worker's own work during a recovery
+PATIENCE = 1800.0
+"""Seconds for what has no usual duration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a worker's main thread does.
+
+    Args:
+        operation: its name, for people.
+        kind: the operation's kind, if it has a usual duration: that of an operation of the schedule, or "RECOVER".
+        waiting: whether it waits for another process.
+        seconds: how long it has been doing so.
+        debugged: whether a debugger may have stopped it.
+        coordinated: whether it waits for the coordinator, not for another worker.
+        place: what it is at, the same for all that do the same work; None if that is not known.
+    """
+
+    operation: str
+    kind: str
+    waiting: bool
+    seconds: float
+    debugged: bool = False
+    coordinated: bool = False
+    place: Place | None = None
+
+
+def sign_of_work(seen: Observation, usual: float | None, timeout: float, patience: float = PATIENCE) -> Sign | None:
+    """For how long a worker has been at the same work; None if it waits for others or is being debugged.
+
+    Args:
+        seen: what the worker does.
+        usual: usual seconds of that kind of operation there; None if not known, or if there are none.
+        timeout: seconds that every operation may take.
+        patience: seconds for what has no usual duration.
+    """
+    if seen.waiting or seen.debugged:
+        return None
+    limit = _limit(seen.kind, usual, timeout, patience)
+    cause = (
+        f"it has been in {seen.operation!r} for {seen.seconds:.1f} s without waiting for anybody, more than the"
+        f" {limit:.1f} s that it may take"
+    )
+    return Sign(cause, seen.seconds, limit, patience, seen.place)
+
+
+def everybody_waits(
+    observations: Mapping[int, Observation], usual: Callable[[int, str], float | None], timeout: float
+) -> bool:
+    """Whether all workers wait for each other for longer than any operation can take.
+
+    Args:
+        observations: what each worker does, by rank.
+        usual: (rank, kind) -> usual seconds of that kind of operation there, None if not known.
+        timeout: seconds that every operation may take.
+    """
+    if not observations:
+        return False
+    times = [usual(rank, kind) or 0.0 for rank in observations for kind in map(str, OpKind)]
+    limit = max(2 * timeout, _FACTOR * max(times))
+    waiting = all(seen.waiting and seen.seconds > limit for seen in observations.values())
+    return waiting and not all(seen.coordinated for seen in observations.values())
+
+
+def _limit(kind: str, usual: float | None, timeout: float, patience: float) -> float:
+    if kind == "RECOVER":
+        return max(timeout, _RECOVERY_SECONDS)
+    return patience if usual is None else max(timeout, _FACTOR * usual)

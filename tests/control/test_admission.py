@@ -1,0 +1,138 @@
+"""Who may come back to a coordinator that was started again, and how long the others are waited for."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
+from lightning_recycle.control.joining.admission import Place, Readmission
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.protocol.coordinator_restart import Kept, events, order
+from lightning_recycle.control.protocol.member import Member
+from lightning_recycle.control.protocol.messages import EndRun, Hello, Leave, Returned
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.process_spaces import has_ended, process_space
+
+GRID = Grid(2, 2, 1)
+OPTIONS = CoordinatorOptions(heartbeat_timeout=5.0, last_holder_timeout=300.0)
+
+
+def revived(folder: Path, kept: Kept | None, **processes: Process) -> tuple[Readmission, Journal]:
+    """After a coordinator that has written ``kept``; ``processes`` by "r" and rank."""
+    first = Journal(folder / "state", b"the key of this test")
+    if kept is not None:
+        tokens = {rank: Process(f"token {rank}", 0, "") for rank in kept.live}
+        first.write(kept, {**tokens, **{int(name[1:]): one for name, one in processes.items()}})
+    journal = Journal(folder / "state", b"the key of this test")
+    return Readmission(journal, GRID, OPTIONS), journal
+
+
+def returned(journal: Journal, rank: int, **fields: Any) -> Returned:
+    fields = {"token": f"token {rank}", "run": journal.run, "epoch": 0, "generation": 2, **fields}
+    return Returned(rank, 1, "a node", space="", **fields)
+
+
+KEPT = Kept(2, (0, 1, 3), leader=1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "fields", "place"),
+    [
+        (0, {}, Place.MEMBER),
+        (0, {"token": "of one that was given up"}, Place.LOST),
+        (0, {"token": "of one that has left", "leave": Leave(0)}, Place.LEFT),
+        (0, {"run": "another one"}, Place.LOST),
+        (2, {}, Place.LOST),
+        (2, {"leave": Leave(2)}, Place.LEFT),
+        (2, {"generation": -1, "joining": True}, Place.CANDIDATE),
+        (2, {"generation": 2, "joining": True}, Place.LOST),
+        (2, {"generation": -1}, Place.LOST),
+        (4, {}, Place.LOST),
+        (-1, {}, Place.LOST),
+    ],
+)
+def test_who_returns_is_what_was_written_down(tmp_path: Path, rank: int, fields: dict[str, Any], place: Place) -> None:
+    readmission, journal = revived(tmp_path, KEPT)
+    assert readmission.judge(readmission.state(), (), returned(journal, rank, **fields)) is place
+    assert readmission.judge(readmission.state(), (rank,), returned(journal, rank, **fields)) in (
+        Place.LOST,
+        Place.LEFT,
+    )
+
+
+@pytest.mark.parametrize("wish", [Leave(1), Leave(1, with_run=True), EndRun(1)])
+def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
+    member = Member(1, joining=False)
+    member.said(wish)
+    again = list(events(member.returned(pid=1, node="", token="", space="", run="", epoch=0)))
+    assert again == [wish]
+    assert order(wish)
+
+
+def test_whoever_comes_when_all_have_returned_is_lost(tmp_path: Path) -> None:
+    readmission, journal = revived(tmp_path, KEPT)
+    begun = replace(readmission.state(), returned=None)
+    assert readmission.judge(begun, (), returned(journal, 0)) is Place.LOST
+
+
+def test_before_the_first_generation_workers_keep_the_positions_that_they_have(tmp_path: Path) -> None:
+    readmission, journal = revived(tmp_path, None)
+    state = readmission.state()
+    assert readmission.judge(state, (), returned(journal, 2, generation=-1)) is Place.STARTER
+    assert readmission.judge(state, (2,), returned(journal, 2, generation=-1)) is Place.LOST
+    assert not readmission.may_place(100.0), "others say first which positions they have"
+    assert readmission.may_place(105.0)
+
+
+def test_a_worker_that_has_met_a_newer_coordinator_shows_this_one_that_it_is_outdated(tmp_path: Path) -> None:
+    readmission, journal = revived(tmp_path, KEPT)
+    with pytest.raises(SupersededError, match="has met a newer coordinator"):
+        readmission.judge(readmission.state(), (), returned(journal, 0, epoch=journal.epoch + 1))
+
+
+def test_a_worker_that_has_not_heard_of_its_position_gets_it_again(tmp_path: Path) -> None:
+    readmission, _ = revived(tmp_path, KEPT)
+    state = readmission.state()
+    assert readmission.position(state, Hello(None, 1, token="token 3")) == 3
+    assert readmission.position(state, Hello(None, 1, token="unknown")) is None
+    assert readmission.position(state, Hello(None, 1)) is None
+
+
+def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> None:
+    readmission, journal = revived(tmp_path, KEPT)
+    state = readmission.state()
+    assert not readmission.late(1e6, state), "nobody has returned yet: the network may be slow"
+    readmission.heard(100.0)
+    state = replace(state, returned={1: returned(journal, 1)})
+    assert not readmission.late(104.0, state)
+    assert readmission.late(106.0, state).keys() == {3}, "nobody else may hold stage 0"
+    assert readmission.late(401.0, state).keys() == {0, 3}
+
+
+def test_a_process_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    space = process_space()
+    gone, here = Process("token 0", ended.pid, "", space), Process("token 1", os.getpid(), "", space)
+    readmission, journal = revived(tmp_path, KEPT, r0=gone, r1=here)
+    readmission.heard(100.0)
+    state = replace(readmission.state(), returned={3: returned(journal, 3)})
+    assert readmission.late(100.0, state) == {0: "its process ended while the coordinator was gone"}
+    assert has_ended(ended.pid, space)
+    assert not has_ended(ended.pid, "another machine")
+    assert not has_ended(os.getpid(), space)
+
+
+def test_a_run_of_which_nobody_returns_is_over_when_others_want_to_begin(tmp_path: Path) -> None:
+    readmission, journal = revived(tmp_path, KEPT)
+    assert not readmission.is_deserted(100.0, others_wait=False)
+    assert not readmission.is_deserted(110.0, others_wait=True)
+    assert readmission.is_deserted(131.0, others_wait=True)
+    run = journal.run
+    assert readmission.begin_anew().generation == -1
+    assert journal.run != run

@@ -1,0 +1,79 @@
+"""How another layout of the layers comes about, event by event."""
+
+from membership_feed import ALL, feed, messages, records, reports, running
+from test_step_boundaries import stop_at
+
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import state as s
+from lightning_recycle.control.protocol.layout_change import is_for
+
+CUTS = (0, 1, 6)
+
+
+def under_way() -> s.MembershipState:
+    """All have stopped at step 2 and got ready for another layout, in generation 1."""
+    state, _ = feed(running(), s.LayoutReady(ALL, CUTS))
+    state, _ = stop_at(state, 2)
+    state, commands = feed(state, *reports(ALL, 1, 2))
+    (resume,) = messages(commands, m.Resume)
+    assert (state.becomes, resume.becomes, resume.cuts) == (CUTS, CUTS, ())
+    return state
+
+
+def test_it_begins_at_the_next_step_boundary() -> None:
+    _, commands = feed(running(), s.LayoutReady(ALL, CUTS))
+    assert messages(commands, m.Pause)
+
+
+def test_all_may_want_the_same() -> None:
+    state, first = feed(running(), m.LayoutWanted(0, CUTS))
+    assert messages(first, m.Pause)
+    assert feed(state, *(m.LayoutWanted(rank, CUTS) for rank in ALL)) == (state, [])
+
+
+def test_a_wish_while_workers_stop_at_a_boundary_is_kept() -> None:
+    state, _ = feed(running(), m.Ready(0), m.Leave(3))
+    assert state.pause is not None
+    state, _ = feed(state, s.LayoutReady(ALL, CUTS))
+    assert state.layout is not None
+
+
+def test_a_user_wants_a_layout_also_after_a_loss_and_the_planner_for_its_workers_only() -> None:
+    state, _ = feed(running(), m.LayoutWanted(0, CUTS), s.Lost(3, "killed"))
+    assert is_for(state.layout, (0, 1, 2))
+    state, commands = feed(state, *reports((0, 1, 2), 1, 0))
+    assert messages(commands, m.Pause)
+    state, _ = feed(running(), s.LayoutReady(ALL, CUTS), s.Lost(3, "killed"))
+    assert state.layout is None
+
+
+def test_it_is_decided_when_all_hold_their_layers() -> None:
+    state, commands = feed(under_way(), *(m.LayersHeld(rank, 1) for rank in ALL))
+    (record,) = records(commands, "layers_moved")
+    assert record.details["cuts"] == CUTS
+    assert (state.cuts, state.becomes, state.generation) == (CUTS, (), 2)
+
+
+def test_connections_stay_while_all_wait_for_it() -> None:
+    state, _ = feed(running(), s.LayoutReady(ALL, CUTS))
+    state, commands = stop_at(state, 2)
+    assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, keeps_connections=True)]
+    state, _ = feed(state, *reports(ALL, 1, 2))
+    _, commands = feed(state, *(m.LayersHeld(rank, 1) for rank in ALL))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 1, keeps_connections=True)]
+    _, commands = feed(state, s.Lost(3, "SIGKILL"))
+    assert not messages(commands, m.Regroup)[0].keeps_connections
+
+
+def test_layers_of_another_generation_do_not_count() -> None:
+    state, _ = feed(under_way(), *(m.LayersHeld(rank, 1) for rank in ALL[:-1]), m.LayersHeld(ALL[-1], 0))
+    assert (state.cuts, state.becomes) == ((), CUTS)
+
+
+def test_a_move_that_breaks_connections_is_given_up() -> None:
+    state, commands = feed(under_way(), m.Broken(0, 1, "reset", ()), s.GraceElapsed(1, "reset"))
+    (record,) = records(commands, "disturbance")
+    assert record.details["layers_stay"] == CUTS
+    state, commands = feed(state, *reports(ALL, 2, 2))
+    assert (state.cuts, state.becomes, state.layout) == ((), (), None)
+    assert not messages(commands, m.Pause)

@@ -1,0 +1,211 @@
+"""What a run is to be: the coordinator's command line, and for the rest the script of its workers."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_plane import PATIENCE, together
+from support.thread_client import ThreadClient
+from support.waiting import wait_for
+
+from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.run_config import Overrides, difference, settle
+from lightning_recycle.control.network.addresses import address_from
+from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.protocol.messages import RunRequest
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid
+
+KEY = "the key of this test"
+WANTS = RunRequest("fit", Grid(2, 2, 6), microbatches_given=True)
+OTHERS: dict[str, Any] = {
+    "decoupled": False,
+    "staggered": False,
+    "planner": "cbc",
+    "in_flight_limit": 3,
+    "memory": 0.5,
+    "recompute": False,
+    "timeout": 2.0,
+    "last_holder_timeout": 60.0,
+    "coordinator_timeout": 20.0,
+    "start_timeout": 30.0,
+    "machine_error_retries": 0,
+    "monitor": (0.1, 10, 100),
+    "on_corruption": "heal",
+    "check_every": 7,
+    "verify": 0.01,
+}
+"""Another value of everything that a script may want, besides the grid and the entry point."""
+
+
+def test_the_script_says_what_the_command_line_leaves_open() -> None:
+    wants = replace(WANTS, **{**OTHERS, "planner": "heuristic"})
+    terms = settle(Overrides(), wants)
+    assert terms.wants == wants
+    assert terms.overruled == ()
+    options = terms.options()
+    assert (options.heartbeat_timeout, options.last_holder_timeout, options.start_timeout) == (2.0, 60.0, 30.0)
+    assert options.coordinator_timeout == 20.0
+    assert (options.machine_error_retries, options.drift) == (0, DriftOptions(0.1, 10, 100))
+    assert (options.on_corruption, options.check_every, options.verify) == ("heal", 7, 0.01)
+
+
+def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
+    given = Overrides(timeout=7.0, staggered=False, planner="heuristic")
+    terms = settle(given, replace(WANTS, timeout=2.0))
+    assert (terms.wants.timeout, terms.wants.staggered) == (7.0, False)
+    said = " ".join(terms.overruled)
+    assert "HeartbeatCallback(timeout=...) is 2.0 in the script, and 7.0 by the command line" in said
+    assert "staggered" in said
+    assert "planner" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "wants", "words"),
+    [
+        (Overrides(stages=3), WANTS, "wants a grid of .* the coordinator has any x 3 x any"),
+        (Overrides(2, 2, 4), WANTS, "2 x 2 x 4"),
+        (Overrides(), replace(WANTS, memory="much"), "memory='much'"),
+        (Overrides(), replace(WANTS, planner="crystal ball"), "crystal ball"),
+        (Overrides(), replace(WANTS, timeout=float("nan")), "--timeout nan"),
+        (Overrides(), replace(WANTS, in_flight_limit=0), "in_flight_limit 0"),
+        (Overrides(on_corruption="forgive"), WANTS, "--on-corruption forgive"),
+        (Overrides(verify=2.0), WANTS, "--verify 2.0"),
+        (Overrides(), replace(WANTS, check_every=-1), "check_every=-1"),
+        (Overrides(), replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
+        (
+            Overrides(),
+            replace(WANTS, needs_launcher=("normalize=True",)),
+            r"\(normalize=True\) needs a launching process",
+        ),
+        (Overrides(2, 2), None, "was not told the grid"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_says_why(given: Overrides, wants: RunRequest | None, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        settle(given, wants)
+
+
+def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_command_line() -> None:
+    assert settle(Overrides(2, 2, 4), replace(WANTS, microbatches_given=False)).grid == Grid(2, 2, 4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_worker_that_wants_something_else_is_told_what(name: str) -> None:
+    terms = settle(Overrides(), WANTS)
+    unfit = difference(Overrides(), terms, replace(WANTS, **{name: OTHERS[name]}))
+    assert unfit is not None
+    assert not unfit.late
+    assert f"{OTHERS[name]!r} in this script" in unfit.why
+
+
+def test_a_worker_that_wants_another_grid_or_is_elsewhere_in_its_script_does_not_fit() -> None:
+    terms = settle(Overrides(), WANTS)
+    assert difference(Overrides(), terms, WANTS) is None
+    assert difference(Overrides(), terms, None) is None
+    unfit = difference(Overrides(), terms, replace(WANTS, grid=Grid(4, 1, 6)))
+    assert unfit is not None
+    assert "start all workers with the same script" in unfit.why
+    late = difference(Overrides(), terms, replace(WANTS, entry="validate"))
+    assert late is not None
+    assert late.late
+
+
+def test_what_the_command_line_says_need_not_be_wanted() -> None:
+    given = Overrides(timeout=7.0)
+    assert difference(given, settle(given, WANTS), replace(WANTS, timeout=2.0)) is None
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@contextlib.contextmanager
+def coordinator(*options: str) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", "127.0.0.1:0", *options],
+        env={**os.environ, "RECYCLE_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, address_from(process.stdout.readline().split()[-1], "address")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def client(address: tuple[str, int], wants: RunRequest | None) -> ThreadClient:
+    return ThreadClient(None, address, KEY.encode(), 0.05, wants=wants)
+
+
+def test_the_first_worker_says_what_the_run_is_and_others_that_differ_are_refused() -> None:
+    with coordinator("--runs", "1") as (process, address):
+        other = replace(WANTS, grid=Grid(1, 1, 6))
+        clients = [client(address, WANTS) for _ in range(3)]
+        assert sorted(found.rank for found in together(*(c.await_assignment for c in clients))) == [0, 1, 2]
+        refused = client(address, other)
+        with pytest.raises(ConfigurationError, match="start all workers with the same script"):
+            refused.await_assignment()
+        clients.append(client(address, WANTS))
+        assert clients[-1].await_assignment().grid == Grid(2, 2, 6)
+        assert process.poll() is None
+        for found in [*clients, refused]:
+            found.leave()
+        process.kill()
+        assert all(found.exited.wait(PATIENCE) for found in clients)
+
+
+def test_a_run_whose_workers_all_went_before_it_began_was_none() -> None:
+    """Somebody started the wrong script, or with wrong options, and starts the right one now."""
+    with coordinator("--runs", "1") as (process, address):
+        wrong = client(address, replace(WANTS, grid=Grid(2, 1, 6)))
+        assert wrong.await_assignment().rank == 0
+        wrong.leave()
+        wrong._connection.close()
+        assert wrong.exited.wait(PATIENCE)
+        assert wait_for(lambda: _takes(address), PATIENCE)
+        assert process.poll() is None
+
+
+def _takes(address: tuple[str, int]) -> bool:
+    right = client(address, WANTS)
+    try:
+        return right.await_assignment().grid == WANTS.grid
+    except ConfigurationError:  # the other run has not been given up yet
+        return False
+    finally:
+        right.leave()
+        right._connection.close()
+
+
+def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished() -> None:
+    reception = Reception(("127.0.0.1", 0), KEY.encode(), workers=4)
+    reception.is_over = True
+    serving = threading.Thread(target=reception.first, daemon=True)
+    serving.start()
+    late = client(reception.listener.address, WANTS)
+    assert late.exited.wait(PATIENCE)
+    assert late.exit_code == 0
+
+
+def test_a_run_that_has_not_finished_is_not_said_to_have() -> None:
+    """Some worker may end well without having trained at all."""
+    with coordinator() as (process, address):
+        process.send_signal(signal.SIGUSR1)
+        found = client(address, WANTS)
+        assert found.await_assignment().rank == 0
+        found.leave()
+
+
+def test_a_coordinator_without_a_grid_needs_a_worker_that_says_what_it_wants() -> None:
+    with coordinator() as (_, address), pytest.raises(ConfigurationError, match="--pipelines"):
+        client(address, None).await_assignment()
