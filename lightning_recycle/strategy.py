@@ -125,8 +125,8 @@ class ReCycleStrategy(ParallelStrategy):
             buckets of at most so many MiB (a larger gradient is one of its own), each as soon as the last backward of a
             step has completed it, while the rest is computed. None for 25.
         transport: what carries activations and gradients between stages, and sums gradients within them: "gloo", by way
-            of the processors' memory; "nccl", from device to device, where every worker has a CUDA device of its own;
-            or "auto", NCCL where it works, which is tried before anything depends on it, and Gloo elsewhere. NCCL has
+            of the processors' memory, or "nccl", which is experimental: from device to device, where every worker has a
+            CUDA device of its own. It is tried before anything depends on it, and Gloo is used where it fails. NCCL has
             been tried with an imitation only, not with devices.
         standby_connections: whether NCCL's communicators that the next failure will need are begun in the background
             while all goes well, so that connecting again need not wait for them. They take memory of the device.
@@ -199,7 +199,7 @@ class ReCycleStrategy(ParallelStrategy):
         memory: MemoryLimit = "auto",
         activation_checkpointing: Literal["auto", "never"] = "auto",
         bucket_cap_mb: float | None = None,
-        transport: Literal["auto", "gloo", "nccl"] = "auto",
+        transport: Literal["gloo", "nccl"] = "gloo",
         standby_connections: bool = True,
         gather_result: Literal["auto"] | bool = "auto",
         status: bool | str = True,

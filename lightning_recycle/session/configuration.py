@@ -65,7 +65,7 @@ class Options:
     memory: MemoryLimit = "auto"
     activation_checkpointing: str = "auto"
     bucket_cap_mb: float | None = None
-    transport: str = "auto"
+    transport: str = "gloo"
     standby_connections: bool = True
     gather_result: GatherResult = "auto"
     status: bool | str = True
@@ -100,7 +100,7 @@ class Options:
             ("on_stage_lost", ("raise", "restart")),
             ("on_checkpoint_error", ("warn", "raise")),
             ("activation_checkpointing", ("auto", "never")),
-            ("transport", ("auto", "gloo", "nccl")),
+            ("transport", ("gloo", "nccl")),
             ("adapt", ("auto", "reroute", "layers")),
             ("engine", ("local", "ray")),
             ("on_corruption", POLICIES),

@@ -70,7 +70,7 @@ def test_nccl_that_fails_on_one_worker_costs_nothing_but_time() -> None:
 
 
 def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
-    with pytest.raises(ConfigurationError, match=r"transport='auto'"):
+    with pytest.raises(ConfigurationError, match=r"transport='gloo'"):
         L.Trainer(accelerator="cpu", devices=2, strategy=ReCycleStrategy(transport="nccl"), logger=False)
 
 
@@ -84,6 +84,5 @@ def test_an_option_that_is_neither_true_nor_false_is_refused() -> None:
         ReCycleStrategy(standby_connections="no")  # type: ignore[arg-type]
 
 
-def test_gloo_and_auto_are_the_same_without_cuda_devices() -> None:
-    for transport in ("gloo", "auto"):
-        assert trainer(2, 1, strategy={"transport": transport}).strategy.options.transport == transport
+def test_gloo_is_the_default() -> None:
+    assert trainer(2, 1).strategy.options.transport == "gloo"

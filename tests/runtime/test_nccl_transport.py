@@ -422,18 +422,13 @@ def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
     assert seconds == pytest.approx([50e-6, 50e-6, 200e-6, 500e-6, 500e-6])
 
 
-def test_auto_is_gloo_on_cpus_and_explains_itself_on_devices_without_the_library(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert isinstance(transport_for("auto", 0, torch.device("cpu")), GlooTransport)
+def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cpu", "cuda"):
+        assert isinstance(transport_for("gloo", 0, torch.device(device, 0)), GlooTransport)
 
     def missing() -> None:
         raise ConfigurationError("There is no NCCL here")
 
     monkeypatch.setattr("lightning_recycle.runtime.nccl.transport_choice.Libnccl", missing)
-    chosen = transport_for("auto", 0, torch.device("cuda", 0))
-    assert isinstance(chosen, NcclTransport)
-    assert chosen._library == "There is no NCCL here"
-    assert not chosen._required
     with pytest.raises(ConfigurationError, match="There is no NCCL here"):
         transport_for("nccl", 0, torch.device("cuda", 0))

@@ -28,8 +28,7 @@ made: list[NcclTransport] = []
 
 
 def on_trial(option: str, rank: int, device: torch.device, standby: bool) -> Transport:
-    """The counterpart of ``transport_for``, with "auto"."""
-    assert option == "auto"
+    """The counterpart of ``transport_for`` with "nccl"."""
     fake = (Broken if rank == BROKEN else FakeDevice)(SocketNetwork(), threaded=True)
     gloo = GlooTransport(timedelta(seconds=60), HostMemory(device))
     made.append(NcclTransport(rank, device, fake, fake, f"device {rank}", gloo))

@@ -159,7 +159,7 @@ class NcclTransport:
             raise ConfigurationError(
                 f"Worker {self._rank} cannot use NCCL as it should: {'; '.join(agreed.obstacles)}. Each worker needs a"
                 " device of its own (LOCAL_RANK), and connections that prove who is at the other end. Or choose"
-                ' ReCycleStrategy(transport="auto").'
+                ' ReCycleStrategy(transport="gloo").'
             )
         for peer in set(links) - agreed.peers:
             links.pop(peer).close()

@@ -1,8 +1,8 @@
 """Which transport carries a worker's payloads.
 
-"nccl" is NCCL, and an error where that cannot be. "auto" is NCCL between CUDA devices where it works, which is tried in
-each generation before anything depends on it (:mod:`~lightning_recycle.runtime.nccl.nccl_transport`), and Gloo
-elsewhere. Each pair and each group of workers finds by itself what it can do.
+"gloo", the default, is Gloo on every device. "nccl" is experimental: NCCL between CUDA devices, tried in each
+generation before anything depends on it (:mod:`~lightning_recycle.runtime.nccl.nccl_transport`). Pairs and groups of
+workers where it does not work use Gloo, and the log says why. Nothing else of this room is used from outside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_transport(option: str, device: torch.device) -> None:
     if option == "nccl" and device.type != "cuda":
         raise ConfigurationError(
             f"ReCycleStrategy(transport='nccl') carries tensors of CUDA devices, and this run is on {device.type!r}:"
-            " use transport='auto', which is Gloo here, or Trainer(accelerator='gpu')."
+            " use transport='gloo', the default, or Trainer(accelerator='gpu')."
         )
 
 
@@ -40,20 +40,13 @@ def transport_for(option: str, rank: int, device: torch.device, standby: bool = 
     ``ReCycleStrategy(transport=option, standby_connections=standby)``.
 
     Raises:
-        ConfigurationError: if it must be NCCL, and cannot be.
+        ConfigurationError: if it is "nccl", and there is no CUDA device or no library.
     """
     check_transport(option, device)
     gloo = GlooTransport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
-    if option == "gloo" or device.type != "cuda":
+    if option == "gloo":
         return gloo
-    required = option == "nccl"
-    library: Libnccl | str
-    try:
-        library = Libnccl()
-    except ConfigurationError as error:
-        if required:
-            raise
-        library, name = str(error), ""
-    else:
-        name = device_name(device)
-    return NcclTransport(rank, device, library, CudaStreams(device), name, gloo, required, standby)
+    library = Libnccl()
+    return NcclTransport(
+        rank, device, library, CudaStreams(device), device_name(device), gloo, required=False, reserves=standby
+    )
