@@ -36,7 +36,7 @@ from harness import console, describe_machine
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightning_recycle.callbacks.bitflips import WrongArithmetic, flip, flip_in_next_output
+from lightning_recycle.callbacks.fault_effects import WrongArithmetic, flip, flip_in_next_output
 from lightning_recycle.control.protocol.corruption import Dispute, Finding, Undecided, decide, judge
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.planning import Grid, Worker, plan
@@ -44,7 +44,7 @@ from lightning_recycle.planning.check_places import WorkerChecks, plan_checks
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.checks.checksums import checksum
-from lightning_recycle.session.state_checks import stage_state
+from lightning_recycle.session.replica_checks import stage_state
 
 __all__ = ["Case", "Replicas", "main"]
 

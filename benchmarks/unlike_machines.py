@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_recycle.callbacks.bitflips import WrongArithmetic
+from lightning_recycle.callbacks.fault_effects import WrongArithmetic
 
 __all__ = ["main"]
 

@@ -185,7 +185,7 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
-    "lightning_recycle.session.result_metrics": [
+    "lightning_recycle.session.loggers": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
     ],
     "lightning_recycle.session.session": [
@@ -194,7 +194,7 @@ PRIVATE = {
     ],
     "lightning_recycle.data.addressed": ["torch.utils.data._utils.worker:WorkerInfo"],
     "lightning_recycle.data.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
-    "lightning_recycle.session.lightning_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
+    "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.launch.inherited": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
     "lightning_recycle.session.interruption": [
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.hpc_save_path"
@@ -229,7 +229,7 @@ PRIVATE = {
         "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],
-    "lightning_recycle.session.gradient_norms": [
+    "lightning_recycle.session.commit_requirements": [
         "lightning.pytorch.utilities:grad_norm.__code__",
         "torch.nn.utils.clip_grad:_get_total_norm",
     ],

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer, is_number
-from lightning_recycle.callbacks import bitflips, failing
-from lightning_recycle.callbacks.availability import Agenda, TimedFault, random_faults, trace_faults
-from lightning_recycle.callbacks.faults import KINDS, Fault
+from lightning_recycle.callbacks import fault_effects
+from lightning_recycle.callbacks.faults import KINDS, Agenda, Fault, TimedFault, random_faults, trace_faults
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Worker
@@ -47,7 +46,7 @@ class FaultInjectionCallback(pl.Callback):
             long for 2 steps, "bitflip" one in a parameter.
         trace: the name of a shipped trace (see :func:`lightning_recycle.traces.available_traces`), or a path. At its
             peak all workers are available, otherwise a proportional number; when that number falls, workers fail, see
-            :func:`~lightning_recycle.callbacks.availability.trace_faults`. Its clock starts when the run is launched;
+            :func:`~lightning_recycle.callbacks.faults.trace_faults`. Its clock starts when the run is launched;
             what falls due before a worker's first operation does not hit it. Use ``kinds=("preempt",)`` for a cloud
             that gives notice.
         time_scale: wall-clock seconds per second of the trace: 0.01 plays an hour in 36 s.
@@ -199,8 +198,8 @@ class _Injector:
         self._agenda = agenda
         self._strategy = strategy
         self._rank = rank
-        self._slowdowns: list[failing.Slowdown] = []
-        self._arithmetic: bitflips.WrongArithmetic | None = None
+        self._slowdowns: list[fault_effects.Slowdown] = []
+        self._arithmetic: fault_effects.WrongArithmetic | None = None
         self._errs = False  # in the operation that runs
 
     def watch_operations(self) -> None:
@@ -277,23 +276,23 @@ class _Injector:
         executor.announce_fault(FaultInjected(self._rank, fault.kind, where, time.time()))
         match fault.kind:
             case "kill":
-                failing.kill()
+                fault_effects.kill()
             case "exit":
-                failing.exit_at_once()
+                fault_effects.exit_at_once()
             case "exception":
-                failing.raise_error(f"Injected: {fault}")
+                fault_effects.raise_error(f"Injected: {fault}")
             case "hang":
-                failing.hang()
+                fault_effects.hang()
             case "deadlock":
-                failing.deadlock()
+                fault_effects.deadlock()
             case "slow":
                 assert fault.factor is not None
                 assert fault.steps is not None
-                self._slowdowns.append(failing.Slowdown(fault.factor, step, fault.steps))
+                self._slowdowns.append(fault_effects.Slowdown(fault.factor, step, fault.steps))
             case "partition":
-                failing.partition()
+                fault_effects.partition()
             case "preempt":
-                failing.preempt()
+                fault_effects.preempt()
             case "bitflip":
                 self._flip(fault, executor)
 
@@ -301,20 +300,20 @@ class _Injector:
         draw = random.Random(str(fault))
         match fault.target:
             case "parameter":
-                bitflips.flip(self._strategy.lightning_module.parameters(), fault.bit, draw)
+                fault_effects.flip(self._strategy.lightning_module.parameters(), fault.bit, draw)
             case "optimizer":
                 states = (state for optimizer in self._strategy.optimizers for state in optimizer.state.values())
-                bitflips.flip([t for state in states for t in state.values() if _is_moment(t)], fault.bit, draw)
+                fault_effects.flip([t for state in states for t in state.values() if _is_moment(t)], fault.bit, draw)
             case "activation":
                 leaves = [m for m in self._strategy.lightning_module.modules() if not any(m.children())]
-                bitflips.flip_in_next_output(leaves, fault.bit, draw)
+                fault_effects.flip_in_next_output(leaves, fault.bit, draw)
             case "gradient":
-                bitflips.flip([p.grad for p in self._strategy.lightning_module.parameters()], fault.bit, draw)
+                fault_effects.flip([p.grad for p in self._strategy.lightning_module.parameters()], fault.bit, draw)
             case "message":
-                executor.alter_next_message(lambda value: bitflips.flipped(value, fault.bit, draw))
+                executor.alter_next_message(lambda value: fault_effects.flipped(value, fault.bit, draw))
             case "matmul":
                 assert fault.every is not None
-                self._arithmetic = bitflips.WrongArithmetic(fault.every, fault.bit, draw)
+                self._arithmetic = fault_effects.WrongArithmetic(fault.every, fault.bit, draw)
 
 
 def _is_moment(value: Any) -> bool:

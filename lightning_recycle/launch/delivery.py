@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.model.weights import weights_of
-from lightning_recycle.session.gathering import Gathering, Way, bytes_of
 from lightning_recycle.session.object_graph import (
     LargeData,
     ObjectGraph,
@@ -31,6 +30,7 @@ from lightning_recycle.session.object_graph import (
     weights_for,
 )
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
+from lightning_recycle.session.result_policy import Gathering, Way, bytes_of
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.snapshot import settings_of
 

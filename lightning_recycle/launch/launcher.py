@@ -77,14 +77,13 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.checks import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
-from lightning_recycle.session.commitment import steps_alone
+from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.gathering import FILE_BYTES, LARGE_BYTES, Gathering
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
-from lightning_recycle.session.lightning_callbacks import show_cursor
-from lightning_recycle.session.pruning import check_pruning
-from lightning_recycle.session.weight_averages import check_weight_averaging
+from lightning_recycle.session.reporting_callbacks import show_cursor
+from lightning_recycle.session.requirements import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
+from lightning_recycle.session.result_policy import FILE_BYTES, LARGE_BYTES, Gathering
+from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
 __all__ = ["INCARNATIONS_PER_START", "SupervisorLauncher"]
 

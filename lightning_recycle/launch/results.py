@@ -33,8 +33,8 @@ from lightning_recycle.launch.shown_loaders import show_loaders
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.session.pruning import take_pruned_form
 from lightning_recycle.session.snapshot import load_progress
+from lightning_recycle.session.weight_callbacks import take_pruned_form
 
 __all__ = ["attach_data", "error_of", "take_results"]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
-from lightning_recycle.session.weight_averages import swap_schedules
+from lightning_recycle.session.weight_callbacks import swap_schedules
 
 __all__ = ["STAY_IN_THE_WORKERS", "StageOptimizers", "make_optimizers"]
 

@@ -44,7 +44,7 @@ from lightning_recycle.launch.tracebacks import from_users_code
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.gathering import Way
+from lightning_recycle.session.result_policy import Way
 from lightning_recycle.session.session import Session
 
 __all__ = ["WorkerStart", "run_outside", "worker_main"]

@@ -21,7 +21,7 @@ from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.runtime.machine_errors import MachineErrors, suspicion_of
-from lightning_recycle.session.gathering import Gathering, GatherResult
+from lightning_recycle.session.result_policy import Gathering, GatherResult
 
 __all__ = ["Options", "Place", "RunSetup"]
 

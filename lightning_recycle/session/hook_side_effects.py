@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.session.optimizer_states import to_cpu
-from lightning_recycle.session.packing import pack_tensors, unpack_tensors
+from lightning_recycle.session.tensor_codec import pack_tensors, unpack_tensors
 from lightning_recycle.session.written_tensors import Write, WrittenTensors
 from lightning_recycle.tensor_memory import memory_address
 

@@ -1,31 +1,54 @@
-"""What is saved of a run that a signal ends: at one step boundary, by all workers together.
+"""Ways to end a run early: signals, ``trainer.should_stop``, and the checkpoint of the last step.
 
-A handler cannot save, as a checkpoint is a collective of all workers. So the launching process, or a worker that SLURM
-started (:mod:`~lightning_recycle.session.preemption`), asks the coordinator, and the answer to a step's losses tells
-all workers that this is the last one (``StepResult.after_step``). At its end, where ``ModelCheckpoint`` saves too, each
-of them saves (:meth:`SaveAndEnd.on_train_batch_end`); once Lightning has logged the step, it ends
-(:meth:`SaveAndEnd.end`). If the job is to run again, one worker says so to SLURM before: the checkpoint is complete.
+Signals: a handler runs between any two bytecodes of the main thread, maybe amid a collective or a recovery, so it can
+neither save a checkpoint, as Lightning's handlers for SLURM do, nor wait for others. It leaves a note, which the
+heartbeat takes to the coordinator at once; what follows is agreed on with a step.
 
-Lightning's callbacks that save on exceptions are called there. In the launching process, where Lightning calls
-``on_exception``, there is nothing to save.
+=========================  ==========================================  ===========================================
+the signal                 in a job that SLURM may run again            elsewhere
+=========================  ==========================================  ===========================================
+SIGTERM                    this worker leaves; the run ends with a      this worker leaves, unless it is the last
+                           checkpoint once all workers are told to      holder of its stage
+the one for requeueing     the run ends with a checkpoint, and then     Lightning listens to none
+                           the job is requeued
+=========================  ==========================================  ===========================================
+
+SIGTERM alone never requeues: it is also what ``scancel`` and the time limit send; who preempts a job by it requeues it,
+too. Whether SLURM may run the job again, and which signal it sends before, is in Lightning's ``SLURMEnvironment``.
+
+The last step: the answer to its losses (``StepResult.after_step``) announces it to all workers. At its end, where
+``ModelCheckpoint`` saves too, they save together (:meth:`SaveAndEnd.on_train_batch_end`); once Lightning has logged the
+step, the run ends (:meth:`SaveAndEnd.end`). If the job is to run again, one worker requeues it before: the checkpoint
+is complete. Lightning's callbacks that save on exceptions are called there. In the launching process, where Lightning
+calls ``on_exception``, there is nothing to save.
+
+``trainer.should_stop``: a callback may set it on all workers at the same place, or on one alone, say by its own clock.
+Where all set it, they stop there, as on one device; else after one of the next steps
+(:mod:`~lightning_recycle.control.protocol.control_collectives`). A worker's own wish is taken back until then.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
+from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED
 from lightning_recycle.session.collectives import Collectives
-from lightning_recycle.session.preemption import Preemption
 
-__all__ = ["SaveAndEnd", "saved_already", "saves_on_exception"]
+__all__ = ["Preemption", "SaveAndEnd", "StopRequests", "saved_already", "saves_on_exception"]
 
 
 def saves_on_exception(callback: Callback) -> bool:
@@ -100,3 +123,101 @@ class SaveAndEnd(Callback):
         if not self._save_on_signal and not self._preemption.resumes:
             return None
         return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+# ---------------------------------------------------------------------- signals
+
+log = logging.getLogger(__name__)
+
+
+class Preemption:
+    """The signals of one worker, from the moment on when Lightning listens to any.
+
+    Args:
+        trainer: its Trainer.
+        client: the connection to the coordinator.
+        fitting: whether there are step boundaries. Otherwise SIGTERM is left to Lightning, which ends the run.
+
+    Attributes:
+        resumes: whether SLURM may run this job again, so that what is saved will be resumed from.
+        requeue_wanted: whether this worker was told to have the job requeued.
+    """
+
+    def __init__(self, trainer: pl.Trainer, client: ControlClient, fitting: bool) -> None:
+        environment = trainer._accelerator_connector.cluster_environment
+        self.resumes = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self.requeue_wanted = False
+        self._client, self._fitting = client, fitting
+        # Lightning registers these when it begins to run, and what was there before when it has ended.
+        self._handlers = vars(trainer._signal_connector)
+        self._handlers["_slurm_sigusr_handler_fn"] = self._end_run
+        if fitting:
+            self._handlers["_sigterm_notifier_fn"] = self._leave
+
+    def take_sigterm(self) -> None:
+        """From now on SIGTERM means nothing else to this process, whatever else listened to it."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._leave)
+
+    def release(self) -> None:
+        """This worker's Trainer is that of the launching process again."""
+        for name in ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"):
+            self._handlers.pop(name, None)
+
+    def _leave(self, *_: Any) -> None:
+        self._client.request_leave(with_run=self.resumes)
+
+    def _end_run(self, signum: int, _: Any) -> None:
+        if not self._fitting:
+            log.warning(
+                "%s: nothing is saved and the job is not requeued, as it does not train.", signal.Signals(signum).name
+            )
+            return
+        self.requeue_wanted = True
+        self._client.request_end()
+
+
+# ---------------------------------------------------------------------- trainer.should_stop
+
+
+class StopRequests:
+    """This worker's part in stopping early.
+
+    Args:
+        trainer: its Trainer.
+        client: the connection to the coordinator.
+        steps: the number of steps that it has applied.
+        after_step: what all do after the newest step.
+
+    Attributes:
+        agreed: whether all have agreed to stop. Lightning may still have to go on, to ``min_steps`` or ``min_epochs``.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        client: ControlClient,
+        steps: Callable[[], int],
+        after_step: Callable[[], AfterStep],
+    ) -> None:
+        self.agreed = False
+        self._trainer, self._client = trainer, client
+        self._steps, self._after_step = steps, after_step
+        self._is_told_to_wait = False
+
+    def agree(self, place: StopPlace) -> None:
+        """Sets ``trainer.should_stop`` here as on all other workers; Lightning is about to look at it."""
+        trainer, client = self._trainer, self._client
+        if self.agreed or client.joining:
+            return
+        if self._after_step() is AfterStep.STOP:
+            self.agreed = trainer.should_stop = True
+            return
+        point = stop_point(self._steps(), place)
+        if trainer.should_stop and not self._is_told_to_wait:
+            self.agreed = client.request_stop(point)
+            if self.agreed:
+                return
+            self._is_told_to_wait = True
+        trainer.should_stop = False
+        client.go_on(point)

@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.outputs import LoggerCall
 
-__all__ = ["LogRelay", "keep_files"]
+__all__ = ["LogRelay", "keep_files", "spare_moves"]
 
 
 class LogRelay:
@@ -224,3 +225,20 @@ def _keep_file(logger: Logger) -> _Cells:
     rows = list(csv.DictReader(written.splitlines()))
     writer.metrics_keys = list(rows[0]) if rows else next(csv.reader(written.splitlines()), [])
     return {(int(row["step"]), name) for row in rows for name, value in row.items() if value not in ("", None)}
+
+
+# ---------------------------------------------------------------------- values of self.log
+
+_move = _ResultMetric.to
+
+
+def spare_moves() -> None:
+    """Lets this process move such a metric only to another device. The result is the same."""
+    _ResultMetric.to = _move_elsewhere  # type: ignore[assignment, method-assign]
+
+
+def _move_elsewhere(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
+    value = getattr(metric, "value", None)  # of a torchmetrics object it is set later
+    if isinstance(value, Tensor) and args == (value.device,) and not kwargs:
+        return metric
+    return _move(metric, *args, **kwargs)

@@ -5,12 +5,18 @@ running training goes through the same loops, and waits before its first epoch u
 
 Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
 ``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
+
+A worker that has applied a step may have to compute it once more for others, which have lost a worker. By then its
+loops count the next step, perhaps of the next epoch; a :class:`ProgressSnapshot` restores ``self.global_step`` and
+``self.current_epoch`` of the step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,6 +44,7 @@ from lightning_recycle.runtime.stage.gradients import Share
 __all__ = [
     "PipelineEpochLoop",
     "PipelineFitLoop",
+    "ProgressSnapshot",
     "StepRunner",
     "addressed_loaders",
     "call_before_epoch_end",
@@ -45,7 +52,6 @@ __all__ = [
     "share_of_batch",
     "tell_batch_sizes",
 ]
-
 
 _SAMPLER = "the state of a sampler"  # marks it among the states of loaders
 
@@ -391,3 +397,45 @@ def tell_batch_sizes(trainer: pl.Trainer) -> None:
             trainer._results.batch_size = batch.num_samples
 
     connector.on_batch_start = on_batch_start  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------- counters of a step
+
+
+@dataclass(frozen=True)
+class ProgressSnapshot:
+    """The counters of a step.
+
+    Args:
+        steps: optimizer steps before it, over all epochs.
+        epoch: its epoch.
+        batch: the number of its batch in the epoch, counted from 1.
+    """
+
+    steps: int
+    epoch: int
+    batch: int
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> ProgressSnapshot:
+        """The moment of the step that the loops of ``trainer`` are in."""
+        loop = trainer.fit_loop
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        return cls(steps.completed, loop.epoch_progress.current.completed, loop.epoch_loop.batch_progress.current.ready)
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Sets the counters of ``trainer``."""
+        loop = trainer.fit_loop
+        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = self.steps
+        loop.epoch_progress.current.completed = self.epoch
+        loop.epoch_loop.batch_progress.current.ready = self.batch
+
+    @contextmanager
+    def again(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Within the block the counters of ``trainer`` are those of this moment."""
+        now = ProgressSnapshot.of(trainer)
+        self.restore(trainer)
+        try:
+            yield
+        finally:
+            now.restore(trainer)

@@ -3,7 +3,7 @@
 Concept: with ``automatic_optimization = False`` the user's ``training_step`` runs backward passes and steps optimizers.
 Under DDP each process runs it on its own batch, and every backward pass averages the gradients over the processes. Here
 a worker runs it for each of its micro-batches, in turns (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each
-in a world of its own (:mod:`~lightning_recycle.session.worlds`). They meet
+in a state of its own (:mod:`~lightning_recycle.session.microbatch_state`). They meet
 
 - at each backward pass: the gradients of all micro-batches of all workers are summed, divided by their fixed number,
   and added to those that were there. So ``.grad`` is what DDP leaves, for clipping and norms too;
@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.runtime.executor.whole_steps import Exchange, Turns, Way, WholeStepMicrobatch
-from lightning_recycle.session.worlds import World
+from lightning_recycle.session.microbatch_state import MicrobatchState
 
 __all__ = ["ManualSteps"]
 
@@ -61,7 +61,7 @@ class ManualSteps:
         self._trainer, self._step, self._begin, self._record = trainer, step, begin, record
         self._forward_context, self._seed, self._divisor = forward_context, seed, microbatches
         self._turns = Turns()
-        self._worlds: list[World] = []
+        self._states: list[MicrobatchState] = []
         self._exchange: Exchange
         self._way: Way
         self._counted: list[bool] = []
@@ -82,16 +82,16 @@ class ManualSteps:
         self._counted = [microbatch.counts for microbatch in microbatches]
         self._is_together = self._in_backward = False
         trainer = self._trainer
-        self._worlds = [
-            World(trainer.lightning_module, trainer.optimizers, self._device, first=number == 0)
+        self._states = [
+            MicrobatchState(trainer.lightning_module, trainer.optimizers, self._device, first=number == 0)
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
-        self._turns = Turns(self._worlds)
+        self._turns = Turns(self._states)
         with self._shared_operations(), self._forward_context():
             done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
-        if self._worlds:
-            self._worlds[0].remain()
-            self._worlds = []
+        if self._states:
+            self._states[0].remain()
+            self._states = []
         return done
 
     def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
@@ -250,7 +250,7 @@ class ManualSteps:
 
     def _follow(self, parameters: Any) -> None:
         wanted = list(parameters)
-        for world in self._worlds[1:]:
+        for world in self._states[1:]:
             world.follow(wanted)
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:

@@ -7,17 +7,21 @@ number, counted through the groups and, within a group, in the order in which on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from itertools import count
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
 __all__ = [
     "Copies",
     "GroupNames",
+    "OptimizerState",
+    "copied",
     "group_names",
     "merge_optimizer_states",
     "merged_names",
@@ -207,3 +211,57 @@ def split_optimizer_state(
             next_index += 1
         groups.append({**group, "params": indices})
     return {"state": state, "param_groups": groups}
+
+
+# ---------------------------------------------------------------------- rewinding an optimizer
+
+
+class OptimizerState:
+    """The state of one optimizer; the memory of ``old`` is used again.
+
+    Args:
+        optimizer: the optimizer.
+        old: an earlier state of it that is not needed any more.
+        options_only: whether only the options of its groups are kept.
+    """
+
+    def __init__(self, optimizer: Optimizer, old: OptimizerState | None, options_only: bool = False) -> None:
+        self._optimizer = optimizer
+        before: dict[Any, Any] = {} if old is None else old._states
+        states = {} if options_only else optimizer.state
+        self._states: dict[Any, Any] = {p: copied(state, before.get(p)) for p, state in states.items()}
+        self._groups = [(group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups]
+        self._options = [copied({k: v for k, v in group.items() if k != "params"}) for group, _ in self._groups]
+
+    def tensors(self) -> list[Tensor]:
+        """What it keeps copies of."""
+        return [leaf for leaf in tree_leaves(list(self._states.values())) if isinstance(leaf, Tensor)]
+
+    def rewind(self) -> None:
+        optimizer = self._optimizer
+        optimizer.state.clear()
+        optimizer.state.update({p: copied(state) for p, state in self._states.items()})
+        self.rewind_options()
+
+    def rewind_options(self) -> None:
+        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+        for (group, before), options in zip(self._groups, self._options, strict=True):
+            group.clear()
+            group.update({**copied(options), "params": before["params"]})
+
+
+def copied(value: Any, old: Any = None) -> Any:
+    """A copy of ``value`` and its tensors, in the memory of ``old`` where that fits."""
+    if isinstance(value, Tensor):
+        fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (
+            value.shape,
+            value.dtype,
+            value.device,
+        )
+        return old.copy_(value) if fits else value.detach().clone()
+    if isinstance(value, Mapping):
+        known = old if isinstance(old, Mapping) else {}
+        return {key: copied(item, known.get(key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    return deepcopy(value)

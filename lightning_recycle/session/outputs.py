@@ -30,7 +30,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects
 from lightning_recycle.session.optimizer_states import to_cpu
-from lightning_recycle.session.packing import pack_tensors, unpack_tensors
+from lightning_recycle.session.tensor_codec import pack_tensors, unpack_tensors
 
 __all__ = ["LoggerCall", "OutputRecorder", "Recording", "Returned", "metric_states", "set_metric_states"]
 

@@ -55,40 +55,55 @@ from lightning_recycle.runtime.nccl.transport_choice import transport_for
 from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
-from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.checks import check_graphs, check_optimizers, check_trained
+from lightning_recycle.session.checkpoints import Checkpoints, leave_saves_alone, undo_failed_saves
 from lightning_recycle.session.collectives import Collectives, watch_process_group
-from lightning_recycle.session.commitment import needs_of
-from lightning_recycle.session.comparison import optimizer_options
+from lightning_recycle.session.commit_requirements import (
+    OptimizerStep,
+    clip_factor,
+    commit_requirements,
+    complete_norms,
+    may_change_gradients,
+    overflow_of_all,
+    scaler_of,
+)
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.finetuning import Finetuning, empty_optimizers, has_recipes
-from lightning_recycle.session.gradient_norms import complete_norms
-from lightning_recycle.session.guesses import OptimizerStep, clip_factor, may_change_gradients
 from lightning_recycle.session.hook_tables import number_hooks
-from lightning_recycle.session.interruption import SaveAndEnd
-from lightning_recycle.session.lightning_callbacks import (
+from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
+from lightning_recycle.session.loggers import LogRelay, keep_files, spare_moves
+from lightning_recycle.session.loops import (
+    PipelineFitLoop,
+    ProgressSnapshot,
+    call_before_epoch_end,
+    ends_step,
+    tell_batch_sizes,
+)
+from lightning_recycle.session.manual_steps import ManualSteps
+from lightning_recycle.session.microbatch_state import ManualStepState
+from lightning_recycle.session.object_graph import LargeData, ObjectPack, user_graph, weights_by_name, weights_for
+from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.replica_checks import (
+    StageState,
+    StateChecks,
+    load_stage_state,
+    optimizer_options,
+    stage_state,
+)
+from lightning_recycle.session.reporting_callbacks import (
     keep_monitors_going,
     keep_reports_apart,
     show_progress_bar,
     show_whole_run,
 )
-from lightning_recycle.session.loggers import LogRelay, keep_files
-from lightning_recycle.session.loops import PipelineFitLoop, call_before_epoch_end, ends_step, tell_batch_sizes
-from lightning_recycle.session.loss_scaling import overflow_of_all, scaler_of
-from lightning_recycle.session.manual_steps import ManualSteps
-from lightning_recycle.session.model_checkpoints import leave_saves_alone, undo_failed_saves
-from lightning_recycle.session.moments import Moment
-from lightning_recycle.session.object_graph import LargeData, ObjectPack, user_graph, weights_by_name, weights_for
-from lightning_recycle.session.outputs import OutputRecorder
-from lightning_recycle.session.preemption import Preemption
-from lightning_recycle.session.pruning import Pruning
-from lightning_recycle.session.result_metrics import spare_moves
+from lightning_recycle.session.requirements import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stage_layers import StageLayers
-from lightning_recycle.session.state_checks import StageState, StateChecks, load_stage_state, stage_state
-from lightning_recycle.session.step_state import ManualStepState
-from lightning_recycle.session.stop_requests import StopRequests
-from lightning_recycle.session.weight_averages import WeightAverages
+from lightning_recycle.session.weight_callbacks import (
+    Finetuning,
+    Pruning,
+    WeightAverages,
+    empty_optimizers,
+    has_recipes,
+)
 from lightning_recycle.session.whole_forward import WholeForward
 from lightning_recycle.session.written_tensors import untrained_marks
 
@@ -160,7 +175,7 @@ class Session:
         self._checks = StateChecks(
             self._device_name, None if options.check_every == "auto" else int(options.check_every)
         )
-        self._moments: dict[int, Moment] = {}  # of the current step and the one before
+        self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         self._handle: StepHandle  # of the current step
         self._dataloader_idx = 0  # of the current evaluation
         self.manual: ManualSteps | None = None
@@ -395,7 +410,7 @@ class Session:
                 self.grid.global_microbatches,
             )
             return WholeStepExecutor(*common, body=self.manual, state=ManualStepState(trainer))
-        needs = needs_of(trainer, module, self.grid.stages)
+        needs = commit_requirements(trainer, module, self.grid.stages)
         if self._fitting and self.grid.stages > 1:
             self._layers = StageLayers(
                 trainer,
@@ -602,8 +617,8 @@ class Session:
         watches = self._watched_steps < 3 and self._recorder.collected.written is None and self.manual is None
         self._watched_steps += 1
         marks = untrained_marks(self.module) if watches else {}
-        self._moments = {n: moment for n, moment in self._moments.items() if n == number - 1}
-        self._moments[number] = Moment.of(self.trainer)
+        self._progress = {n: moment for n, moment in self._progress.items() if n == number - 1}
+        self._progress[number] = ProgressSnapshot.of(self.trainer)
         self._recorder.collected.begin_step()
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
@@ -756,7 +771,7 @@ class Session:
         self.reach("recovery", step)
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
-        return self._moments[step].again(self.trainer)
+        return self._progress[step].again(self.trainer)
 
     def describe_step(self, step: int) -> Facts:
         trainer = self.trainer

@@ -35,12 +35,10 @@ from torch import Tensor
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.session.finetuning import load_trained, trained
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, addressed_loaders, share_of_batch
 from lightning_recycle.session.object_graph import LargeData, ObjectPack, is_bound_to_process, user_graph
-from lightning_recycle.session.pruning import take_pruned_form
-from lightning_recycle.session.weight_averages import WeightAverages
+from lightning_recycle.session.weight_callbacks import WeightAverages, load_trained, take_pruned_form, trained
 
 __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "settings_of", "take_snapshot"]
 

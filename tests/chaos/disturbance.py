@@ -8,19 +8,19 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from chaos.scenario import LateFault
-from lightning_recycle.callbacks import failing
+from lightning_recycle.callbacks import fault_effects
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.ops import Op
 
 __all__ = ["LateFaults", "Pace"]
 
 _FAIL: dict[str, Callable[[], None]] = {
-    "kill": failing.kill,
-    "exit": failing.exit_at_once,
-    "exception": lambda: failing.raise_error("Injected into a replacement."),
-    "hang": failing.hang,
-    "partition": failing.partition,
-    "preempt": failing.preempt,
+    "kill": fault_effects.kill,
+    "exit": fault_effects.exit_at_once,
+    "exception": lambda: fault_effects.raise_error("Injected into a replacement."),
+    "hang": fault_effects.hang,
+    "partition": fault_effects.partition,
+    "preempt": fault_effects.preempt,
 }
 
 

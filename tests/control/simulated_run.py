@@ -921,7 +921,7 @@ class Run:
     def is_wrong(self, step: int) -> bool:
         return step in self._wrong
 
-    def may_guess(self, worker: SimulatedWorker) -> bool:
+    def may_speculate(self, worker: SimulatedWorker) -> bool:
         return self._guesses.random() < 0.7
 
     def has_checks(self, step: int) -> bool:

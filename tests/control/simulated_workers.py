@@ -104,7 +104,7 @@ class Network(Protocol):
 
     def is_wrong(self, step: int) -> bool: ...
 
-    def may_guess(self, worker: SimulatedWorker) -> bool: ...
+    def may_speculate(self, worker: SimulatedWorker) -> bool: ...
 
     def has_checks(self, step: int) -> bool: ...
 
@@ -754,7 +754,7 @@ class SimulatedWorker:
 
     def step_on_a_guess(self, step: int) -> Waits:
         """Executor._commit_and_apply, where the optimizer may step before all are REDUCED."""
-        self.guesses = self.network.may_guess(self)
+        self.guesses = self.network.may_speculate(self)
         self.tell_of(step)
         if not self.guesses:
             yield from self.wait(lambda: self.member.committed(step) is not None)

@@ -12,8 +12,8 @@ from support.training import committed_steps, difference, exact_fit, failures, f
 from torch import nn
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.session.guesses import OptimizerStep
-from lightning_recycle.session.step_state import OptimizerState
+from lightning_recycle.session.commit_requirements import OptimizerStep
+from lightning_recycle.session.microbatch_state import OptimizerState
 
 pytestmark = pytest.mark.long
 

@@ -159,7 +159,7 @@ ALLOWED = {  # path or class -> why workers may differ there
     "trainer.fit_loop._restart_stage": "in the epoch that is entered: its beginning is not run again",
     "trainer.*val_loop._module_mode.mode*": "captured again by each validation",
     "trainer.*val_loop._data_fetcher": "made again by each validation",
-    "lightning_recycle.session.preemption.*": "signals are of the process that they reach, and go by its connection",
+    "lightning_recycle.session.interruption.*": "signals are of the process that they reach, and go by its connection",
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-from lightning_recycle.session.pruning import take_pruned_form
+from lightning_recycle.session.weight_callbacks import take_pruned_form
 
 BATCH, EPOCHS = 24, 3  # of four steps
 

@@ -23,7 +23,7 @@ import psutil
 import torch
 from support.imitated_transport import imitated
 
-from lightning_recycle.callbacks.bitflips import flipped
+from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.processes import process_context
 from lightning_recycle.runtime.comm.communicator import Channel, Communicator

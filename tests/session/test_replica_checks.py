@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.control.protocol.messages import Checked
-from lightning_recycle.session.state_checks import FIRST_INTERVAL, StateChecks, load_stage_state, stage_state
+from lightning_recycle.session.replica_checks import FIRST_INTERVAL, StateChecks, load_stage_state, stage_state
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.AdamW(parameters, lr=0.1),

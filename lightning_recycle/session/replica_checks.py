@@ -1,8 +1,10 @@
-"""What a worker tells of the bits that it holds: after which steps, and what it costs.
+"""Values that workers report of applied steps, so that replicas that drift apart are detected.
 
-The parameters and the optimizers' states of the workers of a stage are the same bits, since they step with the same
-reduced gradient. Buffers are not compared: each worker has its own running statistics. All workers check after the same
-steps: the second of each generation (the first of a run), and those that the coordinator announces.
+Counters are the same on all workers, the optimizer's options on the workers of one stage. The parameters and the
+optimizers' states of the workers of a stage are the same bits, since they step with the same reduced gradient; they are
+compared now and then by checksums. Buffers are not compared: each worker has its own running statistics. All workers
+check after the same steps: the second of each generation (the first of a run), and those that the coordinator
+announces.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.runtime.checks.checksums import checksum
 
-__all__ = ["FIRST_INTERVAL", "StageState", "StateChecks", "load_stage_state", "stage_state"]
+__all__ = ["FIRST_INTERVAL", "StageState", "StateChecks", "load_stage_state", "optimizer_options", "stage_state"]
 
 FIRST_INTERVAL = 50
 """Steps between two checks as long as it is not known what they cost."""
@@ -115,3 +117,40 @@ class StateChecks:
         if seconds <= 0:
             return FIRST_INTERVAL
         return min(_MOST_STEPS, max(1, math.ceil(self._seconds / (_SHARE * seconds))))
+
+
+# ---------------------------------------------------------------------- options of optimizers
+
+_MOST_OPTIONS = 64  # that are reported one by one
+
+
+def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
+    """The numbers among the options of all parameter groups, by name ("lr", "betas[1]", "lr of group 2").
+
+    If there are many, the last ones are reported as one number.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    numbers: dict[str, float] = {}
+    for index, group in enumerate(groups):
+        which = f" of group {index}" if index else ""
+        for key, value in group.items():
+            if isinstance(value, (int, float)):  # nearly all of them
+                numbers[f"{key}{which}"] = value
+            elif key != "params":
+                numbers.update((f"{name}{which}", number) for name, number in _numbers(str(key), value))
+    if len(numbers) <= _MOST_OPTIONS:
+        return numbers
+    names = list(numbers)
+    kept = {name: numbers[name] for name in names[:_MOST_OPTIONS]}
+    kept["digest of the other options"] = hash(tuple(numbers[name] for name in names[_MOST_OPTIONS:]))
+    return kept
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, (int, float)):
+        yield name, value
+    elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        yield name, value.item()
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _numbers(f"{name}[{index}]", item)

@@ -1,8 +1,11 @@
-"""Each way of failing, in a process of its own that really fails."""
+"""Effects of faults on a process and on numbers."""
+
+from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import threading
@@ -14,10 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from support.waiting import wait_for
+from torch import nn
 
-from lightning_recycle.callbacks import failing
-from lightning_recycle.errors import InjectedFaultError
+from lightning_recycle.callbacks import Fault, fault_effects
+from lightning_recycle.callbacks.fault_effects import WrongArithmetic, flip, flip_in_next_output, flipped
+from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 
 SECONDS = 10.0  # more than anything here takes
 context: Any = multiprocessing.get_context("fork")
@@ -51,7 +57,7 @@ def fail_with_all_sorts_of_clean_up(fail: Callable[[], None], path: Path) -> Non
         path.write_text("cleaned up")
 
 
-@pytest.mark.parametrize(("fail", "code"), [(failing.kill, -signal.SIGKILL), (failing.exit_at_once, 1)])
+@pytest.mark.parametrize(("fail", "code"), [(fault_effects.kill, -signal.SIGKILL), (fault_effects.exit_at_once, 1)])
 def test_the_process_ends_at_once_without_clean_up(fail: Callable[[], None], code: int, tmp_path: Path) -> None:
     with child(fail_with_all_sorts_of_clean_up, fail, tmp_path / "witness") as process:
         process.join(SECONDS)
@@ -61,7 +67,7 @@ def test_the_process_ends_at_once_without_clean_up(fail: Callable[[], None], cod
 
 def test_the_exception_is_the_infrastructures() -> None:
     with pytest.raises(InjectedFaultError, match="the reason"):
-        failing.raise_error("the reason")
+        fault_effects.raise_error("the reason")
 
 
 # ---------------------------------------------------------------------- processes that stay
@@ -89,7 +95,7 @@ def drain(pipe: Any) -> list[str]:
 
 def test_hang_stops_all_threads_until_the_process_is_continued() -> None:
     ours, theirs = context.Pipe()
-    with child(beat_and, failing.hang, theirs) as process:
+    with child(beat_and, fault_effects.hang, theirs) as process:
         assert wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         drain(ours)
         time.sleep(0.2)
@@ -101,7 +107,7 @@ def test_hang_stops_all_threads_until_the_process_is_continued() -> None:
 
 def test_deadlock_blocks_the_main_thread_while_others_live() -> None:
     ours, theirs = context.Pipe()
-    with child(beat_and, failing.deadlock, theirs) as process:
+    with child(beat_and, fault_effects.deadlock, theirs) as process:
         assert ours.poll(SECONDS)
         time.sleep(0.3)
         received = drain(ours)
@@ -111,15 +117,15 @@ def test_deadlock_blocks_the_main_thread_while_others_live() -> None:
 
 
 def test_a_deadlock_that_nobody_finds_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failing, "_DEADLOCK_SECONDS", 0.05)
+    monkeypatch.setattr(fault_effects, "_DEADLOCK_SECONDS", 0.05)
     with pytest.raises(InjectedFaultError, match="not found"):
-        failing.deadlock()
+        fault_effects.deadlock()
 
 
 def note_sigterm_and_preempt(pipe: Any) -> None:
     received: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    failing.preempt()
+    fault_effects.preempt()
     pipe.send(received)
 
 
@@ -132,7 +138,7 @@ def test_preempt_is_a_sigterm_after_which_the_process_goes_on() -> None:
 def test_slow_sleeps_in_proportion_for_its_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    slowdown = failing.Slowdown(factor=3.0, first_step=4, steps=2)
+    slowdown = fault_effects.Slowdown(factor=3.0, first_step=4, steps=2)
     for step in range(3, 8):
         slowdown.sleep_after(step, 0.25)
     assert slept == [0.5, 0.5]
@@ -167,7 +173,7 @@ def live_cut_off(server: socket.socket, pipe: Any) -> None:
     assert wait_for(lambda: old_lines)
     descriptors = len(os.listdir("/proc/self/fd"))
 
-    failing.partition()
+    fault_effects.partition()
     pipe.send(listener.getsockname()[1])
     kept = len(os.listdir("/proc/self/fd")) - descriptors
     unconnected.settimeout(0.3)
@@ -228,7 +234,7 @@ def send_and_be_cut_off(server: socket.socket, pipe: Any, messages: int, size: i
     for _ in range(messages):
         sock.sendall(bytes(size))
     time.sleep(0.2)
-    failing.partition()
+    fault_effects.partition()
     pipe.send("cut off")
     sock.settimeout(0.01)
     for _ in range(50):
@@ -258,3 +264,94 @@ def test_partition_holds_back_what_a_new_a_chatty_or_a_busy_connection_sends(mes
         assert heard(ours) == "sent"
         assert len(received) <= PACKETS
         peer.close()
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_by_default_one_number_doubles_or_halves(dtype: torch.dtype) -> None:
+    tensors = [torch.full((3, 2), 1.5, dtype=dtype), torch.full((4,), 1.5, dtype=dtype).expand(2, 4)[0]]
+    assert flip(tensors, None, random.Random(0))
+    changed = [float(x) for tensor in tensors for x in tensor.flatten() if float(x) != 1.5]
+    assert changed in ([3.0], [0.75])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bit_0_is_one_unit_in_the_last_place_and_the_highest_bit_is_the_sign(dtype: torch.dtype) -> None:
+    tensor = torch.ones(1, dtype=dtype)
+    flip([tensor], 0, random.Random(0))
+    assert float(tensor) == 1 + torch.finfo(dtype).eps
+    flip([tensor], 8 * tensor.element_size() - 1, random.Random(0))
+    assert float(tensor) == -1 - torch.finfo(dtype).eps
+
+
+def test_the_same_fault_flips_the_same_bit() -> None:
+    one, other = torch.zeros(50), torch.zeros(50)
+    flip([one], 5, random.Random("fault"))
+    flip([other], 5, random.Random("fault"))
+    assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    assert int(one.ne(0).sum()) == 1
+
+
+def test_what_has_no_floating_point_numbers_stays() -> None:
+    assert not flip([torch.ones(3, dtype=torch.int64), None, "adam", torch.empty(0)], None, random.Random(0))
+
+
+def test_a_message_is_copied() -> None:
+    sent = (torch.ones(4, requires_grad=True), None)
+    wrong = flipped(sent, None, random.Random(0))
+    assert int((wrong[0] != sent[0]).sum()) == 1
+    assert wrong[0].requires_grad
+    assert wrong[1] is None
+
+
+def test_the_next_output_alone_is_wrong() -> None:
+    layer, value = nn.Linear(3, 3), torch.randn(2, 3)
+    right = layer(value)
+    flip_in_next_output([layer], None, random.Random(0))
+    assert int((layer(value) != right).sum()) == 1
+    assert torch.equal(layer(value), right)
+
+
+def test_every_nth_product_is_wrong_in_forward_and_backward() -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3)
+        output = layer(torch.randn(2, 3))
+        output.sum().backward()
+        return output, layer.weight.grad
+
+    right, right_grad = run()
+    with WrongArithmetic(2, 0, random.Random(0)):
+        output, grad = run()
+    assert grad is not None
+    assert right_grad is not None
+    assert torch.equal(output, right)
+    assert int((grad != right_grad).sum()) == 1
+    assert torch.allclose(grad, right_grad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, ["target=None", "'activation'"]),
+        ({"target": "heart"}, ["'heart'", "'gradient'"]),
+        ({"target": "parameter", "bit": -1}, ["bit=-1"]),
+        ({"target": "parameter", "every": 2}, ["every=2", "matmul"]),
+        ({"target": "matmul"}, ["every=None"]),
+        ({"target": "matmul", "every": 0}, ["every=0"]),
+        ({"target": "activation", "at": "reduce"}, ["at='forward'"]),
+        ({"target": "gradient"}, ["at='backward_weight', when='after'"]),
+        ({"target": "parameter", "at": "end"}, ["'end' is a point"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Fault("bitflip", 0, 0, 1, **arguments)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_only_bits_have_targets() -> None:
+    with pytest.raises(ConfigurationError, match="belong to the kind 'bitflip'"):
+        Fault("kill", 0, 0, 1, target="parameter")

@@ -1,4 +1,4 @@
-"""What Lightning's own callbacks and loggers need to show the whole run, from a worker that has one stage of it.
+"""Lightning's callbacks and loggers that report on the run, on a worker that has one stage of it.
 
 Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
 share. Where that would make them report something else than on one device, they are given what they expect. When a

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session.checks import check_graphs
+from lightning_recycle.session.requirements import check_graphs
 
 
 class Module(L.LightningModule):

@@ -1,4 +1,4 @@
-"""Where the weights of a run go in the end: home in messages, home in files, or nowhere.
+"""Transport of the trained weights to the launching process: messages, files, or none.
 
 Concept: the launching process has the trained model after ``fit``. Small ones come in messages through the coordinator.
 Of a large one, each stage on the same machine leaves its part in a file that the launching process maps into memory: no

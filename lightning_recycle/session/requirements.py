@@ -1,4 +1,4 @@
-"""Checks for mistakes that show before a step is run, and their errors.
+"""Requirements of the strategy on the Trainer, the data and the module, checked before a step is run.
 
 ``check_trainer`` and ``check_loaders`` need no worker: the launching process calls them before
 anything starts. What is supported, with the reasons for the rest, is listed in docs/trainer_flags.md.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback, failing, injection
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback, fault_effects, injection
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Grid, Microbatch, Worker
@@ -223,7 +223,7 @@ def test_preempt_sends_sigterm_and_the_step_goes_on() -> None:
 def test_each_kind_fails_in_its_own_way(kind: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for name in ("kill", "exit_at_once", "hang", "deadlock", "partition", "preempt"):
-        monkeypatch.setattr(failing, name, lambda name=name: called.append(name))
+        monkeypatch.setattr(fault_effects, name, lambda name=name: called.append(name))
     worker(Fault(kind, 0, 1, 0)).executor.run()
     assert called == [function]
 

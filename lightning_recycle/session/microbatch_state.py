@@ -1,32 +1,46 @@
-"""What one micro-batch of a manual step sees and changes for itself, while others take their turns.
+"""State of a worker before a manual step, and of each of its micro-batches within the step.
 
-Concept: under DDP the training steps of two micro-batches run in two processes. When one worker has both, they run in
-turns (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a world of its own: gradients, values of
-parameters and buffers, attributes of the module, metrics, options of the optimizers, and the generators of random
-numbers are those that this micro-batch has left. Worlds begin alike, and what is done together (an optimizer's step) is
-done in the first and copied to the others.
+A step that steps optimizers itself cannot be redone from its parameters alone, and an optimizer's step cannot be
+computed back. So :class:`ManualStepState` copies everything before each step: parameters, buffers, gradients that were
+left, the optimizers' states and options, schedulers, Lightning's counters, and the state of callbacks whose hooks run
+within a step. Attributes of the module are no part of it: side effects of a step on them are recorded
+(:mod:`~lightning_recycle.session.hook_side_effects`), or stay. The copies are made in the same memory every time: as
+much as the parameters and the optimizers' states take.
 
-So each may clip its gradients, toggle an optimizer, or average weights in its step, without doing it twice. The price
-is a copy of parameters, buffers and gradients for each further micro-batch of a worker.
+Under DDP the training steps of two micro-batches run in two processes. When one worker has both, they run in turns
+(:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a :class:`MicrobatchState` of its own: gradients,
+values of parameters and buffers, attributes of the module, metrics, options of the optimizers, and the generators of
+random numbers are those that this micro-batch has left. The states begin alike; an optimizer's step, which is done
+together, is done in the first one and copied to the others. So each may clip its gradients, toggle an optimizer, or
+average weights in its step, without doing it twice. The price is a copy of parameters, buffers and gradients for each
+further micro-batch of a worker.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.progress import _Progress
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_recycle.randomness import generator_states, set_generator_states
+from lightning_recycle.session.commit_requirements import restore_scale
+from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
+from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 
-__all__ = ["World"]
+__all__ = ["ManualStepState", "MicrobatchState"]
 
 _DEPTH = 4  # of containers in one another that are copied
 _COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom written in place
@@ -189,7 +203,7 @@ class _Attributes:
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_trainer")
 
 
-class World:
+class MicrobatchState:
     """A context in which the process is as one micro-batch has left it.
 
     Args:
@@ -263,3 +277,81 @@ def _own(value: Any, depth: int, seen: dict[int, Any]) -> Any:
             copy[key] = _own(item, depth - 1, seen)
     seen[id(value)] = copy
     return copy
+
+
+# ---------------------------------------------------------------------- the whole step
+
+_HOOKS_OF_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_PLAIN = (bool, int, float, str, type(None))  # attributes that a submodule may count with
+
+
+class ManualStepState:
+    """The state of ``trainer`` and its module before a step."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._tensors: dict[Tensor, Tensor] = {}
+        self._gradients: dict[nn.Parameter, tuple[bool, Tensor | None]] = {}
+        self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._optimizers: list[OptimizerState] = []
+        self._schedulers: list[dict[str, Any]] = []
+        self._others: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self._callbacks: tuple[ObjectGraph, ObjectPack] | None = None
+
+    @property
+    def _progress(self) -> _Progress:
+        return self._trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        trainer = self._trainer
+        module = trainer.lightning_module
+        self._tensors = {t: copied(t, self._tensors.get(t)) for t in (*module.parameters(), *module.buffers())}
+        before = self._gradients
+        self._gradients = {
+            p: (p.requires_grad, None if p.grad is None else copied(p.grad, before.get(p, (False, None))[1]))
+            for p in module.parameters()
+        }
+        self._plain = [
+            (vars(owner), {name: value for name, value in vars(owner).items() if type(value) in _PLAIN})
+            for owner in module.modules()
+            if owner is not module
+        ]
+        old = self._optimizers[: len(trainer.optimizers)]
+        self._optimizers = [OptimizerState(*pair) for pair in itertools.zip_longest(trainer.optimizers, old)]
+        self._schedulers = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+        self._others = deepcopy((self._progress.state_dict(), trainer.precision_plugin.state_dict()))
+        watching = [c for c in trainer.callbacks if _sees_steps(c)]  # type: ignore[attr-defined]
+        self._callbacks = None
+        if watching:
+            graph = callback_graph(trainer, watching)
+            packed = graph.pack()
+            self._callbacks = graph, ObjectPack(packed.data, [tensor.clone() for tensor in packed.tensors])
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        trainer = self._trainer
+        for tensor, kept in self._tensors.items():
+            if tensor.shape == kept.shape:
+                tensor.data.copy_(kept)
+            else:
+                tensor.data = kept.clone()
+        for parameter, (requires_grad, grad) in self._gradients.items():
+            parameter.requires_grad = requires_grad
+            parameter.grad = None if grad is None else grad.clone()
+        for attributes, plain in self._plain:
+            attributes.update(plain)
+        for state in self._optimizers:
+            state.rewind()
+        for config, scheduler in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
+            config.scheduler.load_state_dict(deepcopy(scheduler))
+        progress, precision = deepcopy(self._others)
+        self._progress.load_state_dict(progress)
+        restore_scale(trainer, precision)
+        if self._callbacks is not None:
+            graph, packed = self._callbacks
+            graph.update(packed, trainer.strategy.root_device)
+
+
+def _sees_steps(callback: Callback) -> bool:
+    return any(is_overridden(hook, callback, Callback) for hook in _HOOKS_OF_STEPS)

@@ -1,0 +1,325 @@
+"""Facts about the gradient of the whole model that a stage needs to step: its norm, or that it overflowed.
+
+A run that needs neither has the staggered optimizer: a stage steps as soon as its own gradient is complete. In the
+others all stages commit each step together, and the plans that such a run asks for are plans with that barrier.
+
+Speculative clipping: clipping by norm needs the norm of all stages, and a stage that waits for it loses what the
+staggered optimizer gains. So it steps as if nothing were clipped when that is likely, and learns the norm afterwards.
+If the norm was too large after all, the optimizer steps once more from where it was, with clipped gradients. A
+correction concerns parameters and optimizer states alone: Lightning and the user's hooks have seen the step, once, and
+their later changes (learning rates) stay. That is right only if no code changes gradients or parameters in a step, or
+looks at them between it and the next forward; otherwise no stage speculates (:func:`may_speculate`).
+
+Norms in hooks: ``lightning.pytorch.utilities.grad_norm`` returns the norm of each gradient of a module and their total;
+in a worker it asks the other stages and returns what one device would, the same on all workers. All must call it at the
+same place, as its norms travel through the coordinator. ``torch.nn.utils.clip_grad_norm_`` cannot know whether it is
+given all parameters that are to be clipped together, so it warns that they are those of one stage.
+
+Loss scale of ``16-mixed``: the precision plugin scales, unscales, skips steps and adapts the scale as on one device,
+with a scaler on each worker. They stay alike because each decides from the same: whether the gradient of *any* stage
+overflowed. The last stage scales the loss of each micro-batch, so gradients travel and are reduced scaled. The scale
+changes in steps only, which all stages commit together: a step that is redone has the scale that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import callbacks as known
+from lightning.pytorch.utilities import grad_norm, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.session.optimizer_states import OptimizerState
+
+__all__ = [
+    "CommitRequirements",
+    "OptimizerStep",
+    "clip_factor",
+    "commit_requirements",
+    "complete_norms",
+    "may_change_gradients",
+    "may_speculate",
+    "norms_of_all_stages",
+    "overflow_of_all",
+    "restore_scale",
+    "scaler_of",
+    "steps_alone",
+]
+
+
+@dataclass(frozen=True)
+class CommitRequirements:
+    """What each step needs to know of the gradients of all stages.
+
+    Args:
+        norm: their norm.
+        overflow: whether one of them has an infinity or a NaN.
+        afterwards: whether it may be known after the step, which is corrected if need be.
+    """
+
+    norm: bool
+    overflow: bool
+    afterwards: bool
+
+    @property
+    def together(self) -> bool:
+        """Whether the stages must commit a step together."""
+        return (self.norm or self.overflow) and not self.afterwards
+
+
+def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages: int) -> CommitRequirements:
+    """What the steps of ``module``, cut into ``stages``, need under ``trainer``; the same in every process."""
+    clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
+    overflow = scaler_of(trainer) is not None
+    return CommitRequirements(
+        norm=clips or is_overridden("configure_gradient_clipping", module),
+        overflow=overflow,
+        afterwards=not overflow and stages > 1 and may_speculate(trainer, module),
+    )
+
+
+def steps_alone(trainer: pl.Trainer, parts: ModelParts, stages: Sequence[range]) -> bool:
+    """Whether a stage can step before the others hold their gradients.
+
+    Args:
+        trainer: the Trainer.
+        parts: the module's parts, described.
+        stages: the parts of each stage.
+    """
+    return not (
+        commit_requirements(trainer, parts.module, len(stages)).together or parts.optimizes_itself or parts.ties(stages)
+    )
+
+
+# ---------------------------------------------------------------------- speculative clipping
+
+_GRADIENT_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+)
+_STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step")
+_BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
+    known.DeviceStatsMonitor,
+    known.EarlyStopping,
+    known.LearningRateMonitor,
+    known.ModelCheckpoint,  # it asks all workers for their parameters, which waits for the truth
+    known.ModelSummary,
+    known.RichModelSummary,
+    known.RichProgressBar,
+    known.ThroughputMonitor,
+    known.Timer,
+    known.TQDMProgressBar,
+)
+"""Lightning's callbacks that look at neither in these hooks; a subclass may."""
+
+
+def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether a stage of several may step before it knows the norm by which gradients are clipped."""
+    accumulates = trainer.accumulate_grad_batches != 1 or any(
+        isinstance(callback, known.GradientAccumulationScheduler)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+    if not trainer.gradient_clip_val or trainer.gradient_clip_algorithm == "value" or accumulates:
+        return False
+    if any(is_overridden(hook, module, pl.LightningModule) for hook in (*_GRADIENT_HOOKS, *_STEP_HOOKS)):
+        return False
+    return not any(map(_may_look, trainer.callbacks))  # type: ignore[attr-defined]
+
+
+def _may_look(callback: pl.Callback) -> bool:
+    if type(callback) in _BLIND_CALLBACKS or type(callback).__module__.startswith("lightning_recycle."):
+        return False
+    return any(is_overridden(hook, callback, pl.Callback) for hook in _GRADIENT_HOOKS)
+
+
+def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether the user's code may change gradients between the backward and the optimizer; clipping aside, before which
+    all stages hold theirs, or which changes nothing the second time.
+    """
+    hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+    if any(is_overridden(hook, module, pl.LightningModule) for hook in (*hooks, *_STEP_HOOKS[:2])):
+        return True
+    return any(
+        is_overridden(hook, callback, pl.Callback)
+        for hook in hooks
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if type(callback) not in _BLIND_CALLBACKS and not type(callback).__module__.startswith("lightning_recycle.")
+    )
+
+
+def clip_factor(clip_val: float, norm: float) -> float:
+    """By what clipping multiplies gradients, if that is less than 1: the formula of torch's ``clip_grad_norm_``."""
+    return clip_val / (norm + 1e-6)
+
+
+class OptimizerStep:
+    """The newest step of the optimizers, which may have to be made again."""
+
+    def __init__(self) -> None:
+        self._before: list[OptimizerState] = []
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What it keeps copies of."""
+        return (tensor for state in self._before for tensor in state.tensors())
+
+    @staticmethod
+    def is_watched(optimizers: list[Optimizer]) -> bool:
+        """Whether somebody sees each call of an optimizer's ``step``."""
+        return any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers)
+
+    @torch.no_grad()
+    def keep(self, optimizers: list[Optimizer]) -> None:
+        """Copies their states; called right before they step. As much memory as the states take."""
+        old: list[OptimizerState | None] = [*self._before, *([None] * len(optimizers))]
+        self._before = [OptimizerState(o, kept) for o, kept in zip(optimizers, old, strict=False)]
+
+    def again(self, optimizers: list[Optimizer], factor: float, loss: Callable[[], Any]) -> None:
+        """Steps again with gradients that are multiplied by ``factor``, from parameters that are as they were; options
+        such as learning rates are first what they were, and then what they are now.
+        """
+        for optimizer, before in zip(optimizers, self._before, strict=True):
+            now = OptimizerState(optimizer, None, options_only=True)
+            with torch.no_grad():
+                before.rewind()
+                _multiply_gradients([p for group in optimizer.param_groups for p in group["params"]], factor)
+            optimizer.step(closure=loss)
+            now.rewind_options()
+
+
+def _multiply_gradients(parameters: list[Tensor], factor: float) -> None:
+    """Gives ``parameters`` other gradients; the old ones stay in their memory, as a peer may need them."""
+    trained = [p for p in parameters if p.grad is not None]
+    grads = torch._foreach_mul([p.grad for p in trained if p.grad is not None], factor)
+    for parameter, grad in zip(trained, grads, strict=True):
+        parameter.grad = grad
+
+
+# ---------------------------------------------------------------------- norms in hooks
+
+_Gather: TypeAlias = Callable[[str, Callable[[], Any]], list[Any]]
+
+_stage_grad_norm = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__)
+_total_norm = clip_grad._get_total_norm
+_gather: _Gather | None = None
+_parameter_names: Mapping[int, str] = {}
+
+
+def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = None) -> None:
+    """From now on norms are those of all stages; with None, of what this process holds.
+
+    Args:
+        gather: (name, function) -> what the function returns in each stage, in order, on all workers.
+        names: the names of this stage's parameters, by ``id``; those that are tied have the same.
+    """
+    global _gather, _parameter_names
+    _gather, _parameter_names = gather, names or {}
+    # Users' modules hold the function itself (``from ... import grad_norm``): only what it runs can be replaced.
+    grad_norm.__code__ = (_stage_grad_norm if gather is None else _grad_norm).__code__
+    clip_grad._get_total_norm = _total_norm if gather is None else _warned_total_norm
+
+
+def norms_of_all_stages(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
+    """What ``grad_norm`` returns for ``module`` on one device."""
+    assert _gather is not None
+    norms = _stage_grad_norm(module, norm_type, group_separator)
+    prefix = f"grad_{float(norm_type)}_norm"
+    own = [
+        (_parameter_names.get(id(parameter), name), entry, norms[entry].detach().cpu())
+        for name, parameter in module.named_parameters()
+        if (entry := f"{prefix}{group_separator}{name}") in norms
+    ]
+    whole: dict[str, Any] = {}
+    counted: set[str] = set()
+    for part in _gather("norms of gradients", lambda: own):
+        for name, entry, norm in part:
+            if name not in counted:  # otherwise a copy of a tied parameter, which one device has once
+                whole[entry] = norm
+                counted.add(name)
+    if whole:
+        whole[f"{prefix}_total"] = torch.tensor(list(whole.values())).norm(float(norm_type))
+    return whole
+
+
+def _grad_norm(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
+    # This runs among the globals of Lightning's function.
+    from lightning_recycle.session.commit_requirements import norms_of_all_stages
+
+    return norms_of_all_stages(module, norm_type, group_separator)
+
+
+_has_warned = False
+
+
+def _warned_total_norm(*args: Any, **kwargs: Any) -> Tensor:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        rank_zero_warn(
+            "torch.nn.utils.clip_grad_norm_() sees the gradients of one stage of the model: each stage is clipped by a"
+            " norm of its own. To clip by the norm of the whole model, use Trainer(gradient_clip_val=...), or"
+            " self.clip_gradients(...) in configure_gradient_clipping()."
+        )
+    return _total_norm(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------- loss scale
+
+
+def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
+    """The scaler of the Trainer's precision, if there is one and it scales."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+@contextmanager
+def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]:
+    """Within the block the scaler finds an overflow if the gradient of any stage has one.
+
+    Args:
+        scaler: the scaler of this worker; None if the loss is not scaled.
+        overflow: whether the gradient of any stage has an infinity or a NaN.
+    """
+    if scaler is None:
+        yield
+        return
+    unscale = scaler._unscale_grads_
+
+    def unscale_and_tell(
+        optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        # Nothing is found where nothing is trained; a scaler wants to have looked at something.
+        found = unscale(optimizer, inv_scale, found_inf, allow_fp16) or {found_inf.device: found_inf}
+        for one in found.values() if overflow else ():
+            one.fill_(1.0)
+        return found
+
+    # What torch's own scaler for sharded gradients overrides, too; it concerns optimizers that unscale by themselves.
+    scaler._unscale_grads_ = unscale_and_tell  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_
+
+
+def restore_scale(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Loads the state of the precision plugin, also in the middle of a step whose gradients were unscaled already."""
+    scaler = scaler_of(trainer)
+    if scaler is not None:
+        scaler.scale(torch.zeros((), device=trainer.strategy.root_device))  # now it has a scale to be updated
+        scaler.update(float(state["scale"]))  # and forgets what it has found so far
+    trainer.precision_plugin.load_state_dict(state)

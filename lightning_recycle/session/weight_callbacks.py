@@ -1,0 +1,454 @@
+"""Lightning's callbacks that change weights: averages, finetuning and pruning, on one stage of the model.
+
+Averages: an average is elementwise, so each worker lets the callback average the layers of its own stage, with the
+callback's own code. What differs is when the callback copies the model (not before the stage is built: no worker holds
+the whole model), and the contents of a checkpoint: the averages of all stages, under the names of one device. A worker
+that joins gets the averages of its donor. A custom ``avg_fn`` sees one parameter at a time; a custom ``multi_avg_fn``
+sees those of one stage.
+
+Finetuning: which parameters require a gradient, and in which group of the optimizer they are, is up to the user's code.
+It runs on every worker for the layers of its stage, and may change that between two steps. All stages have the same
+groups, if need be empty ones, so that they can be joined to one optimizer's; a worker that joins gets the groups of its
+donor.
+
+Pruning: torch's pruning replaces a parameter ``weight`` by ``weight_orig``, the same object, and a buffer
+``weight_mask``. The callback needs the whole model for it: one stage. Random pruning is the same everywhere, whichever
+workers have died or joined; and a process that did not see it done (a worker that joins, the launching process) takes
+the form of a state dict before it loads that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim import Optimizer
+from torch.optim.swa_utils import SWALR
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
+from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.optimizer_states import Copies, group_names, merged_names
+
+__all__ = [
+    "Finetuning",
+    "Pruning",
+    "WeightAverages",
+    "check_pruning",
+    "check_weight_averaging",
+    "empty_optimizers",
+    "has_recipes",
+    "load_trained",
+    "swap_schedules",
+    "take_pruned_form",
+    "trained",
+]
+
+_Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
+_AVERAGING_METHODS = ("setup", "on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict")
+
+
+def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
+    """Raises UnsupportedFeatureError for StochasticWeightAveraging of a model with BatchNorm: it ends with a pass over
+    the data that computes running statistics, and those are not the same on all workers.
+    """
+    if not any(isinstance(callback, StochasticWeightAveraging) for callback in _averaging_callbacks(trainer)):
+        return
+    if StochasticWeightAveraging.pl_module_contains_batch_norm(parts.without_storage()):
+        raise UnsupportedFeatureError(
+            "strategy='recycle' does not support StochasticWeightAveraging of a model with BatchNorm: its statistics"
+            " would have to be computed again, by one pass over all data, and here BatchNorm sees micro-batches. Use"
+            " LayerNorm, GroupNorm or RMSNorm, or WeightAveraging or EMAWeightAveraging, which average the statistics."
+        )
+
+
+def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+    """Makes the schedule of StochasticWeightAveraging, if that has begun, and puts it where the callback would have.
+
+    For the launching process, where the callbacks have the attributes that they had in the workers. The optimizer gets
+    options of the schedule, and loads its state afterwards.
+    """
+    for callback in _averaging_callbacks(trainer):
+        if isinstance(callback, StochasticWeightAveraging) and callback._initialized:
+            (optimizer,) = optimizers  # the callback allows for one
+            rates = callback._swa_lrs
+            rates = list(rates) if isinstance(rates, list) else [rates] * len(optimizer.param_groups)
+            for rate, group in zip(rates, optimizer.param_groups, strict=True):
+                group["initial_lr"] = rate
+            assert trainer.max_epochs is not None
+            schedule = SWALR(
+                optimizer,
+                swa_lr=rates,  # type: ignore[arg-type]  # torch's annotation is too narrow
+                anneal_epochs=callback._annealing_epochs,
+                anneal_strategy=callback._annealing_strategy,
+                last_epoch=trainer.max_epochs if callback._annealing_strategy == "cos" else -1,
+            )
+            configs[:1] = [LRSchedulerConfig(schedule)]
+
+
+class WeightAverages:
+    """The averaging callbacks of a worker's Trainer."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def await_stage(self) -> None:
+        """Before Lightning calls ``setup``: the callbacks wait for :meth:`copy_stage`."""
+        self.release()  # of an earlier run in this process
+        for callback in _averaging_callbacks(self._trainer):
+            callback.setup = _do_nothing  # type: ignore[method-assign]
+
+    def copy_stage(self, module: pl.LightningModule) -> None:
+        """Lets the callbacks copy what they average: the layers of this stage, with their initial weights."""
+        assert self._trainer.state.fn is not None
+        for callback in _averaging_callbacks(self._trainer):
+            del callback.setup
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*doesn't support sharding model layers.*")  # here it does
+                callback.setup(self._trainer, module, self._trainer.state.fn)
+
+    def connect(self, checkpoints: Checkpoints) -> None:
+        """Lets the callbacks write to checkpoints, and read, what one device would."""
+        for callback in _averaging_callbacks(self._trainer):
+            if isinstance(callback, WeightAveraging):
+                replaced: dict[str, Callable[..., Any]] = {
+                    "on_save_checkpoint": partial(_save_averages, callback, callback.on_save_checkpoint, checkpoints),
+                    "on_load_checkpoint": partial(_load_averages, callback.on_load_checkpoint, checkpoints),
+                }
+            else:
+                load = partial(_load_swa_state, callback.load_state_dict, checkpoints)
+                replaced = {
+                    "on_save_checkpoint": partial(_save_swa_average, callback, checkpoints),
+                    "state_dict": partial(_swa_state, callback, callback.state_dict),
+                    "load_state_dict": load,
+                }
+            vars(callback).update(replaced)
+
+    def release(self) -> None:
+        """The run is over: the callbacks are Lightning's again, and forget the stage."""
+        for callback in _averaging_callbacks(self._trainer):
+            for name in _AVERAGING_METHODS:
+                vars(callback).pop(name, None)
+            callback._average_model = None
+
+    # ------------------------------------------------------------------ for a worker that joins
+
+    def state(self) -> list[dict[str, Any]]:
+        """What a worker of the same stage must know besides the states of the callbacks; tensors are not copied."""
+        return [_average_state(callback) for callback in _averaging_callbacks(self._trainer)]
+
+    def load(self, states: list[dict[str, Any]]) -> None:
+        """Loads the :meth:`state` of another worker of this stage.
+
+        The loops must know the epoch. Optimizers and schedulers are restored afterwards: a callback may have brought a
+        scheduler of its own.
+        """
+        for callback, state in zip(_averaging_callbacks(self._trainer), states, strict=True):
+            if isinstance(callback, WeightAveraging):
+                assert callback._average_model is not None
+                callback._average_model.load_state_dict(state["average_model"])
+                callback._latest_update_epoch = state["latest_update_epoch"]
+            else:
+                _restore_swa(callback, self._trainer, state)
+
+
+def _averaging_callbacks(trainer: pl.Trainer) -> list[_Averaging]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, _Averaging)]
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _average_state(callback: _Averaging) -> dict[str, Any]:
+    if isinstance(callback, WeightAveraging):
+        assert callback._average_model is not None
+        return {
+            "average_model": callback._average_model.state_dict(),
+            "latest_update_epoch": callback._latest_update_epoch,
+        }
+    return {"initialized": callback._initialized, **callback.state_dict()}
+
+
+# ---------------------------------------------------------------------- WeightAveraging, EMAWeightAveraging
+
+
+def _save_averages(
+    callback: WeightAveraging,
+    save: Callable[..., None],
+    checkpoints: Checkpoints,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    checkpoint: dict[str, Any],
+) -> None:
+    save(trainer, module, checkpoint)
+    if callback._average_model is not None and not checkpoints.sharded:
+        mine = checkpoint["state_dict"]  # what the callback replaced is whole already
+        checkpoint["state_dict"] = checkpoints.joined("averaged weights", mine)
+
+
+def _load_averages(
+    load: Callable[..., None],
+    checkpoints: Checkpoints,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    checkpoint: dict[str, Any],
+) -> None:
+    whole = {name: checkpoint[name] for name in ("state_dict", "current_model_state") if name in checkpoint}
+    load(trainer, module, {**checkpoint, **{name: checkpoints.own_part(state) for name, state in whole.items()}})
+
+
+# ---------------------------------------------------------------------- StochasticWeightAveraging
+
+
+def _save_swa_average(
+    callback: StochasticWeightAveraging,
+    checkpoints: Checkpoints,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    checkpoint: dict[str, Any],
+) -> None:
+    """Its average is part of its state, which lies in one piece even in a sharded checkpoint."""
+    state = checkpoint["callbacks"][callback.state_key]
+    state["average_model_state"] = checkpoints.joined("averaged weights", state["average_model_state"])
+
+
+def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Its state; until the epoch that begins the averaging (again), what was read from a checkpoint is its state."""
+    state = state_dict()
+    if not callback._initialized:
+        state |= {"n_averaged": callback._init_n_averaged, "scheduler_state": callback._scheduler_state}
+    return state
+
+
+def _load_swa_state(load: Callable[[dict[str, Any]], None], checkpoints: Checkpoints, state: dict[str, Any]) -> None:
+    load({**state, "average_model_state": checkpoints.own_part(state["average_model_state"])})
+
+
+def _restore_swa(callback: StochasticWeightAveraging, trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    callback.load_state_dict({name: value for name, value in state.items() if name != "initialized"})
+    if not state["initialized"]:
+        return
+    if not callback._initialized:  # as at the beginning of an epoch, without an update of the averages
+        callback._latest_update_epoch = trainer.current_epoch
+        callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    callback._latest_update_epoch = state["latest_update_epoch"]
+    callback.n_averaged = torch.tensor(state["n_averaged"], dtype=torch.long, device=trainer.lightning_module.device)
+
+
+# ---------------------------------------------------------------------- finetuning
+
+_METADATA = "internal_optimizer_metadata"
+_FINETUNING_METHODS = ("unfreeze_and_add_param_group", "on_save_checkpoint", "load_state_dict")
+
+
+@contextmanager
+def empty_optimizers() -> Iterator[None]:
+    """Within the block an optimizer may be made without parameters, as on a frozen stage; torch refuses that."""
+    make = Optimizer.__init__
+
+    def make_any(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        make(self, list(params) or [{"params": []}], defaults)
+
+    Optimizer.__init__ = make_any  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.__init__ = make  # type: ignore[method-assign]
+
+
+def has_recipes(module: nn.Module) -> bool:
+    """Whether some layers of this stage are not built yet."""
+    return any(isinstance(layer, AbsentLayer) and not layer.elsewhere for layer in module.modules())
+
+
+# ---------------------------------------------------------------------- what a worker that joins must know
+
+
+def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Which parameters of ``module`` require a gradient, and those of each group, by name."""
+    return {
+        "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
+        "groups": [group_names(module, optimizer) for optimizer in optimizers],
+    }
+
+
+def load_trained(module: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+    """Makes it as :func:`trained` found it on a worker of this stage; the groups get their options afterwards."""
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        parameter.requires_grad = name in state["trained"]
+    found = trained(module, optimizers)["groups"]
+    for optimizer, mine, groups in zip(optimizers, found, state["groups"], strict=True):
+        if mine != groups:
+            optimizer.param_groups = [{"params": [parameters[name] for name in group]} for group in groups]
+
+
+# ---------------------------------------------------------------------- Lightning's callbacks
+
+
+class Finetuning:
+    """The ``BaseFinetuning`` callbacks of a worker's Trainer."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def _callbacks(self) -> list[BaseFinetuning]:
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        return [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
+
+    def freeze(self, module: pl.LightningModule) -> None:
+        """Lets the callbacks freeze layers that were recipes when they did so, in ``setup``."""
+        for callback in self._callbacks:
+            callback.freeze_before_training(module)
+
+    def connect(self, collectives: Collectives, copies: Copies) -> None:
+        """Keeps the groups of all stages alike, and the callbacks' states those of the whole model."""
+        for callback in self._callbacks:
+            replaced: dict[str, Callable[..., Any]] = {
+                "unfreeze_and_add_param_group": partial(_unfreeze, callback.unfreeze_and_add_param_group, collectives),
+                "on_save_checkpoint": partial(_save_names, callback, collectives, copies),
+                "load_state_dict": partial(_load_names, callback, callback.load_state_dict, self._trainer),
+            }
+            vars(callback).update(replaced)
+            callback._internal_optimizer_metadata = _of_stage(callback, self._trainer)  # of an earlier fit
+        self._whole = partial(_of_model, collectives=collectives, copies=copies)
+
+    def joined(self) -> None:
+        """This worker has its donor's groups already."""
+        for callback in self._callbacks:
+            callback._restarting = False
+
+    def release(self) -> None:
+        """The run is over: the callbacks are Lightning's again, and know the names of the whole model."""
+        for callback in self._callbacks:
+            for name in _FINETUNING_METHODS:
+                vars(callback).pop(name, None)
+            callback._internal_optimizer_metadata = self._whole(callback._internal_optimizer_metadata)
+
+
+def _unfreeze(
+    unfreeze: Callable[..., None],
+    collectives: Collectives,
+    modules: Any,
+    optimizer: Optimizer,
+    lr: float | None = None,
+    initial_denom_lr: float = 10.0,
+    train_bn: bool = True,
+) -> None:
+    """Also adds a group, without parameters, if that of another stage has some."""
+    groups = len(optimizer.param_groups)
+    initial = float(lr) if lr is not None else optimizer.param_groups[0]["lr"] / initial_denom_lr
+    unfreeze(modules, optimizer, lr, initial_denom_lr, train_bn)
+    has_added = len(optimizer.param_groups) > groups
+    if collectives.decide(has_added, all_agree=False) and not has_added:
+        optimizer.add_param_group({"params": [], "lr": initial})
+
+
+def _save_names(
+    callback: BaseFinetuning,
+    collectives: Collectives,
+    copies: Copies,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    checkpoint: dict[str, Any],
+) -> None:
+    state = checkpoint["callbacks"][callback.state_key]
+    state[_METADATA] = _of_model(state[_METADATA], collectives, copies)
+
+
+def _of_model(metadata: Mapping[int, Any], collectives: Collectives, copies: Copies) -> dict[int, list[dict[str, Any]]]:
+    """The groups of the whole model, in the order of one device, as in the state of its optimizer."""
+    parts = collectives.gather_stages("names of parameters", lambda: metadata)
+    merged: dict[int, list[dict[str, Any]]] = {}
+    for optimizer, groups in parts[0].items():
+        names = merged_names([[group["params"] for group in part[optimizer]] for part in parts], copies)
+        merged[optimizer] = [{**group, "params": params} for group, params in zip(groups, names, strict=True)]
+    return merged
+
+
+def _load_names(
+    callback: BaseFinetuning, load: Callable[[dict[str, Any]], None], trainer: pl.Trainer, state: dict[str, Any]
+) -> None:
+    load(state)
+    callback._internal_optimizer_metadata = _of_stage(callback, trainer)
+
+
+def _of_stage(callback: BaseFinetuning, trainer: pl.Trainer) -> dict[int, list[dict[str, Any]]]:
+    """The groups of the callback without the parameters of other stages."""
+    owned = {name for name, _ in trainer.lightning_module.named_parameters()}
+    return {
+        optimizer: [{**group, "params": [name for name in group["params"] if name in owned]} for group in groups]
+        for optimizer, groups in callback._internal_optimizer_metadata.items()
+    }
+
+
+# ---------------------------------------------------------------------- pruning
+
+_ORIGINAL, _MASK = "_orig", "_mask"
+_PURPOSE = 7_308_893_256_327_950_949  # sets these draws apart from others with the same seed and step
+
+
+def check_pruning(trainer: pl.Trainer, stages: int) -> None:
+    """Raises UnsupportedFeatureError if a callback would prune the layers of a stage as if they were the model."""
+    if stages > 1 and _pruning_callbacks(trainer):
+        raise UnsupportedFeatureError(
+            "strategy='recycle' supports the callback ModelPruning with one stage only: it prunes what it finds in the"
+            " whole model. Use pipeline_parallel_size=1, or prune the model before fit, or after it."
+        )
+
+
+def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
+    """Masks those parameters of ``module`` that are masked in a state dict with these ``names``, and no others."""
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name in [name for name, value in part._parameters.items() if value is not None]:
+            plain = name.removesuffix(_ORIGINAL)
+            if name == plain and f"{prefix}{name}{_ORIGINAL}" in names and f"{prefix}{name}{_MASK}" in names:
+                prune.identity(part, name)
+            elif name != plain and hasattr(part, plain + _MASK) and f"{prefix}{plain}" in names:
+                prune.remove(part, plain)
+
+
+class Pruning:
+    """The ``ModelPruning`` callbacks of a worker's Trainer."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def connect(self, seed: int) -> None:
+        """Lets them draw from (seed, step)."""
+        for callback in _pruning_callbacks(self._trainer):
+            run = partial(_seeded, callback._run_pruning, self._trainer, seed)
+            vars(callback)["_run_pruning"] = run
+
+    def release(self) -> None:
+        """The run is over: the callbacks are Lightning's again."""
+        for callback in _pruning_callbacks(self._trainer):
+            vars(callback).pop("_run_pruning", None)
+
+
+def _pruning_callbacks(trainer: pl.Trainer) -> list[ModelPruning]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, ModelPruning)]  # type: ignore[attr-defined]
+
+
+def _seeded(run: Callable[[int], Any], trainer: pl.Trainer, seed: int, current_epoch: int) -> None:
+    drawn = derive_seed(seed, trainer.global_step, _PURPOSE)
+    with seeded_everything() as reseed, layer_randomness(trainer.strategy.root_device) as generator:
+        reseed(drawn)
+        generator.manual_seed(drawn)
+        run(current_epoch)
