@@ -25,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     command = [word for word in options.command if word != "--"] or DEMO
     executor = submitit.AutoExecutor(folder=options.folder, cluster=options.cluster)
-    run = [sys.executable, "-m", "lightning_recycle.engines.run"]
+    run = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
     if options.cluster == "slurm":
         executor.update_parameters(
             nodes=options.nodes,

@@ -26,7 +26,7 @@ def run(code: str, *arguments: str) -> str:
         "lightning_recycle.control.coordinator.coordinator",
         "lightning_recycle.control.client",
         "lightning_recycle.control.coordinator.standalone",
-        "lightning_recycle.engines.run",
+        "lightning_recycle.engines.recycle_run",
     ],
 )
 def test_planning_and_control_plane_load_neither_torch_nor_lightning(module: str) -> None:

@@ -1,35 +1,180 @@
-"""Keeps the processes of a run alive: starts them, starts them again, passes signals on, and ends with the truth.
+"""Agent of a machine: keeps the processes of a run alive, passes on signals and output, and ends with a true status.
 
 Concept: an agent has tasks, each with a restart loop (:mod:`~lightning_recycle.engines.restarts`), and may host the
-coordinator. What a task is, is not its business: a worker, as on one machine, or under SLURM, where each task of a job
-is an agent with one worker.
+coordinator. A task is a worker: one of several on one machine, or under SLURM, where each task of a job is an agent
+with one worker.
 
-Contract: :meth:`Agent.run` returns the exit status for all; then no process is left. Replacements need not be told
-their position: the coordinator gives it to them. The run is at its end when a process finished, when one failed with an
-error of its program, when the coordinator stopped it, or when a signal asks for it; from then on nobody is started.
-Every wait then has a bound, but for processes that go on after the training.
+Contract: :meth:`Agent.run` returns the exit status for all; then no process is left. Replacements need no position: the
+coordinator gives it to them. The run is at its end when a process finished, when one failed with an error of its
+program, when the coordinator stopped it, or when a signal asks for it; from then on no process is started. Every wait
+then has a bound, but for processes that go on after the training.
 
 Must not know: addresses, keys, where processes run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_STOPPED
-from lightning_recycle.engines.children import Child, Task
-from lightning_recycle.engines.hosting import END, OVER
-from lightning_recycle.engines.printing import Printer
 from lightning_recycle.engines.restarts import Again, End, Final, Policy, Slot, ended, in_words, is_error, verdict
+from lightning_recycle.parent import die_with_parent
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "Child", "Printer", "Task"]
+
+_LONGEST_LINE = 1 << 16  # bytes, of a line without an end
+
+
+class Printer:
+    """Passes on what processes print.
+
+    Args:
+        names: whether each line begins with the name of the process.
+        folder: where, besides, a file for each process holds what it printed; None for nowhere.
+    """
+
+    def __init__(self, names: bool, folder: Path | None = None) -> None:
+        self._names = names
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, name: str, stream: IO[bytes], to_stderr: bool) -> None:
+        """Passes on what ``stream`` says until it ends, in a thread of its own."""
+        thread = threading.Thread(target=self._pass_on, args=(name, stream, to_stderr), daemon=True)
+        thread.start()
+        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+
+    def say(self, text: str) -> None:
+        """A line of this program itself."""
+        self._write(sys.stderr.buffer, f"recycle-run: {text}\n".encode())
+
+    def finish(self, seconds: float) -> None:
+        """Waits until what the processes printed is passed on; a descendant that lives on may hold a stream open."""
+        for thread in self._threads:
+            thread.join(seconds)
+
+    def _pass_on(self, name: str, stream: IO[bytes], to_stderr: bool) -> None:
+        prefix = f"[{name}] ".encode() if self._names else b""
+        target = sys.stderr.buffer if to_stderr else sys.stdout.buffer
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(stream)
+            file = None
+            if self._folder is not None:
+                file = stack.enter_context((self._folder / f"{name}.log").open("ab", buffering=0))
+            while line := stream.readline(_LONGEST_LINE):
+                if file is not None:
+                    file.write(line)
+                end = b"" if line.endswith(b"\n") or not prefix else b"\n"
+                self._write(target, prefix + line + end)
+
+    def _write(self, target: BinaryIO, line: bytes) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):  # nobody reads any more; the run goes on
+            target.write(line)
+            target.flush()
+
+
+# ---------------------------------------------------------------------- child processes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process is started with.
+
+    Args:
+        name: for people, and for files of logs.
+        command: the program and its arguments.
+        environ: all of its environment.
+        listens: whether it reads from this process on its standard input, which stays open while this process lives.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environ: Mapping[str, str] = field(repr=False)
+    listens: bool = False
+
+
+class Child:
+    """A process, the leader of a group of its own, which the kernel kills when this process dies.
+
+    Args:
+        task: what it is started with.
+        printer: passes on what it prints; None: it prints where this process does.
+        on_end: called from another thread with the status, see :class:`subprocess.Popen`.
+
+    Raises:
+        OSError: if there is no such program.
+
+    To be made by the main thread: the kernel looks at the thread that forked.
+    """
+
+    def __init__(self, task: Task, printer: Printer | None, on_end: Callable[[Child, int], None]) -> None:
+        self.task = task
+        self.began = time.monotonic()
+        parent = os.getpid()
+        pipe = None if printer is None else subprocess.PIPE
+
+        def prepare() -> None:
+            die_with_parent()
+            if os.getppid() != parent:  # it died before the kernel was asked
+                os._exit(1)
+
+        self.process = subprocess.Popen(
+            task.command,
+            env=dict(task.environ),
+            stdin=subprocess.PIPE if task.listens else subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,  # Ctrl-C at a terminal reaches it through this process, and once
+            preexec_fn=prepare,
+        )
+        if printer is not None:
+            assert self.process.stdout is not None
+            assert self.process.stderr is not None
+            printer.follow(task.name, self.process.stdout, to_stderr=False)
+            printer.follow(task.name, self.process.stderr, to_stderr=True)
+        threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
+
+    def say(self, text: bytes) -> None:
+        """Writes to its standard input."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self.process.stdin.write(text)
+                self.process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal; its own children are its business."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills it and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _watch(self, on_end: Callable[[Child, int], None]) -> None:
+        status = self.process.wait()
+        self.kill()  # what it left behind, such as processes that load data
+        on_end(self, status)
+
+
+# ---------------------------------------------------------------------- the agent
+
+
+OVER, END = b"over\n", b"end\n"
+"""Words of the agent to its coordinator: there will be no further run; end."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OTHERS_SECONDS = 15.0  # for the others to end by themselves after one failed, as the coordinator tells them to

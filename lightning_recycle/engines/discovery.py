@@ -1,19 +1,25 @@
-"""What a worker finds in its environment: whose run it takes part in, and where it is.
+"""Environment of a worker: its run, its machine, its device; and scripts started several times without a run.
 
-Concept: whoever starts a worker (a user, ``recycle-run``, SLURM, Kubernetes, Ray) says everything in environment
-variables, and this is the one module that reads them. So an engine only sets them, and the rest of the package asks
-:func:`discover`.
+Concept: the starter of a worker (a user, ``recycle-run``, SLURM, Kubernetes, Ray) describes its place in environment
+variables, and this is the one module that reads them. An engine only sets them; the rest of the package calls
+:func:`discover`. A script without ``RECYCLE_COORDINATOR`` launches its own workers. Started N times by ``torchrun``,
+``srun`` or ``mpirun``, it would train N times, each with all workers, into the same folders: :func:`check_copies`
+refuses that.
 
-Contract: no variable ``RECYCLE_COORDINATOR`` means that the process takes part in nobody's run. What is there and
+Contract: without the variable ``RECYCLE_COORDINATOR`` the process takes part in no other process's run. A value that
 cannot be right is a :class:`~lightning_recycle.errors.ConfigurationError` that names the variable and its value.
+:func:`check_copies` is silent where a script is alone: with one process, in a SLURM batch script, in an interactive
+step of one task.
 
-Must not know: what any engine is, sockets, torch.
+Must not know: sockets, torch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_recycle.control.network.addresses import address_from, machine_name
@@ -21,7 +27,7 @@ from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.engines.interfaces import address_at
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Discovered", "discover", "port_range"]
+__all__ = ["Discovered", "check_copies", "discover", "port_range"]
 
 BY_HAND = "hand"
 """The engine of a worker that nobody has named one for."""
@@ -115,3 +121,43 @@ def _device(environ: Mapping[str, str]) -> tuple[int, str]:
                 raise ConfigurationError(f"{name}={text!r}: give the index of this worker's device, 0 or more.")
             return int(text), name
     return 0, ""
+
+
+# ---------------------------------------------------------------------- copies of a script
+
+
+_MPI = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
+
+
+def check_copies(environ: Mapping[str, str] = os.environ, command: Sequence[str] | None = None) -> None:
+    """Raises ConfigurationError if this process is one of several that an engine started without a coordinator.
+
+    Args:
+        environ: the environment of this process.
+        command: the script and its arguments, for the remedy; by default this program's.
+    """
+    script = shlex.join(sys.argv if command is None else command)
+    if "TORCHELASTIC_RUN_ID" in environ and (count := _number(environ, "WORLD_SIZE")) > 1:
+        local = _number(environ, "LOCAL_WORLD_SIZE") or count
+        command = f"recycle-run --nproc-per-node={local} {script}"
+        if local < count:
+            command += ", on each machine with RECYCLE_COORDINATOR=HOST:PORT of a recycle-coordinator"
+        _refuse("torchrun", count, command)
+    # A batch script has SLURM_PROCID, too; only srun tells the number of tasks of a step.
+    if "SLURM_PROCID" in environ and (count := _number(environ, "SLURM_STEP_NUM_TASKS")) > 1:
+        _refuse("srun", count, f"srun recycle-run python {script}")
+    for name, variable in _MPI.items():
+        if (count := _number(environ, variable)) > 1:
+            _refuse(name, count, f"recycle-run --nproc-per-node={count} {script}")
+
+
+def _refuse(engine: str, count: int, command: str) -> None:
+    raise ConfigurationError(
+        f"{engine} started {count} processes of this script, and each would train by itself with all workers, because"
+        f" RECYCLE_COORDINATOR does not say which run they belong to. Use instead: {command}"
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else 0

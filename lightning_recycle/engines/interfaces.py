@@ -1,4 +1,4 @@
-"""The addresses of this machine, by the interface or the network that they are in.
+"""Network addresses of this machine, by interface or network, and its free ports.
 
 Concept: a machine with several networks has several addresses, and which of them reaches the other workers is the
 user's knowledge: the name of an interface (``ib0``), or a network in CIDR notation (``10.1.0.0/16``), which is the same
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["address_at", "addresses"]
+__all__ = ["address_at", "addresses", "family_of", "free_port", "own_address_towards"]
 
 _SIOCGIFCONF = 0x8912
 _IFREQ = struct.Struct("16s16s8x") if struct.calcsize("P") == 8 else struct.Struct("16s16s")  # name, sockaddr
@@ -75,3 +75,31 @@ def address_at(interface: str, setting: str) -> str:
             f"{setting}={interface!r}: this machine ({socket.gethostname()}) has no such address. It has: {there}."
         )
     return fitting[0]
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The family of the address ``host``."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def free_port(host: str) -> int:
+    """A port of ``host``, an address of this machine, at which nobody listens now.
+
+    Raises:
+        OSError: if this machine has no such address.
+    """
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def own_address_towards(host: str) -> str:
+    """The address of this machine from which it reaches ``host``; nothing is sent.
+
+    Raises:
+        OSError: if there is no way to ``host``.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])

@@ -1,19 +1,14 @@
-"""What runs in Ray's actors: the coordinator of a run, and its workers. Neither needs torch by itself.
-
-The coordinator's actor serves one run after the other, as ``recycle-coordinator`` does, and with the same code
-(:mod:`~lightning_recycle.control.coordinator.run_server`): a script may fit, then test. Killed and started again by
-Ray, it goes on with the run from what it wrote down on its node. A worker's actor calls the user's function once, in
-its main thread, and lives no longer than that: who is cut off from the run, evicted or told to leave ends with the
-process, and another actor takes its place.
-"""
+"""What of a run is seen in Ray's dashboard, and by whatever reads Ray's metrics: gauges, with the run as their tag."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -28,7 +23,6 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.protocol.messages import RunRequest, Unfit
 from lightning_recycle.control.protocol.state import Failed, Finished, Outcome
 from lightning_recycle.engines.ray_cluster import import_ray, node_address
-from lightning_recycle.engines.ray_metrics import RunGauges
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
 
@@ -37,10 +31,44 @@ __all__ = [
     "Observation",
     "RayServing",
     "Returned",
+    "RunGauges",
     "WorkerActor",
     "describe_process",
     "environment_of_worker",
 ]
+
+_GAUGES = {
+    "live_workers": "Workers that take part in the training",
+    "steps": "Optimizer steps that are committed",
+    "failures": "Workers that were lost so far",
+    "recovery_seconds": "Seconds from failures to the next commit, so far",
+    "redone_steps": "Steps that were run again, so far",
+    "rejoined_workers": "Replacements that joined, so far",
+}
+_GOODPUT = "Share of the time since the first step that no recovery took"
+
+
+class RunGauges:
+    """The gauges ``recycle_...`` of the run ``name``."""
+
+    def __init__(self, name: str) -> None:
+        gauge = importlib.import_module("ray.util.metrics").Gauge
+        described = {**_GAUGES, "goodput": _GOODPUT}
+        self._gauges = {key: gauge(f"recycle_{key}", text, ("run",)) for key, text in described.items()}
+        for shown in self._gauges.values():
+            shown.set_default_tags({"run": name})
+        self._began: float | None = None
+
+    def show(self, counters: Mapping[str, float]) -> None:
+        """Takes the coordinator's counters."""
+        for key in _GAUGES:
+            self._gauges[key].set(counters[key])
+        if self._began is None and counters.get("steps"):
+            self._began = time.monotonic()
+        lasted = 0.0 if self._began is None else time.monotonic() - self._began
+        lost = counters.get("recovery_seconds", 0.0)
+        self._gauges["goodput"].set(1.0 - min(1.0, lost / lasted) if lasted else 1.0)
+
 
 log = logging.getLogger(__name__)
 

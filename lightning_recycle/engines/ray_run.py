@@ -1,8 +1,8 @@
 """A run on Ray from its first actor to its last: brings workers, sees who ends, ends who is of no use.
 
-It decides nothing about the training: that is the coordinator's. What it decides, how many workers to ask for, is a
-pure function (:mod:`~lightning_recycle.engines.staffing`) of what coordinator and Ray tell. It lives in the process
-that calls ``fit``, and is in nobody's way: while it waits, or is late, the training goes on.
+It decides nothing about the training: that is the coordinator's. It decides how many workers to ask for, by a pure
+function (:func:`~lightning_recycle.engines.ray_placement.staffing`) of the reports of coordinator and Ray. It lives in
+the process that calls ``fit``: while it waits, or is late, the training goes on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.protocol.state import Outcome
 from lightning_recycle.engines import ray_cluster
-from lightning_recycle.engines.hosting import free_port
+from lightning_recycle.engines.interfaces import free_port
 from lightning_recycle.engines.ray_actors import CoordinatorActor, Observation, Returned, WorkerActor
-from lightning_recycle.engines.ray_seats import Seat, Seats
-from lightning_recycle.engines.staffing import Process, staffing
+from lightning_recycle.engines.ray_cluster import Seat, Seats
+from lightning_recycle.engines.ray_placement import Process, staffing
 from lightning_recycle.errors import ControlPlaneError, ReCycleError
 from lightning_recycle.planning.grid import Grid
 

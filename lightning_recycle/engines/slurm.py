@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_recycle.control.network.addresses import address_from, shown
-from lightning_recycle.engines.hosting import family_of, free_port, own_address_towards
+from lightning_recycle.engines.interfaces import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Meeting", "SlurmTask", "own_address", "task_of"]
+__all__ = ["Meeting", "SlurmTask", "job_name", "own_address", "requeue", "task_of"]
 
 _PORTS = range(20_000, 30_000)  # below those that systems give to anybody
 _LOOK_SECONDS = 0.5  # between two looks into the folder
@@ -217,3 +219,47 @@ class Meeting:
                 if status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077:
                     return file.read()
         return None
+
+
+# ---------------------------------------------------------------------- requeueing
+
+
+log = logging.getLogger(__name__)
+
+
+def job_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What SLURM calls this job, or this task of an array: ``123`` or ``120_3``.
+
+    The number of an array's last task is also that of the whole array: ``scontrol requeue 120`` would requeue all.
+    """
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    return environ["SLURM_JOB_ID"] if array is None else f"{array}_{environ['SLURM_ARRAY_TASK_ID']}"
+
+
+def requeue(timeout: float) -> bool:
+    """Requeues this job; whether that is known to have succeeded within ``timeout`` seconds.
+
+    If it succeeds, SLURM ends this process soon, maybe before it returns.
+    """
+    try:
+        command = ["scontrol", "requeue", job_name()]
+    except KeyError as error:
+        log.warning("The job is not requeued: %s is not set, so this is no job of SLURM.", error)
+        return False
+    log.info("Requeueing job %s.", command[-1])
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        why = f"it has not answered within {timeout:g} s"
+    except OSError as error:  # there is no scontrol on this node, or no memory to start it
+        why = f"it could not be started ({error})"
+    else:
+        if done.returncode == 0:
+            return True
+        why = f"it ended with status {done.returncode} ({(done.stderr or done.stdout).strip()})"
+    log.warning(
+        "The job is saved but perhaps not requeued: %s: %s. Run that command to have it go on.", " ".join(command), why
+    )
+    return False

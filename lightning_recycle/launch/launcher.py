@@ -55,8 +55,7 @@ from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Assign
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.data.batching import batch_size_of
-from lightning_recycle.engines.copies import check_copies
-from lightning_recycle.engines.discovery import Discovered, discover
+from lightning_recycle.engines.discovery import Discovered, check_copies, discover
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.crews import crew_of, room_of

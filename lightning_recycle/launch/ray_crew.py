@@ -21,8 +21,8 @@ from typing import Any
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.engines.ray_actors import describe_process, environment_of_worker
+from lightning_recycle.engines.ray_cluster import Seat, Seats
 from lightning_recycle.engines.ray_placement import room
-from lightning_recycle.engines.ray_seats import Seat, Seats
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.inherited import dump, load, not_sent
 from lightning_recycle.launch.members import Members
@@ -267,7 +267,7 @@ def room_in_cluster(needs: Mapping[str, float], wanted: int) -> int:
     """How many workers that need so much of each resource the cluster has room for now, ``wanted`` at most."""
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:
-        found = min(wanted, sum(room(node, needs) for node in ray_cluster.nodes()))
+        found = min(wanted, sum(room(node, needs) for node in ray_cluster.schedulable_nodes()))
         if found == wanted or time.monotonic() > deadline:
             return found
         time.sleep(_POLL_SECONDS)

@@ -36,7 +36,7 @@ from lightning_recycle.data.iterables import BatchIterableLoader
 from lightning_recycle.data.orders import compare
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.data.streams import StreamLoader
-from lightning_recycle.engines.requeue import requeue
+from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.module import global_seed

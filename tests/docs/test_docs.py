@@ -23,7 +23,7 @@ from lightning_recycle.callbacks.faults import KINDS, POINTS
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.coordinator import standalone
 from lightning_recycle.control.monitoring.history import History
-from lightning_recycle.engines import run
+from lightning_recycle.engines import recycle_run
 from lightning_recycle.planning.grid import Grid
 
 PACKAGE = ROOT / "lightning_recycle"
@@ -114,7 +114,7 @@ def test_commands_exist(place: str, words: list[str]) -> None:
         if program == "recycle-coordinator":
             standalone._parser().parse_args(arguments)
         elif program == "recycle-run":
-            run._check(run._parser().parse_args(arguments))
+            recycle_run._check(recycle_run._parser().parse_args(arguments))
 
 
 CONFIGURED = {
@@ -156,7 +156,7 @@ def test_every_installed_command_is_documented() -> None:
     assert {name for name in SCRIPTS if name not in everything} == set()
 
 
-@pytest.mark.parametrize(("table", "command"), [("option", standalone), ("option of recycle-run", run)])
+@pytest.mark.parametrize(("table", "command"), [("option", standalone), ("option of recycle-run", recycle_run)])
 def test_the_options_of_the_commands_are_all_there(table: str, command: Any) -> None:
     documented = {option.split()[0] for row in table_under("operations.md", table) for option in names_in(row[0])}
     actions = [a for a in command._parser()._actions if a.option_strings and a.help != argparse.SUPPRESS]

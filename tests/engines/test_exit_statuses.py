@@ -124,7 +124,7 @@ class Run:
     def of_workers(self, *ends: str, options: tuple[str, ...] = ()) -> int:
         """How recycle-run ends whose workers end like that: commands of a shell."""
         choice = "; ".join(f'[ "$LOCAL_RANK" = {n} ] && {end}' for n, end in enumerate(ends))
-        program = [sys.executable, "-m", "lightning_recycle.engines.run", *options]
+        program = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", *options]
         command = [*program, "--nproc-per-node", str(len(ends)), "--", "sh", "-c", f"{choice}; true"]
         return self.start(*command, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY).status()
 
@@ -228,7 +228,7 @@ def killed(run: Run) -> Statuses:
     coordinator.until("begins with")
     for process in (worker, coordinator):
         process.popen.kill()
-    command = [sys.executable, "-m", "lightning_recycle.engines.run", "--", *WAITING]
+    command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", "--", *WAITING]
     agent = run.start(*command, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
     agent.until("ready")
     agent.popen.kill()
@@ -288,7 +288,7 @@ def told_to_end(number: int) -> Callable[[Run], Statuses]:
         command = [
             sys.executable,
             "-m",
-            "lightning_recycle.engines.run",
+            "lightning_recycle.engines.recycle_run",
             "--",
             "sh",
             "-c",
@@ -310,7 +310,16 @@ def told_to_end(number: int) -> Callable[[Run], Statuses]:
 def port_in_use(run: Run) -> Statuses:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
-        program = [sys.executable, "-m", "lightning_recycle.engines.run", "--coordinator", at, "--", "sleep", "100"]
+        program = [
+            sys.executable,
+            "-m",
+            "lightning_recycle.engines.recycle_run",
+            "--coordinator",
+            at,
+            "--",
+            "sleep",
+            "100",
+        ]
         return {
             "coordinator": run.coordinator(listen=at).status(),
             "launcher": run.launcher(1, 3, 0.0, RECYCLE_LISTEN=at, RECYCLE_KEY=KEY).status(),
@@ -352,7 +361,7 @@ def others_missing(run: Run) -> Statuses:
 
 
 def does_not_end(run: Run) -> Statuses:
-    program = [sys.executable, "-m", "lightning_recycle.engines.run", "--grace", "0.5", "--"]
+    program = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", "--grace", "0.5", "--"]
     agent = run.start(
         *program, "sh", "-c", "trap '' TERM; echo ready; sleep 100", RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY
     )

@@ -18,7 +18,7 @@ from lightning_recycle.control.protocol.coordinator_restart import Kept, Over
 from lightning_recycle.control.protocol.messages import RunRequest, StopReason
 from lightning_recycle.control.protocol.state import Failed
 from lightning_recycle.engines import ray_actors
-from lightning_recycle.engines.hosting import free_port
+from lightning_recycle.engines.interfaces import free_port
 from lightning_recycle.engines.ray_actors import CoordinatorActor, Observation, RayServing
 from lightning_recycle.engines.ray_run import RayRun
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError

@@ -21,7 +21,7 @@ from support.waiting import wait_for
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
-PROGRAM = [sys.executable, "-m", "lightning_recycle.engines.run"]
+PROGRAM = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
 ELSEWHERE = {"RECYCLE_COORDINATOR": "127.0.0.1:9", "RECYCLE_KEY": "a secret of 16 bytes or more"}
 """With these it hosts no coordinator, which tests of other things need not wait for."""
 

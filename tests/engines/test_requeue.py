@@ -22,7 +22,7 @@ from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
 from support.waiting import wait_for
 
-from lightning_recycle.engines.requeue import job_name, requeue
+from lightning_recycle.engines.slurm import job_name, requeue
 
 pytestmark = pytest.mark.long
 

@@ -29,7 +29,7 @@ STEPS = 40
 
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node={tasks} --no-kill
-srun --no-kill {python} -m lightning_recycle.engines.run {python} {training} {folder} {steps} {pace} {arguments}
+srun --no-kill {python} -m lightning_recycle.engines.recycle_run {python} {training} {folder} {steps} {pace} {arguments}
 """
 
 

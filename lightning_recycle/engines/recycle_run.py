@@ -3,7 +3,7 @@
     recycle-run --nproc-per-node 4 python train.py --lr 0.1        # this machine
     srun recycle-run python train.py                               # a worker in each task of a job of SLURM
 
-It hosts the coordinator (:mod:`~lightning_recycle.engines.hosting`), gives every worker the environment in which
+It hosts the coordinator (a process of its own), gives every worker the environment in which
 :mod:`~lightning_recycle.engines.discovery` finds it, and keeps them alive (:mod:`~lightning_recycle.engines.agent`). If
 the environment names a coordinator already, it hosts none, and its workers join that run. Needs neither torch nor
 Lightning.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,25 +21,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.network.addresses import address_from
+from lightning_recycle.control.network.addresses import address_from, shown
 from lightning_recycle.control.network.handshake import key_from_environment
-from lightning_recycle.engines.agent import Agent
-from lightning_recycle.engines.children import Task
-from lightning_recycle.engines.hosting import coordinator_task, free_port, new_key, worker_environment
-from lightning_recycle.engines.printing import Printer
+from lightning_recycle.engines.agent import Agent, Printer, Task
+from lightning_recycle.engines.interfaces import free_port
 from lightning_recycle.engines.restarts import Policy
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Appointment", "main"]
+__all__ = ["RunAddress", "main"]
 
+_PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
+
+_NOT_PASSED_ON = ("RECYCLE_KEY_FILE", "RECYCLE_LISTEN")
 _BAD_OPTIONS = 2
 _HOST = "127.0.0.1"
 _MEETING_SECONDS = 120.0  # for task 0 to start
 
 
 @dataclass(frozen=True)
-class Appointment:
+class RunAddress:
     """Where and with which key the workers of a run meet, and whether this process hosts the coordinator there."""
 
     address: tuple[str, int]
@@ -65,12 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BAD_OPTIONS
 
 
-def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> Appointment:
+def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> RunAddress:
     """Where the workers of this machine meet."""
     if "RECYCLE_COORDINATOR" in environ:
         address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
-        return Appointment(address, key_from_environment(environ).decode(), hosts_it=False)
-    return Appointment(_own_address(options.coordinator), new_key(), hosts_it=True)
+        return RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
+    return RunAddress(_own_address(options.coordinator), new_key(), hosts_it=True)
 
 
 def _own_address(given: str | None) -> tuple[str, int]:
@@ -86,13 +88,13 @@ def _own_address(given: str | None) -> tuple[str, int]:
         raise ConfigurationError(f"--coordinator {given}: {error.strerror or error}.") from error
 
 
-def _on_this_machine(options: argparse.Namespace, command: Sequence[str], place: Appointment) -> int:
+def _on_this_machine(options: argparse.Namespace, command: Sequence[str], place: RunAddress) -> int:
     """Runs the workers of this machine."""
     agent = _agent(options, _workers(options, command, place), _coordinator(options, place))
     return agent.run()
 
 
-def _workers(options: argparse.Namespace, command: Sequence[str], place: Appointment) -> list[Task]:
+def _workers(options: argparse.Namespace, command: Sequence[str], place: RunAddress) -> list[Task]:
     count = options.nproc_per_node or 1
     tasks = []
     for device in range(count):
@@ -103,7 +105,7 @@ def _workers(options: argparse.Namespace, command: Sequence[str], place: Appoint
     return tasks
 
 
-def _coordinator(options: argparse.Namespace, place: Appointment) -> Task | None:
+def _coordinator(options: argparse.Namespace, place: RunAddress) -> Task | None:
     if not place.hosts_it:
         return None
     return coordinator_task(place.address, place.key, os.environ)
@@ -149,7 +151,7 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
     else:
         address, key = meeting.wait(_MEETING_SECONDS)
     try:
-        place = Appointment(address, key, hosts_it, "slurm", task.node, one_per_task=True)
+        place = RunAddress(address, key, hosts_it, "slurm", task.node, one_per_task=True)
         agent = _agent(options, _workers(options, command, place), _coordinator(options, place), in_slurm=True)
         agent.on_finish = meeting.finish
         with meeting.watched(agent.finished_elsewhere):
@@ -161,6 +163,52 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
         # A job that SLURM preempts is requeued when its time of grace is over, unless it has ended before.
         return meeting.await_end(status)
     return status
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def coordinator_task(
+    address: tuple[str, int], key: str, environ: Mapping[str, str], options: tuple[str, ...] = ()
+) -> Task:
+    """The coordinator at ``address``, with further ``options`` of ``recycle-coordinator``; it ends with its parent.
+
+    It obeys words on its standard input, and no signals: SLURM sends those that are for the workers to every process of
+    a task, and the coordinator is needed until they have saved what they are to save.
+    """
+    command = (sys.executable, "-c", _PROGRAM, "--listen", shown(address), "--obey", *options)
+    own = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
+    return Task("coordinator", command, {**own, "RECYCLE_KEY": key}, listens=True)
+
+
+def worker_environment(
+    environ: Mapping[str, str], address: tuple[str, int], key: str, engine: str, device: int | None, node: str = ""
+) -> dict[str, str]:
+    """The environment of a worker: everything that :func:`~lightning_recycle.engines.discovery.discover` looks for.
+
+    Args:
+        environ: the environment of its agent.
+        address: of the coordinator.
+        key: of the run.
+        engine: the name of the engine.
+        device: the index of its device; None if ``environ`` says it.
+        node: the name of its machine, if ``environ`` does not say it.
+    """
+    own = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
+    own |= {"RECYCLE_COORDINATOR": shown(address), "RECYCLE_KEY": key, "RECYCLE_ENGINE": engine}
+    if device is not None:
+        own["LOCAL_RANK"] = str(device)
+    if node:
+        own.setdefault("RECYCLE_NODE", node)
+    own.setdefault("PYTHONUNBUFFERED", "1")  # lines are passed on when they are printed
+    # "python" is the one of this program, also where its environment is not activated.
+    own["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH", os.defpath)])
+    return own
+
+
+def new_key() -> str:
+    """A key for a run."""
+    return secrets.token_urlsafe(32)
 
 
 # ---------------------------------------------------------------------- options
