@@ -41,7 +41,7 @@ def _unpatient(search: Any) -> None:
 
 def _without(kinds: str) -> Any:
     """A rule search that lacks some of its kinds of change."""
-    from lightning_recycle.planning import rule_search
+    from lightning_recycle.planning.heuristic import rule_search
 
     class Search(rule_search._Search):
         def __init__(self, *arguments: Any) -> None:
@@ -61,14 +61,14 @@ def _without(kinds: str) -> Any:
 
 
 SWITCHES: dict[str, tuple[str, Any]] = {
-    "patience, keep and express": ("rule_search._Search", lambda: _without("patience")),
-    "the climb": ("rule_search._Search", lambda: _without("climb")),
-    "ages among the random changes": ("rule_search._Search", lambda: _without("ages")),
-    "the start ZB-H1": ("heuristic._zero_bubble_start", lambda: lambda codes: []),
-    "the local search": ("heuristic._polished", lambda: _skipped),
-    "the memory descent": ("heuristic.with_least_memory", lambda: _skipped),
-    "recomputation": ("heuristic.with_recomputation", lambda: _never_again),
-    "the other distribution": ("heuristic._LEANING", lambda: 1.0),
+    "patience, keep and express": ("heuristic.rule_search._Search", lambda: _without("patience")),
+    "the climb": ("heuristic.rule_search._Search", lambda: _without("climb")),
+    "ages among the random changes": ("heuristic.rule_search._Search", lambda: _without("ages")),
+    "the start ZB-H1": ("heuristic.heuristic_planner._zero_bubble_start", lambda: lambda codes: []),
+    "the local search": ("heuristic.heuristic_planner._polished", lambda: _skipped),
+    "the memory descent": ("heuristic.heuristic_planner.with_least_memory", lambda: _skipped),
+    "recomputation": ("heuristic.heuristic_planner.with_recomputation", lambda: _never_again),
+    "the other distribution": ("heuristic.heuristic_planner._LEANING", lambda: 1.0),
 }
 """By the search that is switched off: the name that is replaced, and what makes the replacement."""
 
@@ -87,7 +87,7 @@ def run_ablation_case(case: dict[str, Any]) -> None:
 
     if case["off"]:
         target, make = SWITCHES[case["off"]]
-        module, name = target.split(".")
+        module, _, name = target.rpartition(".")
         mock.patch.object(importlib.import_module(_PLANNING + module), name, make()).start()
     found = []
     for seed in range(case["problems"]):

@@ -41,8 +41,7 @@ from harness import console, describe_machine
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightning_recycle.planning.grid import Grid, Microbatch
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
 
 WIDTH = 8

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from same_schedule import MODELS, ideal
 
-from lightning_recycle.planning.cuts import Stages, fastest, shares
+from lightning_recycle.planning.layouts.cuts import Stages, fastest, shares
 from lightning_recycle.simulation import Auto, TrainingModel, get_model
 from lightning_recycle.simulation.layer_models import layer_costs
 

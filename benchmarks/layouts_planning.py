@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_recycle.planning import Changing, Grid, LayerCosts, LayoutPlan, Problem, Worker, even_cuts, plan_layout
-from lightning_recycle.planning.layout_judging import _judged
+from lightning_recycle.planning.layouts.layout_candidates import _judged
 
 console = Console(width=150)
 

@@ -40,8 +40,8 @@ from lightning_recycle.callbacks.fault_effects import WrongArithmetic, flip, fli
 from lightning_recycle.control.protocol.corruption import Dispute, Finding, Undecided, decide, judge
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.planning import Grid, Worker, plan
-from lightning_recycle.planning.check_places import WorkerChecks, plan_checks
 from lightning_recycle.planning.problem import Costs, Problem, Technique
+from lightning_recycle.planning.program import WorkerChecks, plan_checks
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.session.replica_checks import stage_state

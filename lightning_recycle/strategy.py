@@ -33,10 +33,10 @@ from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, Unsupp
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.cutting import is_meant_to_be_cut
-from lightning_recycle.planning.footprint import MemoryLimit
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner
+from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.machine_errors import MachineErrors

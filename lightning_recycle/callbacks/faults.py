@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Op, OpKind
 
 __all__ = ["KINDS", "POINTS", "TARGETS", "Agenda", "Fault", "TimedFault", "random_faults", "trace_faults"]
 

@@ -18,8 +18,7 @@ from lightning_recycle.callbacks import fault_effects
 from lightning_recycle.callbacks.faults import KINDS, Agenda, Fault, TimedFault, random_faults, trace_faults
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
 from lightning_recycle.traces import load_trace
 
 __all__ = ["FaultInjectionCallback"]

@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_recycle.arguments import at_least, is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Changing, LayerCosts, LayoutPlan, Problem, Worker, even_cuts
-from lightning_recycle.planning.layouts_ahead import layouts_ahead
+from lightning_recycle.planning.layouts.layout_search import layouts_ahead
 
 __all__ = ["layers_from", "layout_table", "layouts_of"]
 

@@ -25,7 +25,7 @@ from lightning_recycle.commands.plan_tables import Row, comparison, row, single
 from lightning_recycle.commands.settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import PlanLibrary, Planner, PlanResult, Problem, save_plan, solve
-from lightning_recycle.planning.torch_csv import check_torch_runs, save_torch_csv
+from lightning_recycle.planning.plan_files import check_torch_runs, save_torch_csv
 from lightning_recycle.visualize import save_gantt
 
 __all__ = ["main"]

@@ -23,8 +23,8 @@ from lightning_recycle.planning import (
     load_profile,
     normalized_problem,
 )
-from lightning_recycle.planning.contingencies import contingencies, usual_limit
 from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.normalization import contingencies, usual_limit
 
 __all__ = ["grid_from", "problem_from", "problems_ahead", "workers_from"]
 

@@ -7,17 +7,14 @@
 """
 
 from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
-from lightning_recycle.planning.change_rate import FailureRecord
-from lightning_recycle.planning.contingencies import normalized_problem
 from lightning_recycle.planning.costs import Costs, communication_seconds
-from lightning_recycle.planning.exact import ExactPlanner
-from lightning_recycle.planning.fixed_patterns import one_f_one_b
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
-from lightning_recycle.planning.heuristic import HeuristicPlanner, heuristic
-from lightning_recycle.planning.layer_costs import LayerCosts, even_cuts
-from lightning_recycle.planning.layer_moves import LayerMove, layer_moves
-from lightning_recycle.planning.layout_plans import Candidate, Changing, Layout, LayoutPlan
-from lightning_recycle.planning.layouts import plan_layout
+from lightning_recycle.planning.exact.exact_planner import ExactPlanner
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, heuristic
+from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts, LayerMove, even_cuts, layer_moves
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, Changing, FailureRecord, Layout, LayoutPlan
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import (
@@ -26,10 +23,10 @@ from lightning_recycle.planning.normalization import (
     moves,
     normalize,
     normalized_failures,
+    normalized_problem,
     roles,
 )
-from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
-from lightning_recycle.planning.planfile import load_plan, save_plan
+from lightning_recycle.planning.plan_files import load_plan, save_plan
 from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve
 from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile

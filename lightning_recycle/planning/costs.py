@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind
 
 __all__ = ["Costs", "bucket_times", "communication_seconds", "cost_difference", "remaining"]
 

@@ -1,11 +1,14 @@
-"""The grid of workers, and the micro-batches that flow through it.
+"""Grid of workers, its micro-batches, and the operations on them: the vocabulary of a schedule.
 
 Concept: D identical pipelines of S stages train together; each pipeline splits its batch into M micro-batches. The
 worker at (pipeline d, stage s) has the same parameters as its *peers*, the workers at stage s of the other pipelines.
+A worker's part of an iteration is a sequence of operations. The planner orders them, the executor runs them, the
+simulator times them and the pictures draw them; all four share these types.
 
-Contract: immutable value objects, comparable and hashable.
+Contract: immutable value objects, comparable and hashable. ``OpKind`` is a ``str``, so its value is the name used in
+plan files.
 
-Must not know: costs, time, failures, processes, torch.
+Must not know: costs, failures, who executes an operation, torch.
 
 Source: ReCycle (SOSP'24, arXiv 2405.14009), section 2, for the terms.
 """
@@ -14,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Grid", "Microbatch", "Worker", "global_index"]
+__all__ = ["Grid", "Microbatch", "Op", "OpKind", "ScheduledOp", "Worker", "global_index"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -115,3 +119,54 @@ def _worker(rank: int, stages: int) -> Worker:
 def global_index(grid: Grid, microbatch: Microbatch) -> int:
     """The micro-batch's index in the global batch."""
     return microbatch.index * grid.pipelines + microbatch.pipeline
+
+
+class OpKind(str, Enum):
+    """What a worker does with one micro-batch (F, R, B, W, BW) or once per iteration (REDUCE, STEP)."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    """The same forward again, before the micro-batch's backward. Where there is an R, its F kept a checkpoint: what the
+    stage got, and nothing else."""
+    BACKWARD_INPUT = "B"
+    """Gradient with respect to the stage's input: the stage before waits for it."""
+    BACKWARD_WEIGHT = "W"
+    """Gradient with respect to the stage's parameters: nothing waits for it before REDUCE, so it fits into bubbles."""
+    BACKWARD = "BW"
+    """Both, fused: backward without decoupling."""
+    REDUCE = "REDUCE"
+    """All-reduce of the stage's gradients among its live workers: what the last W or BW has not hidden of it."""
+    STEP = "STEP"
+    """Optimizer step of the stage."""
+    CHECK = "C"
+    """A micro-batch of another worker of the stage once more, to compare the results. In no schedule: a pass puts it
+    into the program of a worker (:mod:`~lightning_recycle.planning.program`)."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation at ``stage``; ``microbatch`` is None for REDUCE and STEP."""
+
+    kind: OpKind
+    stage: int
+    microbatch: Microbatch | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.microbatch is None else self.microbatch}@{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledOp:
+    """An operation with its planned times from the start of the iteration, in the unit of the costs."""
+
+    op: Op
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """``end - start``."""
+        return self.end - self.start

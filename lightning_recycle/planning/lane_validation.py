@@ -2,9 +2,9 @@
 
 Concept: lanes share no worker and exchange no message but in REDUCE, so a coded schedule follows the rules exactly if
 its fullest lane does and its lanes hold every micro-batch and live worker once. The latter is a formula
-(:class:`~lightning_recycle.planning.lanes.LanePlaces`), the former is checked on columns of numbers: 50,000 operations
-take 20 ms, a tenth of what the validator needs for them. A lane that is one micro-batch shorter leaves out operations
-for which no other waits, and holds no more.
+(:class:`~lightning_recycle.planning.replicated_pipelines.LanePlaces`), the former is checked on columns of numbers:
+50,000 operations take 20 ms, a tenth of what the validator needs for them. A lane that is one micro-batch shorter
+leaves out operations for which no other waits, and holds no more.
 
 Durations and the order of a worker's operations need no check: times are decoded from durations and idle times, which
 are not negative.
@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import lt
 
-from lightning_recycle.planning.coded import CodedSchedule
-from lightning_recycle.planning.lanes import LETTERS, Lane, LaneOperations
+from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.replicated_pipelines import LETTERS, Lane, LaneOperations
 
 __all__ = ["covers", "lane_violations"]
 

@@ -5,7 +5,7 @@ operations. A stored plan is found by what it needs. It serves a problem if it w
 
 - by the same planner, for the same grid and techniques;
 - for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
-  (:mod:`~lightning_recycle.planning.renaming`);
+  (:mod:`~lightning_recycle.planning.routing`);
 - for costs that differ by at most ``tolerance``; it is timed again with those of the problem. A common factor is no
   difference: it changes no plan;
 
@@ -41,13 +41,13 @@ from typing import Any
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.planning.coded import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CodedSchedule
 from lightning_recycle.planning.costs import cost_difference
-from lightning_recycle.planning.planfile import plan_to_json, read_plan
+from lightning_recycle.planning.plan_files import plan_to_json, read_plan
 from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.renaming import renamed, representative
 from lightning_recycle.planning.result import PlanResult, proven
+from lightning_recycle.planning.routing import renamed, representative
 from lightning_recycle.planning.schedule import BODIES, PLAN_SCHEMA, Schedule, problem_of
 from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime

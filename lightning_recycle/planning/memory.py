@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind
 
 __all__ = ["Memory"]
 

@@ -1,7 +1,7 @@
-"""Failure normalization: which stages should carry the failures, and how to get there.
+"""Failure normalization and contingencies: which distributions of failures over the stages need a plan.
 
 Concept: stages differ. A failure costs nothing where the stage has idle time and memory to spare, and a lot where it
-does not. Nobody chooses where workers die, but any healthy worker can take over another stage by copying its parameters
+does not. Where workers die is chance, but any healthy worker can take over another stage by copying its parameters
 from a peer there: only the *number* of failures is given, their *distribution* over the stages is a choice. A plan
 library then needs one plan for each number of failures instead of one for each set of failed workers.
 
@@ -10,32 +10,52 @@ on the most loaded worker; among those, the least load on memory altogether; the
 :func:`roles` maps the live workers to the positions of the plan that was made for that distribution, moving as few
 workers as possible to another stage; :func:`moves` lists those, with the peer from which each copies its state.
 
+:func:`contingencies` lists the problems that a run may have to plan for, the likeliest first: S for one failure, about
+S^2 / 2 for two. A distribution is as likely as it has sets of workers. What is planned offline for a library and what a
+run asks for come from here alike.
+
 Contract: pure functions; every worker computes the same answer. Without ``period``, a distribution is judged by the
 lower bound of its period, a maximum over stages, which the heuristic's plans nearly always meet. Where they do not,
 with little memory or unequal costs, ``period`` decides: distributions are asked for in the order of their bounds
 until none is left that could be better, which is exact wherever they are few enough to be listed.
 
-Must not know: schedules, how state is copied, torch.
+Must not know: how plans are stored, how state is copied, torch.
 
 Source: ReCycle (arXiv 2405.14009), section 4, failure normalization.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
-from math import comb
+from itertools import combinations, islice, permutations
+from math import comb, prod
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import stage_lower_bounds
+from lightning_recycle.planning.compact_schedule import CODED_FROM, worth_coding
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem, Technique
 
-__all__ = ["Move", "distribution_of", "distributions", "moves", "normalize", "normalized_failures", "roles"]
+__all__ = [
+    "Move",
+    "contingencies",
+    "distribution_of",
+    "distributions",
+    "most_in_a_stage",
+    "moves",
+    "next_failures",
+    "normalize",
+    "normalized_failures",
+    "normalized_problem",
+    "roles",
+    "usual_limit",
+]
 
 _MOST_LISTED = 2_000  # distributions; where there are more, those near the chosen one are compared with it
 _MOST_PERIODS = 64  # distributions whose true period `normalize` asks for
@@ -292,3 +312,92 @@ def _least_sum(table: list[list[float]], allowed: list[list[bool]], failures: in
         distribution.append(choice[failures])
         failures -= choice[failures]
     return tuple(distribution)
+
+
+_MOST_COMPARED = 100_000  # distributions
+_JUDGED_OPERATIONS = 20_000  # up to that, a plan takes about a second, and normalization may ask for some
+
+
+def usual_limit(grid: Grid, failed: Collection[Worker], *, measured: bool = False) -> tuple[int, ...] | None:
+    """The in-flight limits of a run that was given none.
+
+    Before a run has measured its memory: what fault-free 1F1B holds in each stage, whoever has ``failed``; a run that
+    begins at all has room for that. Once it has (``measured``), bytes are the limit; without a failure, more than
+    2 S - 1 in flight bring nothing.
+    """
+    if not measured:
+        return tuple(min(grid.microbatches, grid.stages - stage) for stage in range(grid.stages))
+    return None if failed else (2 * grid.stages - 1,) * grid.stages
+
+
+def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
+    """``problem`` with that number of failed workers, for each of their distributions over the stages.
+
+    Args:
+        problem: the fault-free problem.
+        failures: the number of failed workers.
+        most: the most problems wanted; the likeliest are kept. Where there are too many distributions to compare, those
+            with one failure in each of some stages, than which none is likelier.
+    """
+    grid = problem.grid
+
+    def sets(distribution: tuple[int, ...]) -> int:
+        return prod(comb(grid.pipelines, count) for count in distribution)
+
+    if comb(failures + grid.stages - 1, failures) <= _MOST_COMPARED:
+        likeliest = heapq.nlargest(most, distributions(grid, failures), key=sets)
+    else:
+        spread = islice(combinations(range(grid.stages), failures), most) if grid.pipelines > 1 else ()
+        likeliest = [tuple(int(stage in chosen) for stage in range(grid.stages)) for chosen in spread]
+    return [replace(problem, failed=normalized_failures(grid, distribution)) for distribution in likeliest]
+
+
+def normalized_problem(problem: Problem, failures: int) -> Problem:
+    """``problem`` with that *number* of failed workers, in the stages where they cost least (failure normalization).
+
+    Where two distributions have the same bound, the heuristic's plans decide; on large grids only the bounds do, and
+    those that are planned by lanes (:mod:`~lightning_recycle.planning.compact_schedule`) keep as many as they can.
+
+    Raises:
+        ConfigurationError: when ``failures`` is not an integer of at least 0.
+        PlanningError: when a stage would have no live worker.
+    """
+    grid = problem.grid
+
+    def at(distribution: tuple[int, ...]) -> Problem:
+        return replace(problem, failed=normalized_failures(grid, distribution))
+
+    judged = failures and 3 * grid.global_microbatches * grid.stages <= _JUDGED_OPERATIONS
+    distribution = normalize(
+        grid,
+        problem.costs,
+        failures,
+        technique=problem.technique,
+        in_flight_limit=problem.in_flight_limit,
+        memory=problem.memory,
+        period=(lambda distribution: heuristic(at(distribution)).period) if judged else None,
+        most=most_in_a_stage(problem, failures),
+    )
+    return at(distribution)
+
+
+def most_in_a_stage(problem: Problem, failures: int) -> int | None:
+    """How many of ``failures`` workers a stage may carry if they are distributed; None for any number.
+
+    Where plans are made by lanes, the stage with the most failures decides about all: then no more than an even share.
+    """
+    whole("", "failures", failures)
+    return -(-failures // problem.grid.stages) if worth_coding(problem, CODED_FROM) else None
+
+
+def next_failures(problem: Problem) -> list[frozenset[Worker]]:
+    """Who has failed after one more failure: for each different plan that is then needed, one set of workers."""
+    found = []
+    for stage in range(problem.grid.stages):
+        live = problem.live_workers(stage)
+        if len(live) > 1:
+            alike: dict[float, Worker] = {}
+            for worker, factor in zip(live, problem.live_factors(stage), strict=True):
+                alike.setdefault(factor, worker)
+            found += [problem.failed | {worker} for worker in alike.values()]
+    return found

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.exact import BACKENDS, ExactPlanner
-from lightning_recycle.planning.heuristic import HeuristicPlanner
+from lightning_recycle.planning.exact.exact_planner import BACKENDS, ExactPlanner
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.schedule import Schedule

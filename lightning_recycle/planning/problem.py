@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.ops import OpKind
 
 __all__ = ["Costs", "Problem", "Technique"]
 

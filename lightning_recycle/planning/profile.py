@@ -1,7 +1,16 @@
-"""Profiles: the measured costs of a model's operations, as ``profile.json``.
+"""Profiles: measured seconds and bytes of a model's operations, and the costs and limits that follow for plans.
 
-Concept: the runtime measures, this module stores; the command line and the planner read. A profile describes one model
-on one kind of machine with one number of stages; it does not depend on the number of pipelines or micro-batches.
+Concept: the runtime measures, this module keeps the figures in a form that planners read:
+
+- :class:`Profile`, in ``profile.json``: one model on one kind of machine with one number of stages, whatever the number
+  of pipelines and micro-batches;
+- :class:`Footprint`: memory of one worker. The :class:`Memory` of a plan for any set of failed workers follows from
+  those of all: peers are alike, so the largest of a stage counts, and the smallest share of a device;
+- :class:`SplitTrial`: fused and split backwards side by side. Splitting is more work (a larger F, more nodes of
+  autograd, kept inputs), which a schedule hides in idle slots. A slot is idle only if the processor is: where workers
+  share cores, one computes while another one waits. So two things count: the times of the operations without waiting
+  for a core, from which a schedule follows, and the time for which operations keep each machine busy, which no schedule
+  can be shorter than. Splitting never counts as less work than not splitting: if that was measured, it is noise.
 
 File (schema 1)::
 
@@ -11,26 +20,44 @@ File (schema 1)::
                  "optimizer": 0.001, "activation_bytes": 25000000, "output_bytes": 1000000,
                  "waiting_bytes": 12000000}, ...]}
 
-Contract: immutable values in seconds and bytes, validated; every error is one line that names the file and the remedy.
+Contract: pure functions and immutable, validated values; every error is one line that names the file and the remedy.
 
 Must not know: how anything was measured, torch.
+
+Units: seconds, bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Literal, TypeAlias
 
-from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.arguments import at_least, is_integer, is_number, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.problem import Problem
 
-__all__ = ["PROFILE_SCHEMA", "Profile", "StageProfile", "load_profile", "save_profile"]
+__all__ = [
+    "PROFILE_SCHEMA",
+    "Footprint",
+    "MemoryLimit",
+    "Profile",
+    "SplitCosts",
+    "SplitTrial",
+    "StageProfile",
+    "check_memory_limit",
+    "load_profile",
+    "memory_of",
+    "save_profile",
+]
 
 PROFILE_SCHEMA = 1
 """Version of the file's format; a reader refuses newer ones."""
@@ -161,3 +188,238 @@ def _profile(data: Mapping[str, Any]) -> Profile:
         bandwidth=communication["bandwidth"],
         steps=data["steps"],
     )
+
+
+MemoryLimit: TypeAlias = float | int | Literal["auto"]
+"""Bytes of a worker that the training may hold, as an integer; a fraction of its share of the device; or "auto"."""
+
+_AUTO = 0.9
+"""Of the share of a device. The rest is for what is not measured: temporary tensors within an operation (on CUDA they
+are), messages on their way, and what an allocator cannot use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one worker measured.
+
+    Args:
+        place: the device or machine whose memory it uses; workers with the same place share it.
+        capacity: what that has.
+        overhead: what the worker's process needs there besides tensors: libraries, a CUDA context.
+        fixed: its tensors between two steps: parameters, buffers, gradients, optimizer state, the previous version.
+        messages: buffers for the messages of one micro-batch, which stay from step to step.
+        after_forward: what one micro-batch holds from F on.
+        after_backward: what one micro-batch holds from B on, until W.
+        checkpoint: what one micro-batch holds from F on, until R, if its forward is computed again.
+        temporary: what an operation takes besides while it runs, at most; 0 if that is not known.
+    """
+
+    place: str
+    capacity: int
+    overhead: int
+    fixed: int
+    messages: int
+    after_forward: int
+    after_backward: int
+    checkpoint: int
+    temporary: int = 0
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[1:]:
+            whole("Footprint", item.name, getattr(self, item.name))
+
+
+def check_memory_limit(limit: MemoryLimit) -> None:
+    """Raises ConfigurationError if ``limit`` is none."""
+    if limit == "auto" or is_integer(limit, 1):
+        return
+    if isinstance(limit, float) and is_number(limit, 0, above=True) and limit <= 1.0:
+        return
+    raise ConfigurationError(
+        f'ReCycleStrategy(memory={limit!r}): give "auto", a number of bytes per worker as an integer, or a fraction of '
+        "the device of at most 1.0."
+    )
+
+
+def memory_of(
+    grid: Grid,
+    failed: Collection[Worker],
+    footprints: Mapping[Worker, Footprint],
+    limit: MemoryLimit,
+    *,
+    recompute: bool = False,
+) -> Memory:
+    """The memory of a worker of each stage while ``failed`` are gone.
+
+    Args:
+        grid: the grid.
+        failed: the dead workers; their micro-batches, and the messages of these, are their peers'.
+        footprints: of at least one worker of each stage.
+        limit: what may be used of a device.
+        recompute: whether forwards may be computed again.
+    """
+    sharing = Counter(footprint.place for footprint in footprints.values())
+    by_stage: list[list[Footprint]] = [[] for _ in range(grid.stages)]
+    for worker, footprint in footprints.items():
+        by_stage[worker.stage].append(footprint)
+    live = Counter(worker.stage for worker in grid.workers() if worker not in failed)
+    capacity, fixed = [], []
+    for stage, found in enumerate(by_stage):
+        capacity.append(min(_allowed(footprint, sharing[footprint.place], limit) for footprint in found))
+        most = -(-grid.global_microbatches // max(1, live[stage]))
+        own = max(footprint.fixed + footprint.temporary for footprint in found)  # one operation runs at a time
+        fixed.append(own + most * max(footprint.messages for footprint in found))
+    return Memory(
+        tuple(capacity),
+        tuple(fixed),
+        tuple(max(footprint.after_forward for footprint in found) for found in by_stage),
+        tuple(max(footprint.after_backward for footprint in found) for found in by_stage),
+        tuple(max(footprint.checkpoint for footprint in found) for found in by_stage) if recompute else None,
+    )
+
+
+def _allowed(footprint: Footprint, sharing: int, limit: MemoryLimit) -> float:
+    """Bytes of tensors that a worker may hold."""
+    if limit == "auto":
+        limit = _AUTO
+    if isinstance(limit, int):
+        return limit
+    return max(0.0, limit * footprint.capacity / sharing - footprint.overhead)
+
+
+_MOST_LONGER = 1e6  # times BW that B and W take; what is more was not measured
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTrial:
+    """What one worker measured of micro-batches with fused and with split backwards, one of each per pair.
+
+    Args:
+        fused: seconds of F and BW.
+        split: seconds of F, B and W.
+        busy_fused: for how long one micro-batch with a fused backward keeps the processors of the worker's machine
+            busy.
+        busy_split: the same with a split backward.
+        place: the processors that it computes with; workers of the same place share them.
+        processors: how many there are.
+        waited: the part of an operation's time in which the worker waited for a processor, which is not in ``fused``
+            and ``split``.
+
+    Raises:
+        ConfigurationError: when a value cannot have been measured.
+    """
+
+    fused: tuple[float, float]
+    split: tuple[float, float, float]
+    busy_fused: float
+    busy_split: float
+    place: str
+    processors: float = 1.0
+    waited: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, values in (("fused", self.fused), ("split", self.split)):
+            for value in values:
+                at_least("SplitTrial", name, value)
+        for name in ("busy_fused", "busy_split", "processors", "waited"):
+            at_least("SplitTrial", name, getattr(self, name))
+        if len(self.fused) != 2 or len(self.split) != 3 or self.processors <= 0 or self.waited > 1:
+            raise ConfigurationError(f"{self}: give F and BW, F, B and W, and some processors.")
+        if self.longer > _MOST_LONGER:
+            raise ConfigurationError(f"{self}: a split backward cannot take {self.longer:g} times as long.")
+
+    @property
+    def longer(self) -> float:
+        """The quotient of what F, B and W take without F of a fused backward, and BW."""
+        forward, fused = self.fused
+        return max(1.0, (sum(self.split) - forward) / fused) if fused else 1.0
+
+    @property
+    def input_share(self) -> float:
+        """The part of B in B and W."""
+        _, b, w = self.split
+        return b / (b + w) if b + w else 0.5
+
+    def divided(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """``seconds`` of operations by name, with B and W where only BW is there."""
+        if "BW" not in seconds or {"B", "W"} <= seconds.keys():
+            return dict(seconds)
+        both = seconds["BW"] * self.longer
+        return {**seconds, "B": both * self.input_share, "W": both * (1 - self.input_share)}
+
+
+@dataclass(frozen=True)
+class SplitCosts:
+    """What splitting costs each stage of ``grid``: the medians of its workers' trials.
+
+    Args:
+        grid: the grid.
+        trials: of at least one worker of each stage.
+
+    Raises:
+        ConfigurationError: when a stage has none.
+    """
+
+    grid: Grid
+    trials: Mapping[Worker, SplitTrial]
+
+    def __post_init__(self) -> None:
+        missing = set(range(self.grid.stages)) - {worker.stage for worker in self.trials}
+        if missing:
+            raise ConfigurationError(f"SplitCosts: no worker of the stages {sorted(missing)} has tried to split.")
+
+    def _of(self, stage: int) -> list[SplitTrial]:
+        return [trial for worker, trial in self.trials.items() if worker.stage == stage]
+
+    def of_split(self, costs: Costs, fused: Sequence[bool]) -> Costs:
+        """Costs of operations whose backwards are split.
+
+        Args:
+            costs: measured costs.
+            fused: for each stage, whether they are of fused backwards: B + W is BW.
+        """
+        backward, weight = [], []
+        for stage, both in enumerate(_both(costs)):
+            trials = self._of(stage)
+            if not fused[stage]:
+                backward.append(costs.backward_input[stage])
+                weight.append(costs.backward_weight[stage])
+                continue
+            longer = both * median(trial.longer for trial in trials)
+            share = median(trial.input_share for trial in trials)
+            backward.append(longer * share)
+            weight.append(longer * (1 - share))
+        return replace(costs, backward_input=tuple(backward), backward_weight=tuple(weight))
+
+    def of_fused(self, costs: Costs, fused: Sequence[bool]) -> tuple[float, ...]:
+        """BW of each stage; arguments as for :meth:`of_split`."""
+        return tuple(
+            both if fused[stage] else both / median(trial.longer for trial in self._of(stage))
+            for stage, both in enumerate(_both(costs))
+        )
+
+    @property
+    def computing(self) -> float:
+        """The part of an operation's time in which it computes instead of waiting for a processor, in the mean."""
+        return 1.0 - fmean(trial.waited for trial in self.trials.values())
+
+    def least_seconds(self, problem: Problem) -> float:
+        """The least time of a step: that for which its operations keep the busiest machine busy."""
+        live, split = problem.live_counts(), problem.technique.decoupled
+        busy: dict[str, float] = defaultdict(float)
+        processors: dict[str, float] = {}
+        usual = [
+            (fmean(trial.busy_fused for trial in trials), fmean(max(t.busy_fused, t.busy_split) for t in trials))
+            for trials in map(self._of, range(self.grid.stages))
+        ]
+        for worker in problem.live_workers():
+            trial = self.trials.get(worker)
+            if trial is not None:
+                count = self.grid.global_microbatches / live[worker.stage]
+                busy[trial.place] += count * usual[worker.stage][split]
+                processors[trial.place] = trial.processors
+        return max((seconds / processors[place] for place, seconds in busy.items()), default=0.0)
+
+
+def _both(costs: Costs) -> tuple[float, ...]:
+    return tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))

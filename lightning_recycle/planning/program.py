@@ -1,28 +1,245 @@
-"""One worker's part of a schedule: its operations with the messages they need, and whom it must reach. Pure data.
+"""Programs of workers: their part of a schedule with the messages that it needs, and the checks of their peers.
 
-Concept: the schedule says which worker runs what in which order. The source of an operation's input and the destination
-of its output follow from that, so messages are not separate operations. A worker needs no more of the schedule than its
-:class:`Program`, whose size does not grow with the number of workers; the coordinator, which has the schedule, sends
-each worker its own.
+*Messages*: the schedule says which worker runs what in which order. The source of an operation's input and the
+destination of its output follow from that, so messages are not separate operations. A worker needs no more of the
+schedule than its :class:`Program`, whose size does not grow with the number of workers; the coordinator, which has the
+schedule, sends each worker its own. :func:`links` is symmetric, and has every pair of workers that exchange messages in
+a step of the schedule, in its evaluations, and in what is run forward by the first worker of each stage. It holds no
+pairs of one stage.
 
-Contract: :func:`links` is symmetric, and has every pair of workers that exchange messages in a step of the schedule, in
-its evaluations, and in what is run forward by the first worker of each stage. It holds no pairs of one stage.
+*Checks*: the workers of a stage hold the same parameters, so each can compute a micro-batch of another once more, and
+must get the same bits. A worker is *checked* on one micro-batch of a step; its peer computes that in a CHECK of its own
+before REDUCE, so that nothing is committed that was found wrong. Peers take turns (:func:`partners`). Micro-batches are
+drawn: what errs at the same place of every step, or in every n-th operation, would else never meet a check. A CHECK is
+put between the operations of the schedule, which stays as it is. It is *free* if it fits into an idle time: between two
+operations, or before REDUCE if the worker idles afterwards for as long. Every step has a check of a micro-batch whose
+check is free for all workers of the stage, if there is one. All micro-batches have their turn in the other steps with
+checks, so seldom that these take at most the allowed share of the time. No worker STEPs before all CHECKs of all stages
+are over, as a wrong activation or gradient has been handed on by then: what that costs where stages STEP at their own
+time counts, too. A stage with one worker is not checked, nor is a compact schedule: a place for each of its workers
+would have to be looked for.
 
-Must not know: torch, connections, what a worker does with it.
+Contract: pure data; no planner, validator or plan file knows of messages and checks.
+
+Must not know: torch, connections, how results are compared.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
-from lightning_recycle.planning.check_places import WorkerChecks, peers_to_connect, plan_checks
-from lightning_recycle.planning.grid import Worker, global_index
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.grid import Op, OpKind, ScheduledOp, Worker, global_index
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Program", "Programs", "Task", "links", "worker_program"]
+__all__ = [
+    "Program",
+    "Programs",
+    "StageChecks",
+    "Task",
+    "WorkerChecks",
+    "links",
+    "partners",
+    "peers_to_connect",
+    "plan_checks",
+    "worker_program",
+]
+
+_COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
+_COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *_COMPLETING)
+_TOLERANCE = 1e-9  # of a time
+_FARTHEST = 8  # places between two workers that check each other: what a worker connects with does not grow
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChecks:
+    """When a worker checks a peer, and is checked, on which micro-batch.
+
+    Micro-batches have the order in which this worker computes their weight gradients. If a worker has fewer than the
+    others of its stage, its first ones come after its last one again.
+
+    Args:
+        ranks: the workers of its stage, in order, itself among them.
+        every: in steps that are a multiple of this any micro-batch may be checked.
+        free: those that may be checked in the other steps.
+        places: for each micro-batch the number of its operations before the CHECK.
+    """
+
+    ranks: tuple[int, ...]
+    every: int
+    free: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def spacing(self) -> int:
+        """Each step that is a multiple of this has a check."""
+        return 1 if self.free else self.every
+
+    def drawn(self, step: int) -> int | None:
+        """The micro-batch that is checked in ``step``, the same for all workers of the stage; None for none."""
+        if step % self.spacing:
+            return None
+        candidates = range(len(self.places)) if step % self.every == 0 else self.free
+        digest = hashlib.blake2b(step.to_bytes(8, "little"), digest_size=8).digest()
+        return candidates[int.from_bytes(digest, "little") % len(candidates)]
+
+    def partners(self, step: int, rank: int) -> tuple[int, int]:
+        """Whom ``rank`` checks, and who checks it, in ``step``, which has a check."""
+        return partners(self.ranks, rank, step // self.spacing)
+
+
+@dataclass(frozen=True, slots=True)
+class StageChecks:
+    """The checks of one stage.
+
+    Args:
+        ranks: its workers, in order.
+        every: in each step that is a multiple of this any micro-batch may be checked.
+        places: for each worker and micro-batch the number of operations before its CHECK.
+        costs: for each micro-batch the seconds by which its CHECKs make a step longer at most; 0 if all of them are in
+            idle times, and nobody has to wait for them.
+    """
+
+    ranks: tuple[int, ...]
+    every: int
+    places: Mapping[Worker, tuple[int, ...]]
+    costs: tuple[float, ...]
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The micro-batches whose check costs nothing."""
+        return tuple(number for number, costs in enumerate(self.costs) if costs <= _TOLERANCE)
+
+    def of(self, worker: Worker) -> WorkerChecks:
+        """The part of ``worker``."""
+        return WorkerChecks(self.ranks, self.every, self.free, self.places[worker])
+
+
+def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
+    """The checks of each stage that has some.
+
+    Args:
+        schedule: the schedule.
+        share: the share of the time that checks may take where they are not free; 0 for no checks at all.
+    """
+    if share <= 0 or isinstance(schedule, CodedSchedule):
+        return {}
+    stages: dict[int, list[Worker]] = defaultdict(list)
+    for worker in schedule.live_workers:
+        stages[worker.stage].append(worker)
+    staggered = schedule.problem.technique.staggered
+    barrier = max((_reduce(operations).end for operations in schedule.workers.values()), default=0.0)
+    # The latest moment at which each may STEP without a delay of its next step.
+    moments = [
+        max(_reduce(operations).end, operations[0].start + schedule.period - _after_reduce(operations))
+        for operations in schedule.workers.values()
+    ]
+    last_moment = min(moments, default=0.0) if staggered else barrier
+    found: dict[int, StageChecks] = {}
+    for stage, workers in stages.items():
+        programs = {worker: schedule.workers[worker] for worker in workers}
+        completed = [_completed(operations) for operations in programs.values()]
+        if len(workers) < 2 or [] in completed:  # a worker without micro-batches has nothing to be checked on
+            continue
+        count = max(map(len, completed))
+        ready = list(accumulate((max(own[k % len(own)] for own in completed) for k in range(count)), max))
+        seconds = max(_duration(operations) for operations in programs.values())
+        places = {
+            worker: _places(operations, ready, seconds, operations[0].start + schedule.period if staggered else barrier)
+            for worker, operations in programs.items()
+        }
+        costs = []
+        for each in zip(*places.values(), strict=True):
+            waited = max(0.0, max(place.end for place in each) - last_moment)
+            costs.append(max(waited, 0.0 if all(place.fits for place in each) else seconds))
+        ranks = tuple(sorted(schedule.grid.rank(worker) for worker in workers))
+        found[stage] = StageChecks(
+            ranks, 1, {worker: tuple(place.before for place in own) for worker, own in places.items()}, tuple(costs)
+        )
+    # In the same steps, whose checks then delay the same next step.
+    dearest = max((max(checks.costs) for checks in found.values()), default=0.0)
+    every = max(1, math.ceil(dearest / (share * schedule.period) - _TOLERANCE))
+    return {
+        stage: checks if len(checks.free) == len(checks.costs) else replace(checks, every=every)
+        for stage, checks in found.items()
+    }
+
+
+def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
+    """Whom ``rank`` checks, and who checks it, in check number ``turn``: after ``len(ranks) - 1`` checks every worker
+    has been checked by every other one, or with many after 8 by the 8 before it.
+    """
+    place, count = ranks.index(rank), len(ranks)
+    distance = 1 + turn % min(count - 1, _FARTHEST)
+    return ranks[(place + distance) % count], ranks[(place - distance) % count]
+
+
+def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
+    """The workers of its stage that ``worker`` exchanges records with, in this plan or another one for the same workers
+    that begins in passing.
+    """
+    if isinstance(schedule, CodedSchedule):
+        return frozenset()
+    peers = [other for other in schedule.live_workers if other.stage == worker.stage]
+    place, most = peers.index(worker), min(len(peers) - 1, _FARTHEST)
+    near = (peers[(place + sign * distance) % len(peers)] for distance in range(1, most + 1) for sign in (1, -1))
+    return frozenset(near) - {worker}
+
+
+def _completed(operations: Sequence[ScheduledOp]) -> list[float]:
+    """When each micro-batch of a worker is done, in order."""
+    return [one.end for one in operations if one.op.kind in _COMPLETING]
+
+
+def _duration(operations: Sequence[ScheduledOp]) -> float:
+    """What it takes to compute one micro-batch once more."""
+    first = next(one.op.microbatch for one in operations if one.op.kind in _COMPLETING)
+    return sum(one.duration for one in operations if one.op.microbatch == first and one.op.kind in _COMPUTING)
+
+
+def _reduce(operations: Sequence[ScheduledOp]) -> ScheduledOp:
+    return next(one for one in operations if one.op.kind is OpKind.REDUCE)
+
+
+def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
+    """What a worker does after REDUCE, in seconds."""
+    return sum(one.duration for one in operations[operations.index(_reduce(operations)) + 1 :])
+
+
+class _Place(NamedTuple):
+    """The number of operations before a CHECK, whether it fits there, and when it is over."""
+
+    before: int
+    fits: bool
+    end: float
+
+
+def _places(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: float, end: float) -> list[_Place]:
+    """The places of CHECKs of ``seconds`` that begin after ``ready``, which rises. ``end``: when the worker goes on
+    after REDUCE, with the next step if nobody waits for others, else when all are REDUCED.
+    """
+    reduce = operations.index(_reduce(operations))
+    rest = _after_reduce(operations) if end > operations[-1].end else 0.0
+    fits = end - operations[reduce].end - rest >= seconds - _TOLERANCE
+    found: list[_Place] = []
+    index = 1
+    for earliest in ready:
+        while index < reduce:
+            begin = max(earliest, operations[index - 1].end)
+            if operations[index].start - begin >= seconds - _TOLERANCE:
+                found.append(_Place(index, True, begin + seconds))
+                break
+            index += 1
+        else:
+            begin = max(earliest, operations[reduce - 1].end if reduce else 0.0)
+            found.append(_Place(reduce, fits, begin + seconds))
+    return found
 
 
 _FEW_PIPELINES = 16

@@ -1,21 +1,43 @@
-"""A planner's result: a schedule, how good it is known to be, and whose it is.
+"""Plan results: a schedule, what is proven of it, and which of two plans is better.
 
 Concept: who was asked and who found the plan are two things. An exact planner begins with the heuristic's plan; unless
 its solver found a better one, the plan is the heuristic's, and a solver that did not run has calls 0.
 
-Contract: ``status`` is "optimal" only when ``lower_bound`` proves it; immutable.
+Of two plans the faster is better. Plans whose periods differ by at most 0.1 % are equally fast. Of these the shorter
+makespan counts, with the same allowance, then the memory on the tightest worker, as a fraction of what a worker of its
+stage has, then the sum over all workers. Memory is in bytes where the problem has sizes, otherwise in micro-batches in
+flight: one measure for every problem, :func:`measure_of`. A search for plans with less memory, by rules or by a solver,
+minimises what :func:`demand_of` returns, under the period that it has found.
+
+Contract: ``status`` is "optimal" only when ``lower_bound`` proves it; immutable; pure.
 
 Must not know: how the schedule was found, how it is stored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["NOT_ASKED", "TOLERANCE", "PlanResult", "SolverUse", "proven"]
+__all__ = [
+    "EQUALLY_FAST",
+    "NOT_ASKED",
+    "TOLERANCE",
+    "PlanResult",
+    "SolverUse",
+    "best_of",
+    "demand_of",
+    "is_better",
+    "measure_of",
+    "proven",
+]
 
 TOLERANCE = 1e-9
 """Relative: periods closer than this count as equal."""
@@ -93,3 +115,50 @@ def proven(
         known = period  # equal but for rounding
     status = "optimal" if known == period else "feasible"
     return PlanResult(schedule, backend, status, known, seconds, warning, log, found_by or backend, solver)
+
+
+EQUALLY_FAST = 1e-3
+"""Relative difference up to which two periods, or two makespans, count as equal."""
+
+
+def measure_of(problem: Problem) -> Memory:
+    """The memory by which plans of a problem are compared: its own in bytes, else one of 1 in which a micro-batch takes
+    1 from F to W or BW.
+    """
+    return problem.memory or Memory.counting((1,) * problem.grid.stages)
+
+
+def demand_of(schedule: Schedule) -> tuple[float, float]:
+    """What a plan asks of the workers' memory.
+
+    Returns:
+        The peak on the tightest worker, as a fraction of its stage's capacity (without sizes in bytes: micro-batches in
+        flight), and the sum of all workers' peaks, in bytes (micro-batches).
+    """
+    if isinstance(schedule, CodedSchedule):  # lanes are alike, but for a micro-batch
+        tightest, total = demand_of(schedule.lane.schedule())
+        return tightest, total * schedule.workers.places.lanes
+    memory = measure_of(schedule.problem)
+    peaks = [(worker.stage, schedule.peak(worker, memory)) for worker in schedule.live_workers]
+    return max(peak / memory.capacity[stage] for stage, peak in peaks), sum(peak for _, peak in peaks)
+
+
+def best_of(schedules: Sequence[Schedule]) -> Schedule:
+    """The best of several plans for the same problem; the first of those that are equally good."""
+    fast = _fastest(schedules, attrgetter("period"))
+    short = _fastest(fast, attrgetter("makespan"))
+
+    def criteria(schedule: Schedule) -> tuple[float, ...]:  # rounding must not decide
+        return tuple(round(value, 9) for value in (*demand_of(schedule), schedule.period, schedule.makespan))
+
+    return min(short, key=criteria)
+
+
+def _fastest(schedules: Sequence[Schedule], seconds: Callable[[Schedule], float]) -> list[Schedule]:
+    least = min(map(seconds, schedules)) * (1 + EQUALLY_FAST)
+    return [schedule for schedule in schedules if seconds(schedule) <= least]
+
+
+def is_better(one: Schedule, other: Schedule) -> bool:
+    """Whether ``one`` is the better of two plans for the same problem; False if they are equally good."""
+    return one is not other and best_of([other, one]) is one

@@ -1,4 +1,4 @@
-"""The schedule, as data: which worker runs which operation, in which order and when.
+"""Schedules as data: which worker runs which operation, in which order and when.
 
 Concept: the times of one iteration for each live worker, plus the *period*: iteration k is the same, shifted by k *
 period. Without the staggered optimizer, an iteration begins when the previous one has ended everywhere (period =
@@ -14,28 +14,41 @@ Must not know: how it was made, how it is run, torch.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.planning.bounds import lower_bound as analytic_lower_bound
-from lightning_recycle.planning.collector import collector_paused
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
 
-__all__ = ["BODIES", "PLAN_SCHEMA", "Schedule", "plan_schema", "problem_of", "staggered_period"]
+__all__ = ["BODIES", "PLAN_SCHEMA", "Schedule", "gc_paused", "plan_schema", "problem_of", "staggered_period"]
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """No automatic collection inside the block; changes nothing if it was off already."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 PLAN_SCHEMA = 1
 """The first version of the plan file's format; a reader refuses versions that it does not know."""
 
 BODIES = {PLAN_SCHEMA: "workers", 2: "lane", 3: "workers", 4: "lane"}
 """By version of the plan file's format, where the operations are: those of all workers, or those of a lane
-(:mod:`~lightning_recycle.planning.coded`). Versions 3 and 4 may compute forwards again and reduce gradients in
-buckets."""
+(:mod:`~lightning_recycle.planning.compact_schedule`). Versions 3 and 4 may compute forwards again and reduce gradients
+in buckets."""
 
 _KINDS = {kind.value: kind for kind in OpKind}
 
@@ -234,7 +247,7 @@ class Schedule:
         if BODIES[plan["schema"]] != "workers":
             raise PlanningError(f"a plan with schema {plan['schema']} does not list its operations: use load_plan.")
         try:
-            with collector_paused():
+            with gc_paused():
                 workers = {
                     Worker(entry["pipeline"], entry["stage"]): _from_columns(entry["ops"], entry["stage"])
                     if isinstance(entry["ops"], Mapping)

@@ -7,12 +7,19 @@ stage s steps, next iteration". It is found by policy iteration (Howard): assume
 until the STEP of the iteration before; if that never settles, the stages that delay each other form a cycle, whose
 mean is the better estimate.
 
+A problem has the mean costs of all micro-batches. Where stages share layers
+(:mod:`~lightning_recycle.planning.layouts.fractional_cuts`), each micro-batch has costs of its own (:class:`Turns`),
+and the gradients of a shared layer are summed over the workers of both stages: neither steps its optimizer before the
+last micro-batch that runs the layer on the other one has its weight gradients. A plan that is made with both in view is
+faster than one made for the mean. All is relative to the mean, so it stays true when operations turn out to take
+another time.
+
 Contract: exact for the given orders, up to rounding; linear in the number of operations per pass, few passes. Work
 is done on integers: ``code = (kind * S + stage) * N + microbatch`` with N = D * M, so that a 600,000-operation
 schedule takes seconds. Whether a backward is fused or split, and a forward computed again, is part of the order: it has
 the code of FUSED, or those of BACKWARD and WEIGHT; and that of RECOMPUTE, or not.
 
-Must not know: how the orders were chosen. Internal to ``planning``.
+Must not know: how the orders were chosen, cuts.
 """
 
 from __future__ import annotations
@@ -22,14 +29,12 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.coded import CodedSchedule, coded
-from lightning_recycle.planning.grid import Microbatch, Worker
-from lightning_recycle.planning.lanes import Lane
+from lightning_recycle.planning.compact_schedule import CodedSchedule, coded
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem
+from lightning_recycle.planning.replicated_pipelines import Lane
 from lightning_recycle.planning.schedule import Schedule, staggered_period
-from lightning_recycle.planning.turns import Turns
 
 __all__ = [
     "BACKWARD",
@@ -38,13 +43,62 @@ __all__ = [
     "RECOMPUTE",
     "WEIGHT",
     "Codes",
+    "SharedLayer",
     "Timing",
+    "Turns",
     "assemble",
     "best_timing",
     "interleave",
     "operations_of",
     "retime",
 ]
+
+ByStage: TypeAlias = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SharedLayer:
+    """A layer that two stages hold.
+
+    Args:
+        stage: the earlier of the two; the other one is the next.
+        reduce: its part of the REDUCE of that stage.
+        earlier: the micro-batches that run it on the earlier stage, as numbers d * M + m.
+        later: those that run it on the later one.
+    """
+
+    stage: int
+    reduce: float
+    earlier: tuple[int, ...]
+    later: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How micro-batches differ. Where there is one value per micro-batch, these are in the order of d * M + m.
+
+    Args:
+        forward: what its F takes at each stage, relative to the mean.
+        backward_input, backward_weight: the same for its B and its W; of a fused backward, the first of them.
+        held: what it holds from F to B, relative to the mean.
+        waiting: the same from B to W.
+        layers: those that stages share.
+        reserved: bytes by stage that a problem for the mean micro-batch keeps free because of these differences.
+    """
+
+    forward: tuple[ByStage, ...]
+    backward_input: tuple[ByStage, ...]
+    backward_weight: tuple[ByStage, ...]
+    held: tuple[ByStage, ...]
+    waiting: tuple[ByStage, ...]
+    layers: tuple[SharedLayer, ...]
+    reserved: ByStage
+
+    def alike_in_memory(self) -> Turns:
+        """The same for micro-batches of which each holds what they hold in the mean."""
+        ones = tuple((1.0,) * len(ratios) for ratios in self.held)
+        return replace(self, held=ones, waiting=ones, reserved=(0.0,) * len(self.reserved))
+
 
 WorkerFactors: TypeAlias = Mapping[Worker, float] | tuple[tuple[Worker, float], ...]
 """See ``Problem.worker_factors``."""

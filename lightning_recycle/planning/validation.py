@@ -34,13 +34,11 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.coded import CodedSchedule
-from lightning_recycle.planning.collector import collector_paused
+from lightning_recycle.planning.compact_schedule import CodedSchedule
 from lightning_recycle.planning.costs import bucket_times
-from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.grid import OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.lane_validation import covers, lane_violations
-from lightning_recycle.planning.ops import OpKind, ScheduledOp
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import Schedule, gc_paused
 
 __all__ = ["InvalidScheduleError", "validate"]
 
@@ -80,7 +78,7 @@ def validate(schedule: Schedule) -> None:
     Raises:
         InvalidScheduleError: with all violations.
     """
-    with collector_paused():
+    with gc_paused():
         if isinstance(schedule, CodedSchedule) and covers(schedule.lane):
             violations = tuple(lane_violations(schedule))
         elif isinstance(schedule, CodedSchedule):

@@ -14,12 +14,12 @@ from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.partition import Partition
-from lightning_recycle.planning.choosing import Switch
-from lightning_recycle.planning.footprint import MemoryLimit, check_memory_limit
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.layouts.technique_selection import Switch
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.problem import Technique
+from lightning_recycle.planning.profile import MemoryLimit, check_memory_limit
 from lightning_recycle.runtime.machine_errors import MachineErrors, suspicion_of
 from lightning_recycle.session.result_policy import Gathering, GatherResult
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from lightning_recycle.planning import LayerCosts, Problem, Technique
-from lightning_recycle.planning.layout_judging import Judgement, in_turns
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.layouts.layout_candidates import Judgement, in_turns
+from lightning_recycle.planning.timing import Turns
 from lightning_recycle.simulation.measured import MeasuredModel
 from lightning_recycle.simulation.planned_steps import planned_schedule, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_recycle.planning import HeuristicPlanner, Problem, normalize, normalized_failures
-from lightning_recycle.planning.coded import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CodedSchedule
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["DEFAULT_EFFORT", "PlannedStep", "distribution", "planned_schedule", "planned_seconds", "planned_step"]

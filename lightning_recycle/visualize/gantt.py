@@ -19,8 +19,7 @@ from pathlib import Path
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.costs import bucket_times
-from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.ops import OpKind, ScheduledOp
+from lightning_recycle.planning.grid import OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.visualize.drawing import Drawing, Group, Line, Rect, Text, to_svg, write_drawing
 

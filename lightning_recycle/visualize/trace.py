@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_recycle.files import write_atomically
-from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.ops import Op
+from lightning_recycle.planning.grid import Op, Worker
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["TimedOp", "chrome_trace", "save_trace", "timed_ops"]

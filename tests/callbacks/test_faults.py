@@ -11,8 +11,7 @@ import pytest
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.callbacks.faults import KINDS, POINTS, Agenda, TimedFault, random_faults, trace_faults
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Microbatch
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.traces import available_traces, load_trace
 
 

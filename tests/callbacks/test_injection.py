@@ -15,8 +15,7 @@ import pytest
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, fault_effects, injection
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, Worker
 from lightning_recycle.traces import Trace, load_trace
 
 GRID = Grid(2, 2, 2)

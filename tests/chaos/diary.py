@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from chaos.training import ChaosModel
 from lightning_recycle.launch.launcher import INCARNATIONS_PER_START
-from lightning_recycle.planning.grid import global_index
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Op, OpKind, global_index
 
 __all__ = ["Diary", "Entry", "audit", "read_entries"]
 

@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from chaos.scenario import LateFault
 from lightning_recycle.callbacks import fault_effects
-from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.ops import Op
+from lightning_recycle.planning.grid import Op, Worker
 
 __all__ = ["LateFaults", "Pace"]
 

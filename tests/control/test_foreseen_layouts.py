@@ -17,10 +17,10 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, LayerCosts, LayoutPlan, Problem, Technique, Worker, even_cuts, plan_layout
-from lightning_recycle.planning.heuristic import heuristic
-from lightning_recycle.planning.layout_judging import Judgement, in_turns
-from lightning_recycle.planning.layouts_ahead import next_losses
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
+from lightning_recycle.planning.layouts.layout_candidates import Judgement, in_turns
+from lightning_recycle.planning.layouts.layout_search import next_losses
+from lightning_recycle.planning.timing import Turns
 from lightning_recycle.planning.validation import validate
 
 GRID = Grid(3, 2, 6)

@@ -12,7 +12,7 @@ from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.planning import Grid, LayoutPlan, Technique, Worker
-from lightning_recycle.planning.footprint import Footprint
+from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.validation import validate
 
 GRID = Grid(3, 2, 6)

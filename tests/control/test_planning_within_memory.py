@@ -25,8 +25,8 @@ from lightning_recycle.planning import (
     save_profile,
     solve,
 )
-from lightning_recycle.planning.contingencies import usual_limit
-from lightning_recycle.planning.footprint import Footprint
+from lightning_recycle.planning.normalization import usual_limit
+from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.result import proven
 
 GRID = Grid(2, 2, 8)

@@ -18,8 +18,7 @@ from lightning_recycle.control.protocol.detection import (
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import MembershipState
-from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import Grid, OpKind
 
 TIMEOUT = 5.0
 USUAL = {"F": 0.1, "B": 1.0}  # seconds

@@ -32,7 +32,7 @@ from lightning_recycle.planning import (
     heuristic,
     validate,
 )
-from lightning_recycle.planning.contingencies import contingencies, usual_limit
+from lightning_recycle.planning.normalization import contingencies, usual_limit
 from lightning_recycle.planning.timing import best_timing, operations_of
 
 GRID = Grid(3, 2, 4)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, plan
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Op, OpKind
 
 TOLERANCE = 1e-10
 STEPS = 4

@@ -30,10 +30,10 @@ from lightning_recycle.planning import (
     plan,
     save_profile,
 )
-from lightning_recycle.planning.coded import CodedSchedule, coded
-from lightning_recycle.planning.lanes import Lane, lane_problem
+from lightning_recycle.planning.compact_schedule import CodedSchedule, coded
 from lightning_recycle.planning.library import _entry
 from lightning_recycle.planning.profile import load_profile
+from lightning_recycle.planning.replicated_pipelines import Lane, lane_problem
 
 pytestmark = pytest.mark.long
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_recycle.planning import Grid, Worker, plan
-from lightning_recycle.planning.check_places import WorkerChecks, partners, plan_checks
-from lightning_recycle.planning.ops import OpKind, ScheduledOp
+from lightning_recycle.planning.grid import OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Costs, Problem, Technique
-from lightning_recycle.planning.program import Programs
+from lightning_recycle.planning.program import Programs, WorkerChecks, partners, plan_checks
 from lightning_recycle.planning.schedule import Schedule
 
 RUNNING_EXAMPLE = Grid(3, 4, 6)

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.choosing import choose, choose_technique
-from lightning_recycle.planning.layer_costs import LayerCosts, even_cuts
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts, even_cuts
+from lightning_recycle.planning.layouts.technique_selection import choose, choose_technique
 
 FUSED, SPLIT = p.Technique(False, False), p.Technique(True, True)
 GRID = p.Grid(3, 4, 6)

@@ -16,13 +16,13 @@ from test_properties import problems
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import timing
-from lightning_recycle.planning.coded import CodedSchedule, coded
-from lightning_recycle.planning.contingencies import next_failures
+from lightning_recycle.planning.compact_schedule import CodedSchedule, coded
 from lightning_recycle.planning.lane_validation import covers, lane_violations
-from lightning_recycle.planning.lanes import Lane, LanePlaces, lane_problem, lanes_of
-from lightning_recycle.planning.planfile import plan_to_json, read_plan
+from lightning_recycle.planning.normalization import next_failures
+from lightning_recycle.planning.plan_files import plan_to_json, read_plan
 from lightning_recycle.planning.program import worker_program
-from lightning_recycle.planning.renaming import renamed
+from lightning_recycle.planning.replicated_pipelines import Lane, LanePlaces, lane_problem, lanes_of
+from lightning_recycle.planning.routing import renamed
 from lightning_recycle.planning.schedule import staggered_period
 
 CLOSE = 1e-6

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.planning.cuts import Stages, cheapest, fastest, shares
+from lightning_recycle.planning.layouts.cuts import Stages, cheapest, fastest, shares
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.3, 4.0])
 CLOSE = 1e-6

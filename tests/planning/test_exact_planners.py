@@ -23,10 +23,10 @@ from test_running_example import TABLE as ONE_DEAD
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import exact as exact_module
-from lightning_recycle.planning.preference import best_of, demand_of
-from lightning_recycle.planning.solver_progress import SolverProgress
-from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
+from lightning_recycle.planning.exact import exact_planner as exact_module
+from lightning_recycle.planning.exact.exact_planner import SolverProgress
+from lightning_recycle.planning.exact.time_indexed_problem import common_slot, discretize
+from lightning_recycle.planning.result import best_of, demand_of
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 # Found, not imported: in one process, importing ortools before highspy makes highspy fail to load.
@@ -154,8 +154,8 @@ def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(backen
 HINT_ALONE = """
     from ortools.sat.python import cp_model
 
-    from lightning_recycle.planning import cpsat
-    from lightning_recycle.planning.time_indexed_problem import placements
+    from lightning_recycle.planning.exact import cpsat
+    from lightning_recycle.planning.exact.time_indexed_problem import placements
 
     def solve(task, report):
         model = cpsat._Model(cp_model, task.problem, placements(task.schedule), task.lower, task.upper)
@@ -322,21 +322,21 @@ FAKES = """
         time.sleep(600)
 
     def nonsense(task, report):
-        from lightning_recycle.planning.time_indexed_problem import placements
+        from lightning_recycle.planning.exact.time_indexed_problem import placements
         report("solution", [(*row[:4], 0.0) for row in placements(task.schedule)])
 
     def backwards(task, report):
-        from lightning_recycle.planning.time_indexed_problem import placements
+        from lightning_recycle.planning.exact.time_indexed_problem import placements
         report("solution", [(*row[:4], -row[4]) for row in placements(task.schedule)])
 
     def corridors_alone(task, report):
-        from lightning_recycle.planning import milp
+        from lightning_recycle.planning.exact import milp
         milp._SMALL = 0
         milp._Search._prove = lambda self, problem, low, high, known, deadline: (None, low, high, known)
         milp.solve(task, report)
 
     def good_then_crash(task, report):
-        from lightning_recycle.planning.milp import solve
+        from lightning_recycle.planning.exact.milp import solve
         solve(task, report)
         os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -6,8 +6,7 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.bounds import stage_lower_bounds
-from lightning_recycle.planning.flow_bound import StageWork, flow_bound
+from lightning_recycle.planning.bounds import StageWork, flow_bound, stage_lower_bounds
 
 
 def crowded(seed: int) -> p.Problem | None:

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Worker
-from lightning_recycle.planning.contingencies import usual_limit
-from lightning_recycle.planning.footprint import Footprint, MemoryLimit, check_memory_limit, memory_of
+from lightning_recycle.planning.normalization import usual_limit
+from lightning_recycle.planning.profile import Footprint, MemoryLimit, check_memory_limit, memory_of
 
 GRID = Grid(2, 2, 3)
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recycle.planning.fractional_cuts import (
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.layouts.fractional_cuts import (
     are_bounds,
     are_whole,
     bounds_of,
@@ -16,7 +17,6 @@ from lightning_recycle.planning.fractional_cuts import (
     rounded,
     shared_layers,
 )
-from lightning_recycle.planning.grid import Grid
 
 
 @pytest.mark.parametrize(

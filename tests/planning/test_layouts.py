@@ -10,14 +10,20 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.change_rate import LLAMA3_WORKER_SECONDS, FailureRecord
-from lightning_recycle.planning.fractional_cuts import are_whole
-from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts, even_cuts
-from lightning_recycle.planning.layer_moves import layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judgement, in_turns, judged
-from lightning_recycle.planning.layout_plans import Changing, Layout, LayoutPlan
-from lightning_recycle.planning.layouts import plan_layout
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.layouts.fractional_cuts import are_whole
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts, check_cuts, even_cuts, layer_moves, traffic
+from lightning_recycle.planning.layouts.layout_candidates import (
+    LLAMA3_WORKER_SECONDS,
+    Changing,
+    FailureRecord,
+    Judgement,
+    Layout,
+    LayoutPlan,
+    in_turns,
+    judged,
+)
+from lightning_recycle.planning.layouts.layout_search import plan_layout
+from lightning_recycle.planning.timing import Turns
 
 HOUR = 3600.0
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from test_properties import problems
 
 from lightning_recycle import planning as p
-from lightning_recycle.planning.heuristic import heuristic_in_turns
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.memory_descent import with_least_memory
-from lightning_recycle.planning.preference import EQUALLY_FAST, demand_of, is_better, measure_of
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_in_turns
+from lightning_recycle.planning.heuristic.refinement import with_least_memory
+from lightning_recycle.planning.heuristic.rule_search import search
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.result import EQUALLY_FAST, demand_of, is_better, measure_of
 from lightning_recycle.planning.routing import reroute
-from lightning_recycle.planning.rule_search import search
 from lightning_recycle.planning.timing import Codes, assemble
 
 EFFORT = 40_000

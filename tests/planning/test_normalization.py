@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import contingencies
-from lightning_recycle.planning.contingencies import normalized_problem
+from lightning_recycle.planning import normalization as contingencies
+from lightning_recycle.planning.normalization import normalized_problem
 
 GRID = p.Grid(3, 4, 6)
 UNIT = p.Costs.uniform(4)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, heuristic
-from lightning_recycle.planning.fractional_cuts import bounds_of
-from lightning_recycle.planning.heuristic import heuristic_in_turns
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.ops import OpKind
-from lightning_recycle.planning.preference import EQUALLY_FAST
+from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_in_turns
+from lightning_recycle.planning.layouts.fractional_cuts import bounds_of
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.result import EQUALLY_FAST
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import best_timing, operations_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as draw
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.costs import bucket_times, remaining
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate

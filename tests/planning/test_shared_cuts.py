@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, LayerCosts, Problem, Technique, Worker
-from lightning_recycle.planning.fractional_cuts import are_bounds, parts_of, shared_layers
-from lightning_recycle.planning.layer_moves import layer_moves
-from lightning_recycle.planning.layouts import plan_layout
-from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared, smooth_counts
+from lightning_recycle.planning.layouts.cuts import SharedStages, fastest_shared, smooth_counts
+from lightning_recycle.planning.layouts.fractional_cuts import are_bounds, parts_of, shared_layers
+from lightning_recycle.planning.layouts.layer_costs import layer_moves
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 
 STEP = 0.05  # of the cuts that are tried
 

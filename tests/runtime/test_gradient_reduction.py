@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.planning.grid import Microbatch
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 from lightning_recycle.runtime.stage.gradients import GradientBuffers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.runtime.executor.memory_meter import MemoryMeter
 from lightning_recycle.runtime.executor.profiling import Timings
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_recycle.planning.grid import Microbatch
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind
+from lightning_recycle.planning.profile import SplitTrial
 from lightning_recycle.planning.program import Task
-from lightning_recycle.planning.split_costs import SplitTrial
 from lightning_recycle.runtime.executor.profiling import SplitTrials, processors_of
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.runtime.executor.profiling import Timings
 
 CUDA = torch.device("cuda", 0)

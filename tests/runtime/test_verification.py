@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.planning.check_places import WorkerChecks
-from lightning_recycle.planning.grid import Grid, Microbatch
-from lightning_recycle.planning.ops import Op, OpKind
-from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind
+from lightning_recycle.planning.program import Program, Task, WorkerChecks
 from lightning_recycle.runtime.checks import verification
 from lightning_recycle.runtime.checks.microbatch_records import MicrobatchRecord, Recomputation
 from lightning_recycle.runtime.checks.verification import Verifier

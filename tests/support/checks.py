@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_recycle.planning.check_places import WorkerChecks
+from lightning_recycle.planning.program import WorkerChecks
 from support.models import GLOBAL_MICROBATCHES
 
 __all__ = ["checked_microbatch"]

@@ -20,10 +20,8 @@ from lightning_recycle.control.network.connection import Inbox, MessageConnectio
 from lightning_recycle.control.network.handshake import Handshake, Refused, Role
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import HEADER_BYTES, SCHEMA, encode
-from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import StageProfile
-from lightning_recycle.planning.split_costs import SplitTrial
+from lightning_recycle.planning.profile import Footprint, SplitTrial, StageProfile
 
 __all__ = [
     "MESSAGES",

@@ -21,10 +21,10 @@ from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.control.protocol.detection import PATIENCE
 from lightning_recycle.control.protocol.messages import RunRequest, Unfit
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.footprint import MemoryLimit, check_memory_limit
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Technique
+from lightning_recycle.planning.profile import MemoryLimit, check_memory_limit
 
 __all__ = [
     "CoordinatorOptions",

@@ -21,10 +21,10 @@ from functools import partial
 
 from lightning_recycle.control.plans.asking import Asking
 from lightning_recycle.control.plans.layout_question import CHANGING, LayoutQuestion, find_layouts
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layout_plans import Candidate, LayoutPlan
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, LayoutPlan
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.renaming import alike, renamed
+from lightning_recycle.planning.routing import alike, renamed
 
 __all__ = ["ForeseenLayouts"]
 

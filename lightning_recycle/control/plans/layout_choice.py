@@ -2,9 +2,9 @@
 
 Concept: each worker tells once what its layers take (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`).
 With what the stages take now, and the memory that they have measured, that is what
-:func:`~lightning_recycle.planning.layouts.plan_layout` needs. It is asked when the operations have been measured, and
-whenever workers are lost or return; in a process of the lowest priority, so nobody waits for the answer. For the single
-failures that may come next it is asked ahead (:mod:`~lightning_recycle.control.plans.foreseen`).
+:func:`~lightning_recycle.planning.layouts.layout_search.plan_layout` needs. It is asked when the operations have been
+measured, and whenever workers are lost or return; in a process of the lowest priority, so nobody waits for the answer.
+For the single failures that may come next it is asked ahead (:mod:`~lightning_recycle.control.plans.foreseen`).
 
 Contract: called from the coordinator's thread; ``wake`` from another one, when :meth:`LayoutChoice.take_answers` has
 something.
@@ -28,15 +28,14 @@ from lightning_recycle.control.plans.layout_question import LayoutQuestion, find
 from lightning_recycle.control.plans.run_planner import OperationSeconds
 from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
-from lightning_recycle.planning.change_rate import FailureRecord
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.fractional_cuts import parts_of
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layout_plans import Candidate, LayoutPlan
+from lightning_recycle.planning.layouts.fractional_cuts import parts_of
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.timing import Turns
 
 __all__ = ["Adapt", "LayoutAnswer", "LayoutChoice", "Surroundings"]
 

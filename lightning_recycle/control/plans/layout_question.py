@@ -15,9 +15,9 @@ from typing import Any
 from lightning_recycle.control.protocol.messages import Cuts
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning.child_process import Report, lowest_priority, run_in_child
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layout_plans import Changing, LayoutPlan, Way
-from lightning_recycle.planning.layouts import plan_layout
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.layouts.layout_candidates import Changing, LayoutPlan, Way
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.problem import Problem
 
 __all__ = ["CHANGING", "LayoutQuestion", "find_layouts"]

@@ -32,7 +32,7 @@ from typing import Any
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.child_process import exit_reason, lowest_priority, start_server
-from lightning_recycle.planning.packed import packed, unpacked
+from lightning_recycle.planning.compact_schedule import packed, unpacked
 from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult

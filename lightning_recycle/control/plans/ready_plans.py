@@ -1,6 +1,6 @@
 """Plans that are ready: one for each distribution of failures, whoever has failed.
 
-Concept: a plan is kept under what it is for (:func:`~lightning_recycle.planning.renaming.representative`) and given to
+Concept: a plan is kept under what it is for (:func:`~lightning_recycle.planning.routing.representative`) and given to
 the workers that need it by renaming. With each comes where it is from, and whether it is from the planner that the user
 chose.
 
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from lightning_recycle.planning.coded import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CodedSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.renaming import renamed, representative
+from lightning_recycle.planning.routing import renamed, representative
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = ["PlanKey", "ReadyPlan", "ReadyPlans", "key_of", "newest", "schedules_kept"]

@@ -52,19 +52,17 @@ from lightning_recycle.planning import (
     retime,
     solve,
 )
-from lightning_recycle.planning.choosing import TechniqueChoice
-from lightning_recycle.planning.contingencies import most_in_a_stage, next_failures, usual_limit
 from lightning_recycle.planning.costs import cost_difference
-from lightning_recycle.planning.footprint import Footprint, MemoryLimit, memory_of
-from lightning_recycle.planning.heuristic import PlannerInTurns
-from lightning_recycle.planning.layout_plans import Candidate
+from lightning_recycle.planning.heuristic.heuristic_planner import PlannerInTurns
+from lightning_recycle.planning.layouts.layout_candidates import Candidate
+from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.normalization import distributions
-from lightning_recycle.planning.renaming import alike, representative
+from lightning_recycle.planning.normalization import distributions, most_in_a_stage, next_failures, usual_limit
+from lightning_recycle.planning.profile import Footprint, MemoryLimit, SplitTrial, memory_of
 from lightning_recycle.planning.result import proven
-from lightning_recycle.planning.split_costs import SplitTrial
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.routing import alike, representative
+from lightning_recycle.planning.timing import Turns
 
 __all__ = ["OperationSeconds", "RunPlanner", "costs_from"]
 
@@ -109,7 +107,7 @@ class RunPlanner:
         grid: the grid of the run.
         planner: a planner or its name.
         technique: what the runtime can do.
-        in_flight_limit: the limit per worker; by default :func:`~lightning_recycle.planning.contingencies.usual_limit`.
+        in_flight_limit: the limit per worker; by default :func:`~lightning_recycle.planning.normalization.usual_limit`.
         costs: of the operations, in seconds; measured by default (one slot each before anything is measured).
         library: where plans are looked for and stored.
         memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`; with

@@ -29,17 +29,14 @@ from lightning_recycle.control.plans.split_choice import facts_of
 from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
-from lightning_recycle.planning.change_rate import FailureRecord
-from lightning_recycle.planning.choosing import TechniqueChoice
-from lightning_recycle.planning.footprint import Footprint
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts_ahead import next_losses
-from lightning_recycle.planning.ops import OpKind
-from lightning_recycle.planning.profile import Profile
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
+from lightning_recycle.planning.layouts.layout_candidates import FailureRecord
+from lightning_recycle.planning.layouts.layout_search import next_losses
+from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice
+from lightning_recycle.planning.profile import Footprint, Profile, SplitTrial
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.split_costs import SplitTrial
 from lightning_recycle.planning.timing import retime
 
 __all__ = ["RunPlans"]

@@ -13,8 +13,8 @@ import logging
 import time
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.exact import ExactPlanner
-from lightning_recycle.planning.heuristic import HeuristicPlanner
+from lightning_recycle.planning.exact.exact_planner import ExactPlanner
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult

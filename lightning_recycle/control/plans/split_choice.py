@@ -2,8 +2,8 @@
 
 Concept: until all stages have tried what splitting costs, every plan is fused. From then on a problem is asked with
 what B and W take; both plans are made, and the better one is kept
-(:func:`~lightning_recycle.planning.choosing.choose_technique`). A plan counts as what it takes without waiting for
-processors that workers share, but not as less than what keeps these busy.
+(:func:`~lightning_recycle.planning.layouts.technique_selection.choose_technique`). A plan counts as what it takes
+without waiting for processors that workers share, but not as less than what keeps these busy.
 
 Contract: usable from several threads; remembers the choice for each distribution of failures, and what it was asked.
 
@@ -20,13 +20,13 @@ from typing import Any
 from lightning_recycle.control.plans.ready_plans import PlanKey, key_of
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.choosing import TechniqueChoice, choose_technique
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layout_judging import Judgement
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
+from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice, choose_technique
 from lightning_recycle.planning.problem import Problem, Technique
+from lightning_recycle.planning.profile import SplitCosts, SplitTrial
 from lightning_recycle.planning.result import PlanResult
-from lightning_recycle.planning.split_costs import SplitCosts, SplitTrial
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.timing import Turns
 
 __all__ = ["Splitting", "facts_of"]
 

@@ -33,8 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
 __all__ = [
     "PATIENCE",

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from lightning_recycle.control.protocol.messages import Cuts
 from lightning_recycle.control.protocol.state import LayoutReady, MembershipState
-from lightning_recycle.planning.fractional_cuts import are_bounds, held_ranges
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layouts.fractional_cuts import are_bounds, held_ranges
 
 __all__ = [
     "Transfer",

@@ -15,11 +15,9 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
-from lightning_recycle.planning.footprint import Footprint
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import StageProfile
+from lightning_recycle.planning.profile import Footprint, SplitTrial, StageProfile
 from lightning_recycle.planning.program import Program
-from lightning_recycle.planning.split_costs import SplitTrial
 
 Number: TypeAlias = bool | int | float
 """A number that keeps its type: integers are counters and digests, compared exactly."""
@@ -29,7 +27,8 @@ Payload: TypeAlias = tuple[bytes, ...]
 
 Cuts: TypeAlias = tuple[int | float, ...]
 """A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Where a bound lies within a
-part, the stages on both sides share it (:mod:`~lightning_recycle.planning.fractional_cuts`). Empty: as at the start.
+part, the stages on both sides share it (:mod:`~lightning_recycle.planning.layouts.fractional_cuts`). Empty: as at the
+start.
 """
 
 # ---------------------------------------------------------------------- worker -> coordinator

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.model.apart import put_together, take_apart
-from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.checks.microbatch_records import (

@@ -48,10 +48,9 @@ from lightning_recycle.control.protocol.recovery import (
 from lightning_recycle.control.protocol.state import stage_leads
 from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.ops import Op, OpKind
+from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
+from lightning_recycle.planning.profile import SplitTrial
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.planning.split_costs import SplitTrial
 from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
 from lightning_recycle.runtime.checks.microbatch_records import MicrobatchWatcher, Recomputation
 from lightning_recycle.runtime.checks.verification import Verifier

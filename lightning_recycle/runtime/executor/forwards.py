@@ -13,8 +13,7 @@ from typing import Any
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.data.steps import StepHandle
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.comm.communicator import Channel, Communicator
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recycle.planning.footprint import Footprint
+from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.runtime.stage.stage import Kept
 
 __all__ = [

@@ -38,10 +38,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_recycle.planning.ops import OpKind
-from lightning_recycle.planning.profile import StageProfile
+from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.planning.profile import SplitTrial, StageProfile
 from lightning_recycle.planning.program import Task
-from lightning_recycle.planning.split_costs import SplitTrial
 from lightning_recycle.runtime.executor.memory_meter import device_place, message_bytes, saved_tensors, storage_bytes
 
 __all__ = ["SplitTrials", "StageProfiler", "Timings"]

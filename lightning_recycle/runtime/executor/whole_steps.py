@@ -49,8 +49,7 @@ from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import Action, Adopt
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
-from lightning_recycle.planning.grid import Microbatch, global_index
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import Microbatch, OpKind, global_index
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.comm.communicator import Communicator, Reduction
 from lightning_recycle.runtime.stage.gradients import Bucket, GradientBuffers

@@ -1,14 +1,14 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
 Concept: the ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the
-planner that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). Of each way, what can be trained
-until the next change is
+planner that a run asks (:func:`~lightning_recycle.planning.layouts.layout_search.plan_layout`). Of each way, what can
+be trained until the next change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
 The risk is the chance that the next failure takes all owners of a layer, times what a restart costs. The next change is
 expected from the prior and the failures so far
-(:class:`~lightning_recycle.planning.change_rate.FailureRecord`).
+(:class:`~lightning_recycle.planning.layouts.layout_candidates.FailureRecord`).
 
 Assumptions:
 
@@ -40,9 +40,9 @@ from lightning_recycle.planning import (
     plan_layout,
 )
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.fractional_cuts import Bounds, held_ranges
-from lightning_recycle.planning.layout_judging import Judgement
-from lightning_recycle.planning.layout_plans import Way as LayoutWay
+from lightning_recycle.planning.layouts.fractional_cuts import Bounds, held_ranges
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
+from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWay
 from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped

@@ -46,9 +46,8 @@ from fractions import Fraction
 from itertools import accumulate, product
 from typing import TypeAlias
 
-from lightning_recycle.planning.coupling import coupled
-from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind, Worker
+from lightning_recycle.planning.heuristic.refinement import coupled
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing, interleave

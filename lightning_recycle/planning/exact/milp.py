@@ -47,13 +47,13 @@ from typing import Any
 
 import mip
 
-from lightning_recycle.planning.solver_process import (
+from lightning_recycle.planning.exact.solver_process import (
     Report,
     SolverTask,
     SolverUnavailableError,
     improve,
 )
-from lightning_recycle.planning.time_indexed_problem import Placement, Step, TimeIndexedProblem
+from lightning_recycle.planning.exact.time_indexed_problem import Placement, Step, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
 __all__ = ["solve"]

@@ -1,14 +1,13 @@
 """Exact planners: the heuristic's plan, improved or proven optimal by a solver.
 
-Concept: a solver is asked only what arithmetic cannot answer. If the heuristic's plan meets the
-analytic lower bound, no solver is needed; nor where it is as close as makes no difference, or the plan is too large for
-a solver to have a chance. Otherwise the solver searches between the two in its own process; what it
-finds counts only after its order of operations has been timed again, validated and compared.
+Concept: a solver is asked only what arithmetic cannot answer. If the heuristic's plan meets the analytic lower bound,
+no solver is needed; nor where it is as close as makes no difference, or the plan is too large for a solver to have a
+chance. Otherwise the solver searches between the two in its own process; what it finds counts only after its order of
+operations has been timed again, validated and compared. A solver that is asked shortens the period first. Then, for the
+same period and makespan, it lowers the memory of the worker with the most, and the sum of all. Meanwhile a line shows
+bound, incumbent and gap.
 
-A solver that is asked shortens the period first. Then, for the same period and makespan, it lowers the memory of the
-worker with the most, and the sum of all.
-
-Contract: never worse than the heuristic (:mod:`~lightning_recycle.planning.preference`), never longer than
+Contract: never worse than the heuristic (:func:`~lightning_recycle.planning.result.is_better`), never longer than
 the time limit (plus the heuristic's own time and ``solver_process.GRACE``), never an exception because of a solver: a
 solver that is missing, crashes or runs out of time is a warning, and the best plan so far is the result. Which peer
 runs a re-routed micro-batch is part of the decision, so "optimal" is for the problem. Only a solver that found the plan
@@ -22,29 +21,83 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from dataclasses import dataclass, replace
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.heuristic import heuristic
-from lightning_recycle.planning.preference import best_of
+from lightning_recycle.planning.exact.solver_process import SolverOutcome, SolverTask, run_solver
+from lightning_recycle.planning.exact.time_indexed_problem import TimeIndexedProblem, discretize
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.result import PlanResult, SolverUse, proven
+from lightning_recycle.planning.result import PlanResult, SolverUse, best_of, proven
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.solver_process import SolverOutcome, SolverTask, run_solver
-from lightning_recycle.planning.solver_progress import SolverProgress
-from lightning_recycle.planning.time_indexed_problem import TimeIndexedProblem, discretize
 
-__all__ = ["BACKENDS", "ExactPlanner"]
+__all__ = ["BACKENDS", "ExactPlanner", "SolverProgress"]
 
 log = logging.getLogger(__name__)
 
+_LOG_SECONDS = 5.0  # at least, between two lines in the log
+
+
+class _SecondsLeft(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{max(0.0, (task.total or 0.0) - (task.elapsed or 0.0)):.0f} s left")
+
+
+class SolverProgress:
+    """A context that shows bound, incumbent, gap and the seconds left: on a terminal in a line of standard error that
+    goes when the context ends; elsewhere in the log at level INFO, at most every few seconds.
+
+    Args:
+        solver: its name.
+        time_limit: seconds that it may take.
+    """
+
+    def __init__(self, solver: str, time_limit: float) -> None:
+        self._solver, self._time_limit = solver, time_limit
+        self._started = time.monotonic()
+        self._logged = -float("inf")
+        self._line: Progress | None = None
+        if sys.stderr is not None and sys.stderr.isatty():
+            columns = SpinnerColumn(), TextColumn("{task.description}"), _SecondsLeft()
+            self._line = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._line.add_task(solver, total=time_limit)
+
+    def __enter__(self) -> SolverProgress:
+        if self._line is not None:
+            self._line.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._line is not None:
+            self._line.stop()
+
+    def show(self, bound: float, period: float) -> None:
+        """Show the present bound and the period of the best plan, in the unit of the costs."""
+        gap = 100 * (period / bound - 1) if bound > 0.0 else 0.0
+        text = f"{self._solver}: period {period:g}, bound {bound:g}, gap {gap:.2g} %"
+        now = time.monotonic()
+        if self._line is not None:
+            self._line.update(self._task, description=text)
+        elif now - self._logged >= _LOG_SECONDS:
+            self._logged = now
+            log.info("planner %s, %.0f s left", text, max(0.0, self._started + self._time_limit - now))
+
+
 BACKENDS = {
-    "cbc": "lightning_recycle.planning.milp:solve",
-    "highs": "lightning_recycle.planning.milp:solve",
-    "gurobi": "lightning_recycle.planning.milp:solve",
-    "cpsat": "lightning_recycle.planning.cpsat:solve",
+    "cbc": "lightning_recycle.planning.exact.milp:solve",
+    "highs": "lightning_recycle.planning.exact.milp:solve",
+    "gurobi": "lightning_recycle.planning.exact.milp:solve",
+    "cpsat": "lightning_recycle.planning.exact.cpsat:solve",
 }
 """Names of the exact planners, and the function that each runs in the solver's process."""
 

@@ -4,7 +4,7 @@ Concept: splitting a backward is not free: B and W together may take longer than
 where it was measured on cores that workers share. So a plan with split backwards, at what B and W take, is compared
 with one of fused backwards, at what BW takes; and the staggered optimizer, at what it costs a step, with one optimizer
 step for all stages. What is simpler is kept unless the other wins by ``least_gain``: fused over split, plain over
-staggered, and a layout over its successor (:mod:`~lightning_recycle.planning.layouts`).
+staggered, and a layout over its successor (:mod:`~lightning_recycle.planning.layouts.layout_search`).
 
 Contract: pure, deterministic: all who know the same costs choose the same. Everything that was compared is kept in
 numbers.
@@ -23,11 +23,10 @@ from typing import Literal, TypeAlias
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layout_judging import Judge, judged
-from lightning_recycle.planning.layout_plans import Changing, LayoutPlan, Way
-from lightning_recycle.planning.layouts import plan_layout
-from lightning_recycle.planning.ops import OpKind
+from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.layouts.layout_candidates import Changing, Judge, LayoutPlan, Way, judged
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.problem import Problem, Technique
 
 __all__ = ["Choice", "Switch", "TechniqueChoice", "choose", "choose_technique"]
@@ -159,7 +158,7 @@ def choose(
     Args:
         problem: grid, failed and slow workers, limit in flight.
         layers, cuts, next_change, changing, fixed, ways: as for
-            :func:`~lightning_recycle.planning.layouts.plan_layout`.
+            :func:`~lightning_recycle.planning.layouts.layout_search.plan_layout`.
         decoupled, staggered, stagger_seconds, judge: as for :func:`choose_technique`.
 
     Raises:

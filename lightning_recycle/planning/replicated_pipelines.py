@@ -29,8 +29,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
-from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 

@@ -1,4 +1,4 @@
-"""Layouts: which layers each stage holds and how many workers serve it, and the best one for those that are left.
+"""Search for the best layout: which layers each stage holds and how many workers serve it, after failures.
 
 Concept: after a failure there are four ways to go on, of which each needs more state to be sent than the one before:
 
@@ -7,9 +7,10 @@ Concept: after a failure there are four ways to go on, of which each needs more 
 - ``layers``: stages that lost workers give layers to their neighbours;
 - ``both``.
 
-Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage. A load
-is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period of the
-real schedule decides. Whether a layout is worth a change: see :mod:`~lightning_recycle.planning.layout_plans`.
+Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.layouts.cuts`), by the load of the slowest stage.
+A load is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period of
+the real schedule decides. Whether a layout is worth a change: see
+:mod:`~lightning_recycle.planning.layouts.layout_candidates`.
 
 Contract: pure, deterministic. ``plan_layout`` never returns a layout that is worse than re-routing by its own figures;
 a way that cannot be gone is refused in one line, never with an exception, as long as re-routing has a plan.
@@ -28,21 +29,32 @@ from functools import cached_property
 
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.cuts import Cut, Stages, cheapest, fastest, shares
-from lightning_recycle.planning.fractional_cuts import Bounds, are_whole, held_ranges
+from lightning_recycle.planning.compact_schedule import CODED_FROM, worth_coding
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.lane_planning import CODED_FROM, worth_coding
-from lightning_recycle.planning.layer_costs import LayerCosts, check_cuts
-from lightning_recycle.planning.layer_moves import Traffic, layer_moves, traffic
-from lightning_recycle.planning.layout_judging import Judge, Judgement, judged
-from lightning_recycle.planning.layout_plans import (
+from lightning_recycle.planning.layouts.cuts import (
+    Cut,
+    SharedStages,
+    Stages,
+    cheapest,
+    fastest,
+    fastest_shared,
+    shares,
+    smooth_counts,
+)
+from lightning_recycle.planning.layouts.fractional_cuts import Bounds, are_whole, held_ranges
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts, Traffic, check_cuts, layer_moves, traffic
+from lightning_recycle.planning.layouts.layout_candidates import (
     Candidate,
     Changing,
+    FailureRecord,
+    Judge,
+    Judgement,
     Layout,
     LayoutPlan,
     Way,
     chosen_of,
     is_better,
+    judged,
     shown,
     weighed,
 )
@@ -53,10 +65,9 @@ from lightning_recycle.planning.normalization import (
     roles,
 )
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.shared_cuts import SharedStages, fastest_shared, smooth_counts
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.timing import Turns
 
-__all__ = ["plan_layout"]
+__all__ = ["layouts_ahead", "next_losses", "plan_layout"]
 
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
@@ -84,7 +95,7 @@ def plan_layout(
         layers: what single layers cost.
         cuts: bounds of the stages now.
         next_change: seconds expected until the next change, e.g. of
-            :meth:`~lightning_recycle.planning.change_rate.FailureRecord.next_change`.
+            :meth:`~lightning_recycle.planning.layouts.layout_candidates.FailureRecord.next_change`.
         changing: what a change costs besides its copies.
         fixed: why layers cannot move, e.g. "layer 3 has no LayerSpec"; empty if they can.
         whole: why neighbouring stages cannot share a layer; empty if they can.
@@ -457,3 +468,56 @@ def _spares(grid: Grid) -> tuple[float, ...]:
 
 def _at_least(bound: float, first: Candidate) -> str:
     return f"at least {shown(bound)} a step, re-routing takes {shown(first.period)}"
+
+
+def next_losses(problem: Problem) -> Iterator[Worker]:
+    """For each stage with at least two live workers, one that stands for all that may fail next."""
+    slow = dict(problem.worker_factors)
+    for stage in range(problem.grid.stages):
+        live = problem.live_workers(stage)
+        if len(live) > 1:
+            yield next((worker for worker in live if worker not in slow), live[0])
+
+
+def layouts_ahead(
+    problem: Problem,
+    layers: LayerCosts,
+    cuts: Sequence[int],
+    *,
+    record: FailureRecord | None = None,
+    changing: Changing | None = None,
+    fixed: str = "",
+    judge: Judge = judged,
+) -> Iterator[tuple[Worker, LayoutPlan]]:
+    """For each stage with at least two live workers, one that fails next and the best layout then.
+
+    Args:
+        problem: the present problem; its failed workers stay failed.
+        layers, cuts, changing, fixed, judge: as for
+        :func:`~lightning_recycle.planning.layouts.layout_search.plan_layout`. record: failures so far; by default the
+        prior alone.
+
+    Raises:
+        ConfigurationError, PlanningError: as ``plan_layout``.
+    """
+    seen = record or FailureRecord()
+    slow = dict(problem.worker_factors)
+    for lost in next_losses(problem):
+        after = replace(
+            problem,
+            failed=problem.failed | {lost},
+            worker_factors=tuple((worker, factor) for worker, factor in slow.items() if worker != lost),
+        )
+        remaining = sum(after.live_counts())
+        yield (
+            lost,
+            plan_layout(
+                after,
+                layers,
+                cuts,
+                next_change=seen.next_change(remaining),
+                changing=changing,
+                fixed=fixed,
+                judge=judge,
+            ),
+        )

@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.grid import Microbatch, Worker
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.ops import Op, OpKind, ScheduledOp
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime

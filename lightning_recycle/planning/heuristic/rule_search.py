@@ -36,7 +36,7 @@ from typing import NamedTuple
 from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.list_scheduling import NO_EXPRESS, Express, Rule, play
+from lightning_recycle.planning.heuristic.list_scheduling import NO_EXPRESS, Express, Rule, play
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
 __all__ = ["Solution", "goal_of", "search"]

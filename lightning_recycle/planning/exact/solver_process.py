@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Report, UnavailableError, run_in_child
-from lightning_recycle.planning.result import NOT_ASKED, SolverUse
-from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.time_indexed_problem import (
+from lightning_recycle.planning.exact.time_indexed_problem import (
     Placement,
     TimeIndexedProblem,
     placements,
     schedule_from_placements,
 )
+from lightning_recycle.planning.result import NOT_ASKED, SolverUse
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.validation import validate
 
 __all__ = [

@@ -34,8 +34,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_recycle.planning.solver_process import Report, SolverTask, SolverUnavailableError, improve
-from lightning_recycle.planning.time_indexed_problem import Placement, TimeIndexedProblem
+from lightning_recycle.planning.exact.solver_process import Report, SolverTask, SolverUnavailableError, improve
+from lightning_recycle.planning.exact.time_indexed_problem import Placement, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
 __all__ = ["solve"]

@@ -23,22 +23,23 @@ from operator import sub
 from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.coded import CodedSchedule
-from lightning_recycle.planning.collector import collector_paused
-from lightning_recycle.planning.coupling import coupled
-from lightning_recycle.planning.fixed_patterns import one_f_one_b, zero_bubble
+from lightning_recycle.planning.compact_schedule import (
+    CODED_FROM,
+    CodedSchedule,
+    LanePlanner,
+    good_enough,
+    worth_coding,
+)
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.lane_planning import CODED_FROM, LanePlanner, good_enough, worth_coding
-from lightning_recycle.planning.local_search import local_search
-from lightning_recycle.planning.memory_descent import with_least_memory
-from lightning_recycle.planning.preference import is_better
+from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, zero_bubble
+from lightning_recycle.planning.heuristic.recomputation import with_recomputation
+from lightning_recycle.planning.heuristic.refinement import coupled, local_search, with_least_memory
+from lightning_recycle.planning.heuristic.rule_search import Solution, goal_of, search
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.recomputation import with_recomputation
+from lightning_recycle.planning.result import is_better
 from lightning_recycle.planning.routing import reroute
-from lightning_recycle.planning.rule_search import Solution, goal_of, search
-from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Codes, Timing, assemble, best_timing, operations_of
-from lightning_recycle.planning.turns import Turns
+from lightning_recycle.planning.schedule import Schedule, gc_paused
+from lightning_recycle.planning.timing import Codes, Timing, Turns, assemble, best_timing, operations_of
 
 __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "PlannerInTurns", "heuristic", "heuristic_in_turns"]
 
@@ -81,19 +82,19 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, coded_from: int = 
 
     Among the schedules found, it has the smallest period (with the staggered optimizer, else makespan), then the
     smallest makespan, then the least memory on the tightest worker, then in the sum: see
-    :mod:`~lightning_recycle.planning.preference`.
+    :mod:`~lightning_recycle.planning.result`.
 
     Args:
         problem: the problem to plan.
         effort: number of operations to play in total; 0 for the plain rule alone, "backward, then forward, then weight
             gradient, oldest first", under which the paper's techniques can be compared.
         coded_from: number of operations from which on all lanes get one plan
-            (:mod:`~lightning_recycle.planning.lane_planning`), if that is near the lower bound or a plan that lists
+            (:mod:`~lightning_recycle.planning.compact_schedule`), if that is near the lower bound or a plan that lists
             all operations would take too long.
     """
     if not worth_coding(problem, coded_from):
         return _listed(problem, effort)
-    with collector_paused():
+    with gc_paused():
         coded = _lanes.plan(problem, effort)
     if good_enough(coded):
         return coded
@@ -119,7 +120,7 @@ def heuristic_in_turns(schedule: Schedule, turns: Turns, effort: int = DEFAULT_E
         fixed = map(sub, problem.memory.fixed, turns.reserved)
         exact = replace(problem, memory=replace(problem.memory, fixed=tuple(fixed)))
     codes, sequence = operations_of(schedule, exact, turns)
-    with collector_paused():
+    with gc_paused():
         found = _best(codes, effort, [sequence] if _fits(codes, sequence) else [])
     mean = Codes(problem, codes.routes, fused=codes.fused)
     schedule = assemble(mean, found.sequence, best_timing(mean, found.sequence))
@@ -165,7 +166,7 @@ def _planned(problem: Problem, effort: int) -> Schedule:
     """As :func:`_listed`, for a problem in which nothing is computed again."""
     if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
         return one_f_one_b(problem)
-    with collector_paused():
+    with gc_paused():
         return _list_schedule(problem, effort)
 
 

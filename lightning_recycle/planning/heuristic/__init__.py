@@ -1,0 +1,1 @@
+"""The list-scheduling heuristic: a good plan for any failures, immediately."""

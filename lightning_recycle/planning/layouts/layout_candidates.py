@@ -1,0 +1,460 @@
+"""Candidates of a layout: the predicted step, what a change to it costs, and which of them pays.
+
+*Gain*: of each way to go on after a failure, its layout with the predicted step, what has to be sent for it, and how
+long training stands still. A layout is worth a change if the seconds that it saves until the next change exceed the
+seconds that training stands still for it:
+
+    (1 - period / period of reroute) x (seconds until the next change - delay)  >  stall + risk
+
+where the risk is the chance that the next failure takes a whole stage, times what a restart costs, as far as it is
+higher than with re-routing. Of what is compared, re-routing is the first.
+
+*Period*: grids up to ``CODED_FROM`` operations are planned as they are. Larger ones are planned by lanes where that is
+near the lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage wastes
+the others, so they are judged by one pipeline whose stages have the *rate* of their workers: with n workers at most in
+a stage and n[s] in stage s, each operation takes n / n[s] times as long, for ceil(D M / n) micro-batches. That is a
+prediction, not a plan; the plan of the layout that is chosen is made when it is needed.
+
+*Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,
+after k failures in E worker-seconds the rate is Gamma(a + k, b + E) with mean (a + k) / (b + E): conjugate to the
+Poisson process, so two numbers are the whole memory. The prior's mean a / b is Llama 3's rate; its shape says how many
+failures it counts for, and it is small: spot instances fail four orders of magnitude more often, so a run's first
+failures must outweigh it. How many workers a failure takes at once is counted too, because a layer with few owners is
+soon lost with all of them. By the prior, which counts for one failure, three of four take one worker, and each size is
+a quarter as likely as the one below it.
+
+Contract: frozen; pure, deterministic. The newest judgements are kept.
+
+Must not know: how layouts are found, clocks.
+
+Source: Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unplanned interruptions in 54 days on 16,384 GPUs, one per 50,700
+GPU-hours.
+
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.compact_schedule import CODED_FROM, CodedSchedule, worth_coding
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_in_turns
+from lightning_recycle.planning.layouts.fractional_cuts import Bounds, held_ranges, rounded, shared_layers
+from lightning_recycle.planning.layouts.layer_costs import check_cuts
+from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.replicated_pipelines import lane_problem
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import Turns
+
+__all__ = [
+    "LLAMA3_WORKER_SECONDS",
+    "Candidate",
+    "Changing",
+    "FailureRecord",
+    "Judge",
+    "Judgement",
+    "Layout",
+    "LayoutPlan",
+    "Way",
+    "chosen_of",
+    "in_turns",
+    "is_better",
+    "judged",
+    "rate_problem",
+    "shown",
+    "weighed",
+]
+
+_LARGER_SIZE = 0.25  # by the prior, a failure of n + 1 workers at once is so much as likely as one of n
+_LARGER = 8  # sizes of failures that are looked at beyond those that are needed or were seen
+
+LLAMA3_WORKER_SECONDS = 54 * 86400 * 16384 / 419
+"""Between two failures of one GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """What is known about the rate of changes.
+
+    Args:
+        sizes: failures so far that took 1, 2, 3, ... workers at once; each makes one change.
+        exposure: seconds that live workers have worked, added up over the workers.
+        prior_events: failures that the prior of the rate counts for.
+        prior_seconds: worker-seconds between two failures by the prior.
+    """
+
+    sizes: tuple[int, ...] = ()
+    exposure: float = 0.0
+    prior_events: float = 0.001
+    prior_seconds: float = LLAMA3_WORKER_SECONDS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(whole("FailureRecord", "sizes", count) for count in self.sizes))
+        at_least("FailureRecord", "exposure", self.exposure)
+        at_least("FailureRecord", "prior_events", self.prior_events, above=True)
+        at_least("FailureRecord", "prior_seconds", self.prior_seconds, above=True)
+
+    def after(self, workers: int, seconds: float, lost: int = 0) -> FailureRecord:
+        """The record after ``seconds`` with that many live workers, at the end of which ``lost`` failed at once."""
+        sizes = [*self.sizes, *(0,) * (lost - len(self.sizes))]
+        if lost:
+            sizes[lost - 1] += 1
+        return replace(self, sizes=tuple(sizes), exposure=self.exposure + workers * seconds)
+
+    @property
+    def rate(self) -> float:
+        """The mean rate, in failures per worker and second."""
+        return (self.prior_events + sum(self.sizes)) / (self.prior_events * self.prior_seconds + self.exposure)
+
+    def next_change(self, workers: int) -> float:
+        """Seconds expected until one of ``workers`` fails."""
+        return 1.0 / (self.rate * workers) if workers else math.inf
+
+    def loss_chance(self, owners: Iterable[int], workers: int) -> float:
+        """How likely the next failure takes all owners of something, at most: the sum over all things.
+
+        Args:
+            owners: for each part of the model that has owners of its own, such as a stage, how many it has.
+            workers: live workers, of which a failure takes any with the same chance.
+        """
+        alone = Counter(owners)
+        return min(1.0, sum(count * self._takes_all(own, workers) for own, count in alone.items()))
+
+    def _takes_all(self, own: int, workers: int) -> float:
+        """How likely the next failure takes these ``own`` of all workers."""
+        total = sum(self.sizes) + 1
+        chance = 0.0
+        for size in range(own, min(workers, max(len(self.sizes), own + _LARGER)) + 1):
+            seen = self.sizes[size - 1] if size <= len(self.sizes) else 0
+            likely = (seen + (1 - _LARGER_SIZE) * _LARGER_SIZE ** (size - 1)) / total
+            chance += likely * math.prod((size - n) / (workers - n) for n in range(own))
+        return chance
+
+
+_EFFORT = DEFAULT_EFFORT // 4
+_LARGE_EFFORT = 120_000  # of a pipeline that stands for a large grid, whose plan is made again once it is chosen
+_GOOD = 1.01  # of the lower bound, as in lane planning
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a step takes.
+
+    Args:
+        period: seconds between two steps.
+        fill: extra seconds of the first step, which begins with empty pipelines.
+        lead: how long before the end of a step the first worker begins the next one.
+        schedule: the plan, if it was made.
+    """
+
+    period: float
+    fill: float = 0.0
+    lead: float = 0.0
+    schedule: Schedule | None = None
+
+
+Judge: TypeAlias = Callable[[Problem, Turns | None], Judgement]
+
+
+def judged(problem: Problem, turns: Turns | None = None) -> Judgement:
+    """A step of ``problem``.
+
+    Args:
+        problem: with the mean costs of micro-batches.
+        turns: how these differ, where stages share layers. A plan that does not list all operations is made by the
+            mean.
+
+    Raises:
+        PlanningError: when there is no plan.
+    """
+    return _judged(problem, turns, _EFFORT)
+
+
+@lru_cache(maxsize=256)
+def _judged(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
+    if not worth_coding(problem, CODED_FROM):
+        return in_turns(_of(heuristic(problem, effort)), turns, effort)
+    lane, bound = lane_problem(problem), lower_bound(problem)
+    if lower_bound(lane) <= _GOOD * bound:
+        return replace(_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
+    rate = _of(heuristic(rate_problem(problem), _LARGE_EFFORT))
+    return Judgement(max(rate.period, bound), rate.fill, rate.lead)
+
+
+def in_turns(judgement: Judgement, turns: Turns | None, effort: int) -> Judgement:
+    """What a step takes if micro-batches differ.
+
+    Args:
+        judgement: for the mean micro-batch. Without a plan, or with one by lanes, it stands for each.
+        turns: how they differ; None if they do not.
+        effort: of the planner.
+    """
+    schedule = judgement.schedule
+    if turns is None or schedule is None or isinstance(schedule, CodedSchedule):
+        return judgement
+    schedule, timing = heuristic_in_turns(schedule, turns, effort)
+    staggered = schedule.problem.technique.staggered
+    period = timing.period if staggered else timing.makespan
+    lead = max(timing.stage_end) - min(timing.stage_end) if staggered else 0.0
+    return Judgement(period, timing.makespan - period, lead, schedule)
+
+
+def _of(schedule: Schedule) -> Judgement:
+    lane = schedule.lane.schedule() if isinstance(schedule, CodedSchedule) else schedule  # lanes are alike
+    ends = [operations[-1].end for operations in lane.workers.values() if operations]
+    lead = max(ends) - min(ends) if schedule.problem.technique.staggered else 0.0
+    return Judgement(schedule.period, max(0.0, schedule.makespan - schedule.period), lead, schedule)
+
+
+def rate_problem(problem: Problem) -> Problem:
+    """One pipeline without failures whose stages are as fast as all live workers of ``problem`` together."""
+    live = problem.live_counts()
+    most = max(live)
+    slower = [most / count for count in live]
+    costs, memory, limit = problem.costs, problem.memory, problem.in_flight_limit
+
+    def each(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * factor for value, factor in zip(values, slower, strict=True))
+
+    return replace(
+        problem,
+        grid=Grid(1, problem.grid.stages, -(-problem.grid.global_microbatches // most)),
+        costs=replace(
+            costs,
+            forward=each(costs.forward),
+            backward_input=each(costs.backward_input),
+            backward_weight=each(costs.backward_weight),
+        ),
+        failed=frozenset(),
+        in_flight_limit=None
+        if limit is None
+        else tuple(max(1, int(n / f)) for n, f in zip(limit, slower, strict=True)),
+        memory=None if memory is None else _shared(memory, slower),
+    )
+
+
+def _shared(memory: Memory, slower: list[float]) -> Memory:
+    """Room for as many micro-batches as the workers of a stage have for each pipeline, at least for one."""
+    room = [max(memory.room(stage) / factor, memory.after_forward[stage]) for stage, factor in enumerate(slower)]
+    return replace(memory, capacity=tuple(map(sum, zip(memory.fixed, room, strict=True))))
+
+
+Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
+
+_LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which layers each stage holds, in all pipelines alike, and how many live workers serve it.
+
+    Args:
+        cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one. Bounds
+            within a layer: see :mod:`~lightning_recycle.planning.layouts.fractional_cuts`.
+        workers: live workers of each stage, at least one.
+
+    Raises:
+        ConfigurationError: when a stage has no layer, or no worker.
+    """
+
+    cuts: Bounds
+    workers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cuts", check_cuts(self.cuts))
+        object.__setattr__(self, "workers", tuple(self.workers))
+        if len(self.workers) != len(self.cuts) - 1 or min(self.workers) < 1:
+            raise ConfigurationError(
+                f"Layout(workers={self.workers!r}): give the live workers of each of the {len(self.cuts) - 1} stages, "
+                "at least one."
+            )
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Layers of each stage; of one that it shares its part."""
+        return tuple(rounded(end - begin) for begin, end in pairwise(self.cuts))
+
+    def stages_of(self, layer: int) -> tuple[int, ...]:
+        """The stages that hold ``layer``: one, or two that share it."""
+        return tuple(stage for stage, held in enumerate(held_ranges(self.cuts)) if layer in held)
+
+    def __str__(self) -> str:
+        sizes = "/".join(map(str, self.sizes))
+        return f"{sizes} layers on {'/'.join(map(str, self.workers))} workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Changing:
+    """What a change of the layout costs besides the bytes on the links.
+
+    Args:
+        switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
+            are built again.
+        stopped: whether training stands still anyhow at that moment, as in a recovery: then neither the switch nor the
+            pipelines that are filled again cost anything more.
+        least_gain: the smallest part of a period that a layout must save.
+        loss: seconds that the loss of all workers of a stage costs: the restart, and steps since the checkpoint.
+        record: how likely that is; None: it is not considered.
+    """
+
+    switch: float = 0.0
+    stopped: bool = False
+    least_gain: float = _LEAST_GAIN
+    loss: float = 0.0
+    record: FailureRecord | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("switch", "least_gain", "loss"):
+            at_least("Changing", name, getattr(self, name))
+
+    def risk(self, owners: Sequence[int]) -> float:
+        """Seconds that the next failure costs by the chance that it takes all of the owners of a part of the model."""
+        return self.loss * self.record.loss_chance(owners, sum(owners)) if self.record is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to go on, in numbers.
+
+    Args:
+        way: which one.
+        layout: cuts and workers by stage; of a way that is refused, those of now.
+        failed: vacant positions under it.
+        roles: new positions of the workers that change theirs, as sorted pairs (before, after).
+        period: predicted seconds of a step.
+        bound: a proven lower bound of it.
+        bytes: to be sent in all.
+        busiest: the most bytes that one worker sends or receives.
+        stall: seconds that training stands still for the change: the switch, the copies, and filling the pipelines
+            again.
+        risk: seconds that the next change costs by the chance that a stage is lost, more than with re-routing.
+        saved: seconds of training that it saves until the next change, stall and risk taken off; 0 for re-routing.
+        refused: why this way is not gone; empty otherwise.
+        judgement: the plan, if it was made, and how the period was found.
+        problem: what is to be planned for it; None for a way that could not be gone.
+    """
+
+    way: Way
+    layout: Layout
+    failed: frozenset[Worker]
+    period: float
+    bound: float = 0.0
+    roles: tuple[tuple[Worker, Worker], ...] = ()
+    bytes: float = 0.0
+    busiest: float = 0.0
+    stall: float = 0.0
+    risk: float = 0.0
+    saved: float = 0.0
+    refused: str = ""
+    judgement: Judgement | None = field(default=None, compare=False, repr=False)
+    problem: Problem | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.way}: {self.refused}"
+        text = f"{self.way}: {self.layout}, a step of {shown(self.period)}"
+        if self.way == "reroute":
+            return text
+        return (
+            f"{text}; {self.bytes / 1e6:.4g} MB to send, a stall of {shown(self.stall)}, "
+            f"saves {shown(self.saved)} until the next change"
+        )
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """What was chosen among which candidates.
+
+    Args:
+        chosen: the candidate with the most seconds saved.
+        candidates: one for each way, re-routing first.
+        next_change: seconds expected until the next change.
+    """
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    next_change: float
+
+    @property
+    def reroute(self) -> Candidate:
+        """The candidate that moves nothing."""
+        return self.candidates[0]
+
+    @property
+    def gain(self) -> float:
+        """By how much steps are faster than with re-routing alone, as a fraction of a period; 0 where nothing moves."""
+        return 1.0 - self.chosen.period / self.reroute.period if self.reroute.period else 0.0
+
+    def without_schedules(self) -> LayoutPlan:
+        """The figures alone, small enough for messages and history."""
+        bare = tuple(replace(candidate, judgement=None, problem=None) for candidate in self.candidates)
+        chosen = next(each for each, full in zip(bare, self.candidates, strict=True) if full is self.chosen)
+        return LayoutPlan(chosen, bare, self.next_change)
+
+    def expecting(self, next_change: float, changing: Changing | None = None) -> LayoutPlan:
+        """The choice among the same candidates if the next change is expected in that many seconds.
+
+        Args:
+            next_change: seconds expected until the next change.
+            changing: as it was planned with.
+        """
+        least = (changing or Changing()).least_gain
+        first = self.reroute
+        found = [
+            weighed(each, first, next_change, least) if each.problem is not None and each is not first else each
+            for each in self.candidates
+        ]
+        return LayoutPlan(chosen_of(found), tuple(found), next_change)
+
+    def why(self) -> tuple[str, ...]:
+        """The reasons in numbers: the choice first, then a line for each candidate."""
+        moved = f" ({100 * self.gain:.1f} % faster steps)" if self.gain else ""
+        until = f"{shown(self.next_change)} until the next change"
+        return (f"{self.chosen.way}{moved}; expected: {until}", *map(str, self.candidates))
+
+
+def chosen_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate that saves most; of those that save as much the first, which needs least."""
+    best = max((each for each in candidates if not each.refused), key=lambda each: each.saved)
+    return best if best.saved > 0 else candidates[0]
+
+
+def is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
+    """Whether ``one`` saves more; not if it shares more layers and is faster by less than ``sharing_gain``."""
+    shared = [len(shared_layers(each.layout.cuts)) for each in (one, other)]
+    if shared[0] != shared[1]:
+        least = sharing_gain * (1 if shared[0] > shared[1] else -1)
+        return one.period < other.period * (1 - least)
+    return (one.saved, -one.bytes) > (other.saved, -other.bytes)
+
+
+def weighed(candidate: Candidate, first: Candidate, next_change: float, least_gain: float) -> Candidate:
+    """The candidate with what it saves compared with ``first``; refused if that is nothing."""
+    gain = 1.0 - candidate.period / first.period
+    saved = gain * next_change - candidate.stall - candidate.risk
+    reason = ""
+    if gain < least_gain:
+        reason = f"its step of {shown(candidate.period)} is not shorter than {shown(first.period)}"
+    elif saved <= 0:
+        danger = f" and a risk of {shown(candidate.risk)}" if candidate.risk else ""
+        reason = (
+            f"a step is {100 * gain:.1f} % shorter, which in {shown(next_change)} does not pay for a stall "
+            f"of {shown(candidate.stall)}{danger}"
+        )
+    return replace(candidate, saved=saved, refused=reason)
+
+
+def shown(seconds: float) -> str:
+    """A time as candidates tell it."""
+    return f"{seconds:.4g} s"
