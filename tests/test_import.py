@@ -187,6 +187,9 @@ PRIVATE = {
     ],
     "lightning_recycle.session.loggers": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
     ],
     "lightning_recycle.session.session": [
         "lightning.pytorch:LightningModule._on_before_batch_transfer",
@@ -238,10 +241,6 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
     ],
 }
 

@@ -33,41 +33,34 @@ from weakref import ref
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging, Timer
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_recycle.data.batching import is_stream, yields_batches
-from lightning_recycle.data.steps import StepLoader
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.main_module import MainModule, MainPickler
-from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.recorded import RecordedModule
-from lightning_recycle.model.weights import weights_of
-from lightning_recycle.pickle_reductions import parametrize_class, reduced_array, written_class
-from lightning_recycle.session.hook_tables import TableKey, hooks_of, origin, put_hooks, table_of, tables_of
+from lightning_recycle.pickle_reductions import parametrize_class, reduced_array
+from lightning_recycle.session.object_attributes import (
+    MISSING,
+    TableKey,
+    attributes_of,
+    class_of,
+    hooks_of,
+    is_bound_to_process,
+    is_node,
+    put_hooks,
+    table_of,
+    tables_of,
+    vars_of,
+)
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.tensor_memory import memory_address
 
-__all__ = [
-    "LargeData",
-    "ObjectGraph",
-    "ObjectPack",
-    "callback_graph",
-    "home_graph",
-    "is_bound_to_process",
-    "user_graph",
-    "weights_by_name",
-    "weights_for",
-]
+__all__ = ["LargeData", "ObjectGraph", "ObjectPack"]
 
 Path: TypeAlias = str
 """A root and the attributes, keys and indices that lead from it to an object, such as ``module.net[0].p``."""
@@ -76,14 +69,8 @@ _LARGE = 1_000_000  # bytes
 _PIECE = 16 * 1024 * 1024  # bytes that one thread reads
 _LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
 _OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
-_MODULE_CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
-_VALUES = (type, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, BaseException, Tensor)
-_HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement
-_SHOWING = ("rich", "tqdm")  # libraries whose objects hold a terminal
-_FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -165,7 +152,7 @@ class ObjectGraph:
             if isinstance(value, (Tensor, np.ndarray)):
                 if _is_large_data(value) and not _is_in_module(path):
                     self.large.setdefault(path, value)
-            elif path in self._roots or (_is_node(value) and not isinstance(value, self._bound)):
+            elif path in self._roots or (is_node(value) and not isinstance(value, self._bound)):
                 self._nodes[path], self._paths[id(value)] = value, path
                 waiting += [(f"{path}.{name}", item) for name, item in reversed(self._state(path, value).items())]
             elif type(value) in _CONTAINERS and len(value) <= _LOOKS_INTO:
@@ -174,7 +161,7 @@ class ObjectGraph:
 
     def _state(self, path: Path, node: Any) -> dict[str, Any]:
         """The attributes of a node that are carried, and its hooks."""
-        found = _attributes(node, self._whole)
+        found = attributes_of(node, self._whole)
         if isinstance(node, (nn.Module, Optimizer)) and (hooks := hooks_of(node)):
             found[_HOOKS] = hooks
         if self._skipped:
@@ -292,7 +279,7 @@ class _Pickler(MainPickler):
         if key in graph._names:
             return "anchor", graph._names[key]
         if key in graph._paths:
-            return "node", graph._paths[key], _class_of(obj)
+            return "node", graph._paths[key], class_of(obj)
         if key in self._same:
             return "same", self._same[key]
         if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided:
@@ -336,7 +323,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         kind, name, *details = pid
         if kind == "anchor":
-            return self._anchors.get(name, self._nodes.get(name, _MISSING))
+            return self._anchors.get(name, self._nodes.get(name, MISSING))
         if kind == "node":
             return self._node(name, details[0])
         if kind == "same":
@@ -358,8 +345,8 @@ class _Unpickler(pickle.Unpickler):
         return self._loaded[name]
 
     def _node(self, path: Path, kind: type[Any]) -> Any:
-        here = self._nodes.get(path, _MISSING)
-        if here is not _MISSING and _class_of(here) is kind:
+        here = self._nodes.get(path, MISSING)
+        if here is not MISSING and class_of(here) is kind:
             return here
         if path not in self.made:
             self.made[path] = made = object.__new__(kind)
@@ -388,19 +375,19 @@ class _Update:
             self._write(node, states[path], stays.get(path, set()))
         for path, node in nodes.items():  # all parameters are what they are going to be
             if isinstance(node, (nn.Module, Optimizer)) and _HOOKS not in stays.get(path, set()):
-                tables = {key: self.merged(_MISSING, table) for key, table in hooks[path].items()}
+                tables = {key: self.merged(MISSING, table) for key, table in hooks[path].items()}
                 put_hooks(node, tables)
             if isinstance(node, nn.Module):
                 parametrize_class(node)
 
     def _write(self, node: Any, state: dict[str, Any], stays: set[str]) -> None:
-        before = _attributes(node, self._whole)
+        before = attributes_of(node, self._whole)
         for name in before.keys() - state.keys() - stays:
             object.__delattr__(node, name) if name not in vars_of(node) else vars_of(node).pop(name)
         for name, value in state.items():
-            if value is _MISSING:
+            if value is MISSING:
                 continue
-            now = self.merged(before.get(name, _MISSING), value)
+            now = self.merged(before.get(name, MISSING), value)
             if name in vars_of(node) or hasattr(node, "__dict__"):
                 vars_of(node)[name] = now
             else:
@@ -410,7 +397,7 @@ class _Update:
         """What stands for ``new`` where ``old`` is: ``old`` itself if it can hold that."""
         if id(new) in self._taken:
             return self._taken[id(new)]
-        if old is new or old is _MISSING or type(old) is not type(new) or id(old) in self._claimed:
+        if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed:
             old = None
         merge = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
         if merge is None:
@@ -452,15 +439,15 @@ class _Update:
         self.claim(target, new)
         found = [self.merged(b, n) for b, n in zip(_padded(before, len(new)), new, strict=True)]
         target.clear()
-        target.extend(value for value in found if value is not _MISSING)
+        target.extend(value for value in found if value is not MISSING)
         return target
 
     def mapping(self, old: Any, new: Any) -> Any:
         target = new if old is None else old
         self.claim(target, new)
-        found = {key: self.merged(_MISSING if old is None else old.get(key, _MISSING), v) for key, v in new.items()}
+        found = {key: self.merged(MISSING if old is None else old.get(key, MISSING), v) for key, v in new.items()}
         target.clear()
-        target.update({key: value for key, value in found.items() if value is not _MISSING})
+        target.update({key: value for key, value in found.items() if value is not MISSING})
         return target
 
     def generator(self, old: Any, new: Any) -> Any:
@@ -490,93 +477,7 @@ _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
 
 def _padded(values: list[Any], length: int) -> Iterator[Any]:
     for index in range(length):
-        yield values[index] if index < len(values) else _MISSING
-
-
-# ---------------------------------------------------------------------- objects and their attributes
-
-
-def _class_of(node: Any) -> type[Any]:
-    """The class that the user has written."""
-    kind: type[Any] = getattr(type(node), "_disguised_from", None) or written_class(node)
-    return kind
-
-
-def _is_node(value: Any) -> bool:
-    """Whether ``value`` is an object of attributes, which can be written into another one of its class."""
-    kind = type(value)
-    if isinstance(value, _VALUES) or not _is_python(kind) or not (hasattr(value, "__dict__") or _slots(kind)):
-        return False
-    if isinstance(value, (nn.Module, DataLoader)):
-        return True
-    params = getattr(kind, "__dataclass_params__", None)
-    if (callable(value) and kind.__module__ in ("builtins", "functools", "types")) or (params and params.frozen):
-        return False
-    plain = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
-    state = getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
-    return plain and state and not hasattr(kind, "__setstate__")
-
-
-def _is_python(kind: type[Any]) -> bool:
-    """Whether objects of ``kind`` have nothing but attributes: no base of it is written in C."""
-    return all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
-
-
-def _is_own(value: Any) -> bool:
-    """Whether ``value`` is part of its process: an object of this package, a bar on its terminal."""
-    own = type(value).__module__.startswith("lightning_recycle.") and not isinstance(value, type)
-    shows = any(base.__module__.partition(".")[0] in _SHOWING for base in type(value).__mro__)
-    return isinstance(value, AbsentLayer) or shows or (own and not isinstance(value, nn.Module))
-
-
-def _slots(kind: type[Any]) -> list[str]:
-    names = [name for base in kind.__mro__ for name in _as_names(vars(base).get("__slots__", ()))]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
-def _as_names(slots: Any) -> Sequence[str]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def vars_of(owner: Any) -> dict[str, Any]:
-    """The attributes of ``owner`` that lie in a dict; those of slots are not among them."""
-    return getattr(owner, "__dict__", {})
-
-
-def _attributes(owner: Any, whole: bool = True) -> dict[str, Any]:
-    """The attributes of ``owner`` that are carried, but not methods that a framework has replaced on the object itself.
-
-    ``whole``: with parameters, buffers and submodules.
-    """
-    if isinstance(owner, Optimizer):  # it has a state dict
-        return {}
-    kind, hidden = type(owner), _hidden(owner)
-    if not whole and isinstance(owner, nn.Module):
-        hidden = hidden | {*_MODULE_CONTENTS}
-    found = {name: value for name, value in vars_of(owner).items() if name not in hidden}
-    for name in _slots(kind):
-        if (value := getattr(owner, name, _MISSING)) is not _MISSING:
-            found[name] = value
-    return {name: value for name, value in found.items() if not _is_wrapped(kind, name, value)}
-
-
-def _is_wrapped(kind: type[Any], name: str, value: Any) -> bool:
-    """Whether ``value`` is what a framework has put in the place of a method of ``kind``."""
-    is_method = callable(value) and callable(getattr(kind, name, None))
-    return is_method and origin(value).partition(".")[0] in _FRAMEWORKS
-
-
-def _hidden(owner: Any) -> frozenset[str]:
-    """Attributes that the process itself keeps in an object."""
-    if isinstance(owner, pl.LightningModule):
-        return _OF_LIGHTNING_MODULES
-    return _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
-
-
-_OF_MODULES = frozenset({*vars(nn.Module())} - {*_MODULE_CONTENTS})
-_OF_LIGHTNING_MODULES = frozenset(
-    {*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"} - {*_MODULE_CONTENTS}
-)
+        yield values[index] if index < len(values) else MISSING
 
 
 def _is_large_data(value: Any) -> bool:
@@ -606,150 +507,3 @@ def _sign(value: Any) -> Any:
     pieces = [data[begin : begin + _PIECE].data for begin in range(0, len(data), _PIECE)]
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:  # it runs without the GIL
         return value.shape, tuple(pool.map(zlib.crc32, pieces))
-
-
-# ---------------------------------------------------------------------- the user's objects
-
-
-def is_bound_to_process(callback: Any) -> bool:
-    """Whether the attributes of a callback belong to its process: its state dict is carried, no more.
-
-    It shows or measures something there, or decides by them whether it has set up the optimizer (averages).
-    """
-    return isinstance(callback, (ProgressBar, Timer, StochasticWeightAveraging)) or _is_own(callback)
-
-
-def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
-    """What the state dict of ``module`` holds, to be left out of a pack: it goes by itself."""
-    weights = weights_of(module)
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
-
-
-def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict[Path, Tensor]:
-    """What takes the place of the weights that were left out of a pack: those of ``module``; where it has none of that
-    name and shape, those of ``state``.
-    """
-    given = {f"weight {name}": tensor for name, tensor in state.items()}
-    own = weights_by_name(module).items()
-    return {**given, **{name: t for name, t in own if name not in given or given[name].shape == t.shape}}
-
-
-def user_graph(trainer: pl.Trainer) -> ObjectGraph:
-    """The graph of the module, the callbacks, the data module, the DataLoaders of the training, and optimizers' hooks.
-
-    Streams are no part of it: each worker has its own place in them.
-    """
-    loops = {"train": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop}
-    combined = {name: vars(loop).get("_combined_loader") for name, loop in loops.items()}
-    loaders = {
-        f"{name} loader {i}": loader.dataloader
-        for name, loaders in combined.items()
-        if isinstance(loaders, CombinedLoader)
-        for i, loader in enumerate(loaders.flattened)
-        if isinstance(loader, StepLoader)
-    }
-    streams = _streams(loaders)
-    roots = {
-        "module": trainer.lightning_module,
-        **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
-        "datamodule": getattr(trainer, "datamodule", None),
-        **{name: loader for name, loader in loaders.items() if name not in streams},
-        **_optimizers(trainer),
-        "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
-    }
-    anchors = {**_anchors(trainer), **_callbacks(trainer), **streams}
-    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
-
-
-class CallbackList:
-    """The callbacks of a Trainer, as an object that has them."""
-
-    def __init__(self, callbacks: list[Any]) -> None:
-        self.callbacks = callbacks
-
-
-def home_graph(
-    trainer: pl.Trainer,
-    callbacks: Sequence[Any],
-    data: Mapping[str, Any],
-    modules: Mapping[str, nn.Module],
-    whole: bool,
-    shared: bool = True,
-    skipped: Collection[Path] = (),
-) -> ObjectGraph:
-    """The graph of the user's objects that a worker and the launching process have, at the end of a run.
-
-    Args:
-        trainer: the Trainer.
-        callbacks: its callbacks when the run began.
-        data: the data module and collections of DataLoaders that its function was given, by name.
-        modules: the module and its submodules that are carried, by name.
-        whole: as in :class:`ObjectGraph`; then ``modules`` is the module.
-        shared: whether it has what is no module, too: callbacks, data, the profiler.
-        skipped: as in :class:`ObjectGraph`.
-    """
-    named = {f"callback {i}": callback for i, callback in enumerate(callbacks)}
-    others = {
-        **named,
-        **data,
-        "profiler": getattr(trainer, "profiler", None),
-    }
-    roots: dict[str, Any] = {f"module {n}": m for n, m in modules.items() if not isinstance(m, AbsentLayer)}
-    if shared:
-        roots |= {name: value for name, value in others.items() if name not in named or not _is_own(value)}
-        roots["callbacks"] = CallbackList(trainer.callbacks)  # type: ignore[attr-defined]
-    loaders = {name: tree_leaves(value) for name, value in data.items() if name.endswith("loaders")}
-    anchors = {
-        **({} if whole else {f"module {n}": module for n, module in trainer.lightning_module.named_modules()}),
-        **others,
-        **_anchors(trainer),
-        **_streams({f"{name} {i}": value for name, leaves in loaders.items() for i, value in enumerate(leaves)}),
-    }
-    own = {id(value) for value in roots.values()}
-    return ObjectGraph(roots, {n: value for n, value in anchors.items() if id(value) not in own}, whole, skipped)
-
-
-def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
-    """The graph of ``callbacks`` alone, with neither the module nor its parts."""
-    module, wanted = trainer.lightning_module, {id(callback) for callback in callbacks}
-    anchors = {
-        **_anchors(trainer),
-        **{f"module {name}": part for name, part in module.named_modules()},
-        **{f"weight {name}": tensor for name, tensor in [*module.named_parameters(), *module.named_buffers()]},
-        "datamodule": getattr(trainer, "datamodule", None),
-        **_callbacks(trainer),
-    }
-    roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in wanted}
-    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
-
-
-def _streams(loaders: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``loaders`` that are streams, by name, and their datasets: each worker has its own place in them."""
-    streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
-    return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
-
-
-def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
-    """The callbacks that all workers had when they began; a hook may have added or removed some since."""
-    session: Any = trainer.strategy.session  # type: ignore[attr-defined]
-    return {f"callback {i}": callback for i, callback in enumerate(session.callbacks)}
-
-
-def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
-    return {f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
-
-
-def _anchors(trainer: pl.Trainer) -> dict[str, Any]:
-    """What belongs to the Trainer of a process."""
-    own = (type(trainer.lightning_module), pl.LightningDataModule)
-    parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
-    return {
-        "trainer": trainer,
-        **{f"trainer.{name}": value for name, value in parts.items() if not isinstance(value, own)},
-        "strategy": trainer.strategy,
-        "precision": trainer.precision_plugin,
-        **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
-        **_optimizers(trainer),
-        **{f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)},
-    }

@@ -22,19 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
-from torchmetrics.wrappers import MetricTracker, Running
-from torchmetrics.wrappers.abstract import WrapperMetric
+from torchmetrics.wrappers import MetricTracker
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects
+from lightning_recycle.session.metric_states import (
+    MetricStates,
+    add_states,
+    has_gained,
+    metric_states,
+    set_metric_states,
+    states_on,
+)
 from lightning_recycle.session.optimizer_states import to_cpu
 from lightning_recycle.session.tensor_codec import pack_tensors, unpack_tensors
 
-__all__ = ["LoggerCall", "OutputRecorder", "Recording", "Returned", "metric_states", "set_metric_states"]
-
-_States = dict[str, Any]
+__all__ = ["LoggerCall", "OutputRecorder", "Recording", "Returned"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class _Record:
 
     samples: int
     logs: tuple[tuple[str, Any, dict[str, Any]], ...]
-    metrics: dict[str, _States]
+    metrics: dict[str, MetricStates]
     result: Any
     changes: tuple[Effect, ...]
 
@@ -93,7 +97,7 @@ class Recording:
     """What happened in a block: as in :class:`_Record`; whoever records sets ``result``."""
 
     logs: tuple[tuple[str, Any, dict[str, Any]], ...] = ()
-    metrics: dict[str, _States] = field(default_factory=dict)
+    metrics: dict[str, MetricStates] = field(default_factory=dict)
     result: Any = None
     changes: tuple[Effect, ...] = ()
 
@@ -162,7 +166,7 @@ class OutputRecorder:
                 yield recording
             recording.changes = tuple(changes)
             recording.logs = tuple(self._portable(*log) for log in module.recorded_logs)
-            recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if _has_gained(m)}
+            recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if has_gained(m)}
             for name, length in self._tracked().items():
                 if length != self._lengths[name]:
                     raise UnsupportedFeatureError(
@@ -231,7 +235,9 @@ class OutputRecorder:
         for path, metric in self._metrics.items():
             gained = [record.metrics[path] for record in ordered if path in record.metrics]
             if gained:
-                _add(metric, path, [_to(states, device) for states in gained], keep_step_value=path in wanted)
+                add_states(
+                    metric, path, [states_on(states, device) for states in gained], keep_step_value=path in wanted
+                )
         self.collected.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
@@ -333,139 +339,3 @@ def _mean(parts: Sequence[Any], samples: Sequence[int]) -> Tensor:
 
 def _in_a_row(parts: Sequence[Any]) -> Any:
     return torch.stack(list(parts)) if all(isinstance(part, Tensor) for part in parts) else list(parts)
-
-
-# ---------------------------------------------------------------------- states of a metric
-
-
-def metric_states(metric: Metric) -> _States:
-    """What ``metric`` has accumulated, with its caches."""
-    names = (*_state_names(metric), "_update_count", "_forward_cache", "_computed")
-    # Some metrics extend lists in place.
-    return {n: list(v) if isinstance(v := getattr(metric, n), list) else v for n in names}
-
-
-def set_metric_states(metric: Metric, states: _States) -> None:
-    """Restores what :func:`metric_states` returned."""
-    for name, value in states.items():
-        setattr(metric, name, list(value) if isinstance(value, list) else value)
-
-
-_INSEPARABLE = {
-    "MinMaxMetric": "it keeps extremes of what it computed. Log the metric inside it, and take the extremes in a"
-    " hook such as on_validation_epoch_end.",
-    "BootStrapper": "it draws samples of the whole batch. Log the metric inside it, or keep predictions and targets in"
-    " CatMetric, and draw from these in a hook such as on_validation_epoch_end.",
-    "NormalizedRootMeanSquaredError": "torchmetrics does not put more than two parts together. Log"
-    " MeanSquaredError(squared=False), and divide it in a hook such as on_validation_epoch_end.",
-}
-"""Metrics of torchmetrics that work on whole batches alone, and the remedy."""
-
-
-def _state_names(metric: Metric) -> tuple[str, ...]:
-    if isinstance(metric, Running):
-        return (*metric._defaults, "_num_vals_seen")
-    return () if isinstance(metric, WrapperMetric) else tuple(metric._defaults)  # the metrics inside have the states
-
-
-def _has_gained(metric: Metric) -> bool:
-    """Whether ``metric`` was updated since its reset. Wrappers do not count, and some begin at 1."""
-    if isinstance(metric, Running):
-        return bool(metric._num_vals_seen)
-    if isinstance(metric, WrapperMetric):
-        _, *inner = metric.modules()
-        return any(_has_gained(module) for module in inner if isinstance(module, Metric))
-    return bool(metric._update_count)
-
-
-def _add(metric: Metric, path: str, gained: Sequence[_States], keep_step_value: bool) -> None:
-    """Adds what ``metric`` gained in a step; with ``keep_step_value`` its step value becomes that of the step alone."""
-    before = metric_states(metric)
-    if isinstance(metric, Running):
-        set_metric_states(metric, _moved_on(metric, path, before, gained))
-        return
-    if reason := _INSEPARABLE.get(type(metric).__name__):
-        raise UnsupportedFeatureError(
-            f"The metric {path} ({type(metric).__name__}) cannot be put together from parts of a batch: {reason}"
-        )
-    if isinstance(metric, WrapperMetric):
-        return
-    step = gained[0]
-    for more in gained[1:]:
-        step = _merged(metric, path, step, more)
-    value = None
-    if keep_step_value:
-        set_metric_states(metric, {**step, "_computed": None})
-        value = metric.compute()
-    set_metric_states(metric, _merged(metric, path, before, step) if before["_update_count"] else step)
-    metric._forward_cache = value
-    metric._computed = None
-
-
-def _moved_on(metric: Running, path: str, before: _States, gained: Sequence[_States]) -> _States:
-    """States of a window that moves on once for each update of a step, not of a micro-batch."""
-    states, window, base = dict(before), metric.window, metric.base_metric
-    updates = max(states["_num_vals_seen"] for states in gained)
-    for update in range(max(0, updates - window), updates):
-        parts = [
-            {**{key: part[f"{key}_{update % window}"] for key in base._defaults}, "_update_count": 1}
-            for part in gained
-            if update < part["_num_vals_seen"]
-        ]
-        step = parts[0]
-        for more in parts[1:]:
-            step = _merged(base, path, step, more)
-        place = (before["_num_vals_seen"] + update) % window
-        states.update({f"{key}_{place}": step[key] for key in base._defaults})
-    states["_num_vals_seen"] += updates
-    states["_update_count"] += max(states["_update_count"] for states in gained)
-    return {**states, "_forward_cache": None, "_computed": None}
-
-
-def _merged(metric: Metric, path: str, a: _States, b: _States) -> _States:
-    counts = (a["_update_count"], b["_update_count"])
-    merged: _States = {"_update_count": sum(counts), "_forward_cache": None, "_computed": None}
-    for name, reduction in metric._reductions.items():
-        x, y = a[name], b[name]
-        if (isinstance(x, list) and isinstance(y, list)) or reduction is dim_zero_sum:
-            merged[name] = x + y
-        elif reduction is dim_zero_mean:
-            merged[name] = (x * counts[0] + y * counts[1]) / sum(counts)
-        elif reduction is dim_zero_max:
-            merged[name] = torch.maximum(x, y)
-        elif reduction is dim_zero_min:
-            merged[name] = torch.minimum(x, y)
-        elif reduction is dim_zero_cat:
-            merged[name] = torch.cat([torch.atleast_1d(x), torch.atleast_1d(y)])
-        elif reduction is None and type(metric).compute.__module__.startswith("torchmetrics."):
-            single = torch.as_tensor(metric._defaults[name]).ndim
-            merged[name] = torch.cat([part if part.ndim > single else part[None] for part in (x, y)])
-        elif callable(reduction) and _is_associative(reduction, x, y):
-            merged[name] = reduction(torch.stack([x, y]))
-        else:
-            raise UnsupportedFeatureError(
-                f"The metric {path} ({type(metric).__name__}) has the state {name!r}, whose dist_reduce_fx is"
-                f" {reduction!r}: how to put together what it gains from parts of a batch is not known. Give add_state"
-                " dist_reduce_fx='sum', 'mean', 'max', 'min' or 'cat', or a function for which the order does not"
-                " matter in which parts are put together."
-            )
-    return merged
-
-
-def _is_associative(reduction: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> bool:
-    """Whether parts can be put together one after another (a mean of means is not the mean)."""
-
-    def of(a: Tensor, b: Tensor) -> Tensor:
-        return reduction(torch.stack([a, b]))
-
-    left, right = of(of(x, y), y), of(x, of(y, y))
-    return left.shape == right.shape == x.shape and torch.allclose(left, right, rtol=1e-4, equal_nan=True)
-
-
-def _to(states: _States, device: torch.device) -> _States:
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device)
-        return [move(item) for item in value] if isinstance(value, list) else value
-
-    return {name: move(value) for name, value in states.items()}

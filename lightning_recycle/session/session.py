@@ -67,7 +67,6 @@ from lightning_recycle.session.commit_requirements import (
     scaler_of,
 )
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.hook_tables import number_hooks
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.loggers import LogRelay, keep_files, spare_moves
 from lightning_recycle.session.loops import (
@@ -79,7 +78,8 @@ from lightning_recycle.session.loops import (
 )
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.microbatch_state import ManualStepState
-from lightning_recycle.session.object_graph import LargeData, ObjectPack, user_graph, weights_by_name, weights_for
+from lightning_recycle.session.object_attributes import number_hooks
+from lightning_recycle.session.object_graph import LargeData, ObjectPack
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import (
     StageState,
@@ -97,6 +97,7 @@ from lightning_recycle.session.reporting_callbacks import (
 from lightning_recycle.session.requirements import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.snapshot import WorkerSnapshot, join_before_batch, restore_snapshot, take_snapshot
 from lightning_recycle.session.stage_layers import StageLayers
+from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
 from lightning_recycle.session.weight_callbacks import (
     Finetuning,
     Pruning,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
 from types import NoneType
@@ -24,20 +24,17 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.hook_side_effects import SideEffectState
+from lightning_recycle.session.loggers import LoggedValue, logged_values, result_metric
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, addressed_loaders, share_of_batch
-from lightning_recycle.session.object_graph import LargeData, ObjectPack, is_bound_to_process, user_graph
+from lightning_recycle.session.object_attributes import is_bound_to_process
+from lightning_recycle.session.object_graph import LargeData, ObjectPack
+from lightning_recycle.session.user_objects import user_graph
 from lightning_recycle.session.weight_callbacks import WeightAverages, load_trained, take_pruned_form, trained
 
 __all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "settings_of", "take_snapshot"]
@@ -59,17 +56,6 @@ _PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts th
     "fit_loop.epoch_loop.automatic_optimization": ("_skip_backward",),
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
-
-
-@dataclass(frozen=True)
-class _Logged:
-    """One value that was logged in this epoch: its key, the arguments of ``self.log``, and what it accumulated."""
-
-    key: str
-    meta: dict[str, Any]
-    sync: dict[str, Any]
-    is_tensor: bool
-    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -107,7 +93,7 @@ class WorkerSnapshot:
     precision: dict[str, Any]
     loops: dict[str, Any]
     orders: tuple[tuple[dict[str, Any], ...], ...]
-    results: tuple[tuple[_Logged, ...], ...]
+    results: tuple[tuple[LoggedValue, ...], ...]
     attributes: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
     averages: list[dict[str, Any]]
@@ -140,7 +126,7 @@ def take_snapshot(
         precision=trainer.precision_plugin.state_dict(),
         loops=trainer.fit_loop.state_dict(),
         orders=tuple(tuple(source.order() for source in addressed_loaders(loop)) for loop in _loops(trainer)),
-        results=tuple(_logged(attrgetter(path)(trainer)._results) for path in _RESULTS),
+        results=tuple(logged_values(attrgetter(path)(trainer)._results) for path in _RESULTS),
         attributes={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
         callbacks={
             key: state
@@ -229,7 +215,7 @@ def restore_snapshot(
     for path, logged in zip(_RESULTS, snapshot.results, strict=True):
         results = attrgetter(path)(trainer)._results
         results.clear()
-        results.update({one.key: _result_metric(trainer, one) for one in logged})
+        results.update({one.key: result_metric(trainer, one) for one in logged})
     for path, attributes in snapshot.attributes.items():
         _set_attributes(_at(trainer, path), attributes)
     call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(snapshot.callbacks)})
@@ -274,31 +260,6 @@ def settings_of(owner: Any, private: Collection[str] = ()) -> dict[str, Any]:
 def _set_attributes(owner: Any, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         setattr(owner, name, copy(value))
-
-
-def _logged(results: _ResultCollection) -> tuple[_Logged, ...]:
-    found = []
-    for key, metric in results.items():
-        meta = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata) if f.name != "_sync"}
-        sync = {f.name: getattr(metric.meta.sync, f.name) for f in fields(_Sync) if f.name != "fn"}
-        names = ["_forward_cache", "_computed", "_update_count", "has_reset"]
-        if metric.is_tensor:  # otherwise the value is the module's own metric
-            names += metric._defaults
-        attributes = {name: getattr(metric, name) for name in names}
-        found.append(_Logged(key, meta, sync, metric.is_tensor, attributes))
-    return tuple(found)
-
-
-def _result_metric(trainer: pl.Trainer, logged: _Logged) -> _ResultMetric:
-    meta = _Metadata(**logged.meta)
-    meta.sync = _Sync(fn=trainer.strategy.reduce, **logged.sync)
-    metric = _ResultMetric(meta, logged.is_tensor)
-    for name, value in logged.attributes.items():
-        setattr(metric, name, value)
-    if not logged.is_tensor:
-        assert meta.metric_attribute is not None
-        metric.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
-    return metric.to(trainer.strategy.root_device)
 
 
 def load_progress(loop: _Loop, state: dict[str, Any], prefix: str = "") -> None:

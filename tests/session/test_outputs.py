@@ -12,7 +12,8 @@ from torchmetrics import Metric, aggregation, regression
 from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session.outputs import Returned, _add, metric_states
+from lightning_recycle.session.metric_states import add_states, metric_states
+from lightning_recycle.session.outputs import Returned
 
 
 class Pair(NamedTuple):
@@ -85,7 +86,7 @@ def in_parts(metric: Metric, seen: Any, steps: int, parts: int) -> Metric:
             alone.reset()
             alone.update(*part)
             gained.append(metric_states(alone))
-        _add(metric, "metric", gained, keep_step_value=True)
+        add_states(metric, "metric", gained, keep_step_value=True)
     return metric
 
 

@@ -1,0 +1,240 @@
+"""Attributes and hooks of a user's object that are carried to another process.
+
+Concept: an object of plain attributes is carried as these, a module with its parameters, buffers and submodules. torch
+keeps hooks in *tables*, dicts from a number to a function, and a handle removes a hook by its table and
+number. A table also holds hooks of this package, which belong to the process and are left alone. The attributes that
+users give to a parameter are a table, too.
+
+Contract: tables are changed in place, so handles stay valid. Numbers count up in each process; :func:`number_hooks`
+gives each worker a range of numbers, so that hooks of a donor and of its replacement never have the same number.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging, Timer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.pickle_reductions import written_class
+
+__all__ = [
+    "MISSING",
+    "HookTables",
+    "TableKey",
+    "attributes_of",
+    "class_of",
+    "hooks_of",
+    "is_bound_to_process",
+    "is_node",
+    "is_own",
+    "number_hooks",
+    "origin",
+    "put_hooks",
+    "table_of",
+    "tables_of",
+    "vars_of",
+]
+
+TableKey: TypeAlias = tuple[str, str]
+"""The name of a parameter, empty for the owner itself, and the name of the table."""
+
+HookTables: TypeAlias = dict[TableKey, dict[Any, Any]]
+
+_PARAMETER_TABLES = ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _table_names(owner: Any) -> tuple[str, ...]:
+    return tuple(name for name, value in vars(owner).items() if isinstance(value, dict) and "_hooks" in name)
+
+
+_MODULE_TABLES = _table_names(nn.Module())
+_OPTIMIZER_TABLES = _table_names(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0))
+
+
+def number_hooks(rank: int, incarnation: int) -> None:
+    """Starts the numbers of the hooks of this process in the range of this worker."""
+    RemovableHandle.next_id = max(RemovableHandle.next_id, (incarnation << 48) + ((rank + 1) << 32))
+
+
+def tables_of(owner: Any) -> Iterator[tuple[TableKey, dict[Any, Any]]]:
+    """The hook tables of a module, with those of its parameters, or of an optimizer."""
+    values = vars(owner)
+    for name in _MODULE_TABLES if isinstance(owner, nn.Module) else _OPTIMIZER_TABLES:
+        if name in values:
+            yield ("", name), values[name]
+    for parameter_name, parameter in values.get("_parameters", {}).items():
+        for name in _PARAMETER_TABLES:
+            if (table := getattr(parameter, name, None)) is not None:
+                yield (parameter_name, name), table
+
+
+def table_of(owner: Any, key: TableKey) -> dict[Any, Any]:
+    """The table with this key, made if the parameter has none yet."""
+    parameter_name, name = key
+    holder = owner._parameters[parameter_name] if parameter_name else owner
+    if getattr(holder, name, None) is None:
+        setattr(holder, name, OrderedDict())
+    table: dict[Any, Any] = getattr(holder, name)
+    return table
+
+
+def hooks_of(owner: Any) -> HookTables:
+    """The hooks that users registered on ``owner``, a module or an optimizer; only tables that have any."""
+    filled = [(key, table) for key, table in tables_of(owner) if table]
+    ours = _ours(table for _, table in filled)
+    found = {key: {number: hook for number, hook in table.items() if number not in ours} for key, table in filled}
+    return {key: table for key, table in found.items() if table}
+
+
+def put_hooks(owner: Any, hooks: Mapping[TableKey, Mapping[Any, Any]]) -> None:
+    """Replaces the hooks that users registered on ``owner`` by ``hooks``."""
+    tables = dict(tables_of(owner))
+    ours = _ours(tables.values())
+    for key in {**tables, **hooks}:
+        table = table_of(owner, key)
+        kept = {number: hook for number, hook in table.items() if number in ours}
+        table.clear()
+        table.update({**hooks.get(key, {}), **kept})
+
+
+def _ours(tables: Iterable[Mapping[Any, Any]]) -> set[int]:
+    """The numbers of the hooks of this package."""
+    return {
+        number
+        for table in tables
+        for number, hook in table.items()
+        if callable(hook) and origin(hook).startswith("lightning_recycle.")
+    }
+
+
+def origin(function: Any) -> str:
+    """The name of the module whose code a callable runs, whatever it is wrapped in."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        function = function.__func__
+    names = getattr(function, "__globals__", None)
+    return str(type(function).__module__ if names is None else names.get("__name__", ""))
+
+
+_MODULE_CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
+
+
+_VALUES = (type, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, BaseException, Tensor)
+
+
+_HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement
+
+
+_SHOWING = ("rich", "tqdm")  # libraries whose objects hold a terminal
+
+
+_FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+
+
+MISSING = object()
+
+
+def class_of(node: Any) -> type[Any]:
+    """The class that the user has written."""
+    kind: type[Any] = getattr(type(node), "_disguised_from", None) or written_class(node)
+    return kind
+
+
+def is_node(value: Any) -> bool:
+    """Whether ``value`` is an object of attributes, which can be written into another one of its class."""
+    kind = type(value)
+    if isinstance(value, _VALUES) or not _is_python(kind) or not (hasattr(value, "__dict__") or _slots(kind)):
+        return False
+    if isinstance(value, (nn.Module, DataLoader)):
+        return True
+    params = getattr(kind, "__dataclass_params__", None)
+    if (callable(value) and kind.__module__ in ("builtins", "functools", "types")) or (params and params.frozen):
+        return False
+    plain = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
+    state = getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+    return plain and state and not hasattr(kind, "__setstate__")
+
+
+def _is_python(kind: type[Any]) -> bool:
+    """Whether objects of ``kind`` have nothing but attributes: no base of it is written in C."""
+    return all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+
+
+def is_own(value: Any) -> bool:
+    """Whether ``value`` is part of its process: an object of this package, a bar on its terminal."""
+    own = type(value).__module__.startswith("lightning_recycle.") and not isinstance(value, type)
+    shows = any(base.__module__.partition(".")[0] in _SHOWING for base in type(value).__mro__)
+    return isinstance(value, AbsentLayer) or shows or (own and not isinstance(value, nn.Module))
+
+
+def _slots(kind: type[Any]) -> list[str]:
+    names = [name for base in kind.__mro__ for name in _as_names(vars(base).get("__slots__", ()))]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _as_names(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def vars_of(owner: Any) -> dict[str, Any]:
+    """The attributes of ``owner`` that lie in a dict; those of slots are not among them."""
+    return getattr(owner, "__dict__", {})
+
+
+def attributes_of(owner: Any, whole: bool = True) -> dict[str, Any]:
+    """The attributes of ``owner`` that are carried, but not methods that a framework has replaced on the object itself.
+
+    ``whole``: with parameters, buffers and submodules.
+    """
+    if isinstance(owner, Optimizer):  # it has a state dict
+        return {}
+    kind, hidden = type(owner), _hidden(owner)
+    if not whole and isinstance(owner, nn.Module):
+        hidden = hidden | {*_MODULE_CONTENTS}
+    found = {name: value for name, value in vars_of(owner).items() if name not in hidden}
+    for name in _slots(kind):
+        if (value := getattr(owner, name, MISSING)) is not MISSING:
+            found[name] = value
+    return {name: value for name, value in found.items() if not _is_wrapped(kind, name, value)}
+
+
+def _is_wrapped(kind: type[Any], name: str, value: Any) -> bool:
+    """Whether ``value`` is what a framework has put in the place of a method of ``kind``."""
+    is_method = callable(value) and callable(getattr(kind, name, None))
+    return is_method and origin(value).partition(".")[0] in _FRAMEWORKS
+
+
+def _hidden(owner: Any) -> frozenset[str]:
+    """Attributes that the process itself keeps in an object."""
+    if isinstance(owner, pl.LightningModule):
+        return _OF_LIGHTNING_MODULES
+    return _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
+
+
+_OF_MODULES = frozenset({*vars(nn.Module())} - {*_MODULE_CONTENTS})
+
+
+_OF_LIGHTNING_MODULES = frozenset(
+    {*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"} - {*_MODULE_CONTENTS}
+)
+
+
+def is_bound_to_process(callback: Any) -> bool:
+    """Whether the attributes of a callback belong to its process: its state dict is carried, no more.
+
+    It shows or measures something there, or decides by them whether it has set up the optimizer (averages).
+    """
+    return isinstance(callback, (ProgressBar, Timer, StochasticWeightAveraging)) or is_own(callback)

@@ -1,0 +1,159 @@
+"""Graphs of the objects of a run that users keep state in: module, callbacks, data module, DataLoaders, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_recycle.data.batching import is_stream, yields_batches
+from lightning_recycle.data.steps import StepLoader
+from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.model.weights import weights_of
+from lightning_recycle.session.object_attributes import (
+    is_bound_to_process,
+    is_own,
+)
+from lightning_recycle.session.object_graph import ObjectGraph, Path
+
+__all__ = ["CallbackList", "callback_graph", "home_graph", "user_graph", "weights_by_name", "weights_for"]
+
+
+def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
+    """What the state dict of ``module`` holds, to be left out of a pack: it goes by itself."""
+    weights = weights_of(module)
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
+
+
+def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict[Path, Tensor]:
+    """What takes the place of the weights that were left out of a pack: those of ``module``; where it has none of that
+    name and shape, those of ``state``.
+    """
+    given = {f"weight {name}": tensor for name, tensor in state.items()}
+    own = weights_by_name(module).items()
+    return {**given, **{name: t for name, t in own if name not in given or given[name].shape == t.shape}}
+
+
+def user_graph(trainer: pl.Trainer) -> ObjectGraph:
+    """The graph of the module, the callbacks, the data module, the DataLoaders of the training, and optimizers' hooks.
+
+    Streams are no part of it: each worker has its own place in them.
+    """
+    loops = {"train": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop}
+    combined = {name: vars(loop).get("_combined_loader") for name, loop in loops.items()}
+    loaders = {
+        f"{name} loader {i}": loader.dataloader
+        for name, loaders in combined.items()
+        if isinstance(loaders, CombinedLoader)
+        for i, loader in enumerate(loaders.flattened)
+        if isinstance(loader, StepLoader)
+    }
+    streams = _streams(loaders)
+    roots = {
+        "module": trainer.lightning_module,
+        **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
+        "datamodule": getattr(trainer, "datamodule", None),
+        **{name: loader for name, loader in loaders.items() if name not in streams},
+        **_optimizers(trainer),
+        "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
+    }
+    anchors = {**_anchors(trainer), **_callbacks(trainer), **streams}
+    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
+
+
+class CallbackList:
+    """The callbacks of a Trainer, as an object that has them."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self.callbacks = callbacks
+
+
+def home_graph(
+    trainer: pl.Trainer,
+    callbacks: Sequence[Any],
+    data: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
+    whole: bool,
+    shared: bool = True,
+    skipped: Collection[Path] = (),
+) -> ObjectGraph:
+    """The graph of the user's objects that a worker and the launching process have, at the end of a run.
+
+    Args:
+        trainer: the Trainer.
+        callbacks: its callbacks when the run began.
+        data: the data module and collections of DataLoaders that its function was given, by name.
+        modules: the module and its submodules that are carried, by name.
+        whole: as in :class:`ObjectGraph`; then ``modules`` is the module.
+        shared: whether it has what is no module, too: callbacks, data, the profiler.
+        skipped: as in :class:`ObjectGraph`.
+    """
+    named = {f"callback {i}": callback for i, callback in enumerate(callbacks)}
+    others = {
+        **named,
+        **data,
+        "profiler": getattr(trainer, "profiler", None),
+    }
+    roots: dict[str, Any] = {f"module {n}": m for n, m in modules.items() if not isinstance(m, AbsentLayer)}
+    if shared:
+        roots |= {name: value for name, value in others.items() if name not in named or not is_own(value)}
+        roots["callbacks"] = CallbackList(trainer.callbacks)  # type: ignore[attr-defined]
+    loaders = {name: tree_leaves(value) for name, value in data.items() if name.endswith("loaders")}
+    anchors = {
+        **({} if whole else {f"module {n}": module for n, module in trainer.lightning_module.named_modules()}),
+        **others,
+        **_anchors(trainer),
+        **_streams({f"{name} {i}": value for name, leaves in loaders.items() for i, value in enumerate(leaves)}),
+    }
+    own = {id(value) for value in roots.values()}
+    return ObjectGraph(roots, {n: value for n, value in anchors.items() if id(value) not in own}, whole, skipped)
+
+
+def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
+    """The graph of ``callbacks`` alone, with neither the module nor its parts."""
+    module, wanted = trainer.lightning_module, {id(callback) for callback in callbacks}
+    anchors = {
+        **_anchors(trainer),
+        **{f"module {name}": part for name, part in module.named_modules()},
+        **{f"weight {name}": tensor for name, tensor in [*module.named_parameters(), *module.named_buffers()]},
+        "datamodule": getattr(trainer, "datamodule", None),
+        **_callbacks(trainer),
+    }
+    roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in wanted}
+    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
+
+
+def _streams(loaders: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``loaders`` that are streams, by name, and their datasets: each worker has its own place in them."""
+    streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
+    return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
+
+
+def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
+    """The callbacks that all workers had when they began; a hook may have added or removed some since."""
+    session: Any = trainer.strategy.session  # type: ignore[attr-defined]
+    return {f"callback {i}": callback for i, callback in enumerate(session.callbacks)}
+
+
+def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
+    return {f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
+
+
+def _anchors(trainer: pl.Trainer) -> dict[str, Any]:
+    """What belongs to the Trainer of a process."""
+    own = (type(trainer.lightning_module), pl.LightningDataModule)
+    parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
+    return {
+        "trainer": trainer,
+        **{f"trainer.{name}": value for name, value in parts.items() if not isinstance(value, own)},
+        "strategy": trainer.strategy,
+        "precision": trainer.precision_plugin,
+        **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
+        **_optimizers(trainer),
+        **{f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)},
+    }
