@@ -55,7 +55,7 @@ from lightning_recycle.simulation import (
     repeat,
     simulate,
 )
-from lightning_recycle.simulation.planned_steps import planned_step
+from lightning_recycle.simulation.steps import planned_step
 from lightning_recycle.visualize.report.paper import THROUGHPUT as PAPER
 
 console = Console(width=120)

@@ -8,43 +8,34 @@
 """
 
 from lightning_recycle.simulation.ablation import Ablation, ablation
-from lightning_recycle.simulation.catalogue import available_models, get_model
-from lightning_recycle.simulation.cluster import Cluster
+from lightning_recycle.simulation.cluster import Cluster, Topology
 from lightning_recycle.simulation.engine import simulate
 from lightning_recycle.simulation.failures import (
     Corruption,
+    FailureSource,
+    Outage,
+    Scripted,
+    Slowdown,
+    TraceReplay,
+)
+from lightning_recycle.simulation.policies.auto import Auto
+from lightning_recycle.simulation.policies.common import CommonPolicy
+from lightning_recycle.simulation.policies.oobleck import Oobleck
+from lightning_recycle.simulation.policies.policy import Policy
+from lightning_recycle.simulation.policies.published import Bamboo, Varuna
+from lightning_recycle.simulation.policies.recycle import ElasticLayers, Recycle
+from lightning_recycle.simulation.policies.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
+from lightning_recycle.simulation.random_failures import (
     CorruptNodes,
     FailedFraction,
     FailureRate,
-    FailureSource,
-    Outage,
     Poisson,
     Regular,
-    Scripted,
-    Slowdown,
     SlowNodes,
-    TraceReplay,
 )
-from lightning_recycle.simulation.measured import MeasuredModel
-from lightning_recycle.simulation.policies import (
-    Auto,
-    Bamboo,
-    CommonPolicy,
-    DropReplica,
-    ElasticLayers,
-    FaultFree,
-    Merge,
-    Oobleck,
-    Policy,
-    Recycle,
-    Restart,
-    Spares,
-    Varuna,
-)
-from lightning_recycle.simulation.run_result import Accounting, Cause, Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.results import Accounting, Cause, Event, Interval, SimulationResult, State
 from lightning_recycle.simulation.sweep import Repetitions, repeat
-from lightning_recycle.simulation.topology import Topology
-from lightning_recycle.simulation.training_model import TrainingModel
+from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, available_models, get_model
 from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
 from lightning_recycle.simulation.units import as_seconds
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
-from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, planned_seconds
+from lightning_recycle.simulation.steps import DEFAULT_EFFORT, planned_seconds
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 __all__ = ["Ablation", "ablation"]

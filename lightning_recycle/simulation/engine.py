@@ -26,9 +26,8 @@ from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.failures.source import Change, FailureSource
+from lightning_recycle.simulation.failures import Change, FailureSource
 from lightning_recycle.simulation.health import Health, Wrong
-from lightning_recycle.simulation.ledger import Span, account, samples_of
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -38,9 +37,10 @@ from lightning_recycle.simulation.policies.policy import (
     Reaction,
     Watch,
     WatchfulPolicy,
+    checked,
+    waiting,
 )
-from lightning_recycle.simulation.run_result import Event, Interval, SimulationResult, State
-from lightning_recycle.simulation.slow_steps import checked, waiting
+from lightning_recycle.simulation.results import Event, Interval, SimulationResult, Span, State, account, samples_of
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 

@@ -15,8 +15,8 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_recycle.simulation.failures.source import Change, Corruption
-from lightning_recycle.simulation.run_result import Event
+from lightning_recycle.simulation.failures import Change, Corruption
+from lightning_recycle.simulation.results import Event
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
 
 __all__ = ["Health", "Wrong"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.engine import simulate
-from lightning_recycle.simulation.failures.source import FailureSource
+from lightning_recycle.simulation.failures import FailureSource
 from lightning_recycle.simulation.policies.policy import Policy
-from lightning_recycle.simulation.run_result import SimulationResult
+from lightning_recycle.simulation.results import SimulationResult
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration
 

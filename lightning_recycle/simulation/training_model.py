@@ -1,12 +1,24 @@
-"""A model on a grid of GPUs: durations and memory of its stages, calibrated by one number.
+"""Models on a grid of GPUs: durations and memory of their stages, and the catalogue of the paper's models.
 
 Concept: a :class:`TrainingModel` describes a transformer's fault-free layout and the costs of its operations there.
 The costs come from floating-point operations; the one number these do not give, the fraction of the GPU's peak that is
-reached, is chosen so that the fault-free 1F1B schedule has the measured throughput.
+reached, is chosen so that the fault-free 1F1B schedule has the measured throughput. A :class:`MeasuredModel` has stages
+whose durations were measured.
 
 Contract: frozen; seconds, bytes, samples. Layers can be cut into equal *units* (``lcm(layers, stages)`` of them), so
 that the fault-free split is even whatever the number of stages; the output layer's work is spread over all units. With
 ``layers_per_block=2`` attention and MLP are units of their own, which are not equal.
+
+The catalogue: the three models that the paper ran on 32 A100 have the reported fault-free throughput (arXiv
+2405.14009); the four of Megatron-LM (Narayanan et al., SC'21, arXiv 2104.04473, table 1) the sustained operations per
+second of a GPU there, 135, 138, 140 and 148 teraFLOP/s, as samples/s. Choices where the papers give nothing:
+
+- *Micro-batch 1 without recomputation* for the models on 32 A100: with 2, the 6.7B model does not fit into 80 GB.
+- *M = 4 S* micro-batches per pipeline, hence a global batch of 128. With many more, the 6.7B model (4 pipelines) would
+  have no idle time to hide a failure in, and would lose more than the reported 9 % at a failure every 2 h.
+- *Dimensions of the 3.35B model*: 28 layers of width 3072 (3.33 billion parameters).
+- *Grids of the large models*: up to 64 stages without tensor parallelism, 64 x 24 for the largest, as in the paper's
+  planning experiments; Megatron's own layouts use tensor parallelism 8.
 
 Must not know: failures, policies, the engine.
 """
@@ -15,17 +27,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
-from lightning_recycle.simulation.block_parts import LayerPart, block_parts
-from lightning_recycle.simulation.transformer import STATE_BYTES_PER_PARAMETER, Gpu, Transformer, get_gpu
+from lightning_recycle.simulation.transformer import (
+    STATE_BYTES_PER_PARAMETER,
+    Gpu,
+    LayerPart,
+    Transformer,
+    block_parts,
+    get_gpu,
+)
 
-__all__ = ["TrainingModel"]
+__all__ = [
+    "MeasuredModel",
+    "TrainingModel",
+    "available_models",
+    "get_model",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +284,113 @@ def _calibrated(model: TrainingModel, throughput: float) -> float:
             break
         x0, y0, x1 = x1, y1, x1 + (goal - y1) * (x1 - x0) / (y1 - y0)
     return 1.0 / x1
+
+
+@dataclass(frozen=True)
+class MeasuredModel(TrainingModel):
+    """A training model with known durations. Takes the arguments of ``TrainingModel`` except a calibration, and:
+
+    Args:
+        stage_costs: costs of the fault-free stages, in seconds, e.g. ``load_profile("profile.json").costs()``.
+
+    Raises:
+        ConfigurationError: as for ``TrainingModel``, and when the costs are not those of its stages, or all zero.
+    """
+
+    stage_costs: Costs = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.throughput is not None:
+            raise ConfigurationError(
+                f"MeasuredModel(throughput={self.throughput!r}): measured stages need no calibration; leave it out."
+            )
+        super().__post_init__()
+        if self.stage_costs.stages != self.stages:
+            raise ConfigurationError(
+                f"MeasuredModel(stage_costs): {self.name} has {self.stages} stages, the costs have "
+                f"{self.stage_costs.stages}."
+            )
+        if sum(self.sample_seconds) <= 0:
+            raise ConfigurationError("MeasuredModel(stage_costs): F, B and W take no time at all; give seconds.")
+
+    @property
+    def sample_seconds(self) -> tuple[float, float, float]:
+        """(F, B, W) of one sample through all stages."""
+        costs = self.stage_costs
+        forward, backward, weight = (
+            sum(part) / self.microbatch for part in (costs.forward, costs.backward_input, costs.backward_weight)
+        )
+        return forward, backward, weight
+
+    @property
+    def useful_gpu_seconds(self) -> float:
+        """GPU-seconds of F, B and W of one global batch, without the forwards that run again with ``recompute``."""
+        again = self.sample_seconds[0] if self.recompute else 0.0
+        return self.global_batch * (sum(self.sample_seconds) - again) * self.tensor_parallel
+
+    def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
+        """The measured durations, for any number of ``pipelines``.
+
+        Raises:
+            ConfigurationError: for ``units`` other than those of the fault-free split.
+        """
+        if units is not None and tuple(units) != self.even():
+            raise ConfigurationError(
+                f"{self.name}: the measured stages say nothing about stages of {tuple(units)} "
+                "units: use a policy that leaves the layers where they are, such as Recycle."
+            )
+        return self.stage_costs
+
+
+def _small(name: str, layers: int, width: int, heads: int, pipelines: int, stages: int, throughput: float) -> None:
+    shape = Transformer(layers, width, heads)
+    _SETTINGS[name] = {
+        "transformer": shape,
+        "pipelines": pipelines,
+        "stages": stages,
+        "global_batch": 128,
+        "throughput": throughput,
+    }
+
+
+def _megatron(
+    name: str, layers: int, width: int, heads: int, pipelines: int, stages: int, batch: int, teraflops: float
+) -> None:
+    shape = Transformer(layers, width, heads)
+    # Megatron counts the recomputed forward: 96 B s l h^2 (1 + s / 6h + V / 16 l h).
+    per_sample = sum(shape.flops(recompute=True))
+    _SETTINGS[name] = {
+        "transformer": shape,
+        "pipelines": pipelines,
+        "stages": stages,
+        "global_batch": batch,
+        "throughput": pipelines * stages * teraflops * 1e12 / per_sample,
+        "recompute": True,
+        "network_bandwidth": 25e9,  # one 200 Gb/s adapter per GPU
+    }
+
+
+_SETTINGS: dict[str, dict] = {}
+_small("gpt3_medium", 24, 1024, 16, 16, 2, 27.58)
+_small("gpt3_3_35b", 28, 3072, 32, 8, 4, 14.87)
+_small("gpt3_6_7b", 32, 4096, 32, 4, 8, 5.33)
+_megatron("megatron_18_4b", 40, 6144, 48, 16, 16, 1024, 135)
+_megatron("megatron_39_1b", 48, 8192, 64, 16, 32, 1536, 138)
+_megatron("megatron_76_1b", 60, 10240, 80, 16, 64, 1792, 140)
+_megatron("megatron_145_6b", 80, 12288, 96, 24, 64, 2304, 148)
+
+
+def available_models() -> tuple[str, ...]:
+    """The names that :func:`get_model` knows, by size."""
+    return tuple(_SETTINGS)
+
+
+def get_model(name: str, **changes: object) -> TrainingModel:
+    """The model of that name, optionally with settings changed, e.g. ``get_model("gpt3_6_7b", global_batch=1024)``.
+
+    Raises:
+        ConfigurationError: when the name is unknown, or a changed setting is impossible.
+    """
+    if name not in _SETTINGS:
+        raise ConfigurationError(f"unknown model {name!r}: choose one of {', '.join(_SETTINGS)}.")
+    return TrainingModel(name=name, **{**_SETTINGS[name], **changes})

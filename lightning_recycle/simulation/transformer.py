@@ -1,7 +1,7 @@
 """Costs and memory of GPT-style transformers from their dimensions, and of the GPUs that train them.
 
-Concept: floating-point operations and bytes follow from layers, width, heads and sequence length. The
-fraction of the peak that a GPU reaches is one number per model, calibrated in ``training_model``, not here.
+Concept: floating-point operations and bytes follow from layers, width, heads and sequence length. The fraction of the
+peak that a GPU reaches is one number per model, calibrated in ``training_model``.
 
 Contract: frozen values; per sample (one sequence), whole model, unless a name says otherwise.
 
@@ -15,11 +15,20 @@ from Korthikanti et al. (arXiv 2205.05198), equation 2: s b h (34 + 5 a s / h) p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["GPUS", "Gpu", "Transformer", "get_gpu"]
+__all__ = [
+    "GPUS",
+    "Gpu",
+    "LayerPart",
+    "Transformer",
+    "block_parts",
+    "get_gpu",
+]
+
 
 STATE_BYTES_PER_PARAMETER = 16.0
 """Mixed precision with Adam: half-precision weight and gradient (2 + 2), single-precision weight and two moments
@@ -119,3 +128,36 @@ class Transformer:
     def state_bytes(self, per_parameter: float = STATE_BYTES_PER_PARAMETER) -> float:
         """Bytes of weights, gradients and optimizer state."""
         return self.parameters * at_least("Transformer", "per_parameter", per_parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Fractions of a block's F, B, W, parameters and activations."""
+
+    forward: float
+    backward: float
+    weight: float
+    parameters: float
+    activations: float
+
+
+@lru_cache(maxsize=64)
+def block_parts(shape: Transformer, *, recompute: bool = False) -> tuple[LayerPart, LayerPart]:
+    """(attention, MLP) of a block of ``shape``; with ``recompute`` B runs F again first, and only inputs are held."""
+    h, s = float(shape.width), float(shape.sequence)
+    output = shape.sequence * shape.width * shape.vocabulary / shape.layers  # half of the output layer's 2 s h V
+    linear = 8 * s * h * h + output, 16 * s * h * h + output
+    products = 4 * s * s * h, 0.0
+    forward = tuple(map(sum, zip(linear, products, strict=True)))
+    again = forward if recompute else (0.0, 0.0)
+    backward = tuple(own + 2 * extra + twice for own, extra, twice in zip(linear, products, again, strict=True))
+    embedding = (shape.vocabulary + shape.sequence) * h / shape.layers / 2
+    parameters = 4 * h * h + 6 * h + embedding, 8 * h * h + 7 * h + embedding
+    activations = (1.0, 1.0) if recompute else (13 + 5 * shape.heads * s / h, 21.0)
+    halves = [_fractions(values) for values in (forward, backward, linear, parameters, activations)]
+    attention, mlp = (LayerPart(*values) for values in zip(*halves, strict=True))
+    return attention, mlp
+
+
+def _fractions(values: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(value / sum(values) for value in values)

@@ -11,14 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from lightning_recycle.planning import Problem, moves, normalized_failures, roles
-from lightning_recycle.simulation.checkpoint_costs import checkpoint_costs
 from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.planned_steps import distribution, planned_step
-from lightning_recycle.simulation.policies.elastic_layers import _best_split
-from lightning_recycle.simulation.policies.oobleck_templates import cut, pipelines_step
+from lightning_recycle.simulation.policies.common import checkpoint_costs
+from lightning_recycle.simulation.policies.oobleck import cut, pipelines_step
 from lightning_recycle.simulation.policies.policy import Context
-from lightning_recycle.simulation.policies.varuna import morph
-from lightning_recycle.simulation.schedules import pipeline_step
+from lightning_recycle.simulation.policies.published import morph
+from lightning_recycle.simulation.policies.recycle import _best_split
+from lightning_recycle.simulation.steps import distribution, pipeline_step, planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 __all__ = ["NAIVE", "Naive", "Outcome"]

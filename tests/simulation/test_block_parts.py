@@ -6,8 +6,8 @@ import pytest
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation import Auto, Cluster, FailedFraction, Oobleck, Transformer, get_model, simulate
-from lightning_recycle.simulation.block_parts import LayerPart, block_parts
-from lightning_recycle.simulation.layer_models import layer_costs
+from lightning_recycle.simulation.steps import layer_costs
+from lightning_recycle.simulation.transformer import LayerPart, block_parts
 
 NAMES = [field.name for field in fields(LayerPart)]
 SHAPE = Transformer(32, 4096, 32)

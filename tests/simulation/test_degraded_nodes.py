@@ -8,8 +8,7 @@ from random_outages import DURATION, small_model
 from lightning_recycle import ConfigurationError
 from lightning_recycle import simulation as sim
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation.policies.policy import Configuration, Context
-from lightning_recycle.simulation.slow_steps import waiting
+from lightning_recycle.simulation.policies.policy import Configuration, Context, waiting
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 MODEL = small_model(3, 2)

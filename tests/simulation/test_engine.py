@@ -6,7 +6,7 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.simulation.policies import Configuration, Loss, Pause, Reaction
+from lightning_recycle.simulation.policies.policy import Configuration, Loss, Pause, Reaction
 
 MODEL = sim.get_model("gpt3_medium")
 CLUSTER = sim.Cluster.of(MODEL)

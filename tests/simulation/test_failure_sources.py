@@ -4,7 +4,7 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.failures import LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY
+from lightning_recycle.simulation.random_failures import LLAMA3_PER_GPU_DAY, RSC1_PER_GPU_DAY
 from lightning_recycle.traces import load_trace
 
 CLUSTER = sim.Cluster(32)

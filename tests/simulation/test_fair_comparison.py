@@ -6,10 +6,14 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.checkpoint_costs import best_interval, checkpoint_costs
-from lightning_recycle.simulation.policies import Context
+from lightning_recycle.simulation.policies.common import (
+    MEASURED_AGREEMENT,
+    agreement_seconds,
+    best_interval,
+    checkpoint_costs,
+)
+from lightning_recycle.simulation.policies.policy import Context
 from lightning_recycle.simulation.policies.workers import assemble_teams
-from lightning_recycle.simulation.recovery_times import MEASURED_AGREEMENT, agreement_seconds
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (

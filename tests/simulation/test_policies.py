@@ -7,8 +7,7 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
-from lightning_recycle.simulation.policies import Context
-from lightning_recycle.simulation.policies.oobleck_templates import (
+from lightning_recycle.simulation.policies.oobleck import (
     cut,
     iteration_estimate,
     least_nodes,
@@ -16,7 +15,8 @@ from lightning_recycle.simulation.policies.oobleck_templates import (
     share_batch,
     stage_ranges,
 )
-from lightning_recycle.simulation.policies.varuna import morph
+from lightning_recycle.simulation.policies.policy import Context
+from lightning_recycle.simulation.policies.published import morph
 from lightning_recycle.simulation.policies.workers import Placement, assemble_teams, fresh, place
 
 # Checkpoints, and the parts of a recovery that grow with the number of workers, have tests of their own.

@@ -43,11 +43,10 @@ from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.layouts.fractional_cuts import Bounds, held_ranges
 from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWay
-from lightning_recycle.simulation.layer_models import layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import live_workers
-from lightning_recycle.simulation.schedules import ScheduleName
+from lightning_recycle.simulation.steps import ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Auto"]

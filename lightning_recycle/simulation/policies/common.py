@@ -1,41 +1,142 @@
-"""What all policies have in common: the schedule of their pipelines, their checkpoints, and the parts of a recovery.
+"""Settings and costs that all policies share: schedule, checkpoints, and the parts of a recovery.
 
 Concept: policies differ in who does a dead worker's work. Everything else they could all do equally well or badly, so
 it is the same for all unless a setting says otherwise, and a comparison is one of policies. Only a policy whose
 publication has a constant of its own for one of these has another default.
 
+*Checkpoints*: a checkpoint is the state at the end of a step. Training stands still for ``stall``; the checkpoint can
+be loaded ``writing`` seconds after that, and a failure before then falls back on the previous checkpoint. Workers with
+the same stage share its state, each copies or writes an equal part.
+
+=============  =====================================  ======================================  ======================
+kind           stall                                  writing                                 loading
+=============  =====================================  ======================================  ======================
+synchronous    all state to the shared storage        none                                    from the shared storage
+background     a copy to the host's memory            all state to the shared storage         from the shared storage
+sharded        each worker's part to storage that     none                                    each worker's state, the
+               grows with the cluster                                                         same way
+memory         none                                   each worker's part to a peer            from a peer
+=============  =====================================  ======================================  ======================
+
+*Recoveries*: all live workers agree on a new generation, look up the plan and whom they need, and connect. The first
+two were measured with this package's coordinator, over real sockets with up to 2,000 workers (two cores for
+everything; ``benchmarks/control_plane.py``): between the measured sizes straight lines on logarithmic scales, beyond
+them the last of these lines.
+
 Contract: frozen; durations may be given as text and are kept in seconds.
 
-Must not know: any policy.
+Must not know: any policy, failures, the engine.
 
 Assumptions: ``regroup`` is that of NCCL at 32 GPUs; ``connect`` gives 25 s for 10,000 workers, as much as MegaScale
-(Jiang et al., NSDI'24, arXiv 2402.15627) reports for the start of all groups there (under 30 s).
+(Jiang et al., NSDI'24, arXiv 2402.15627) reports for the start of all groups there (under 30 s). A copy in memory
+survives: that the worker and the peer that has its copy fail at the same moment is neglected.
+
+Sources: background copies by CheckFreq (Mohan et al., FAST'21), copies at peers by Gemini (Wang et al., SOSP'23); the
+interval by Young (1974) and Daly (2006), first order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation.checkpoint_costs import (
-    CHECKPOINTS,
-    CheckpointCosts,
-    CheckpointKind,
-    best_interval,
-    checkpoint_costs,
-)
-from lightning_recycle.simulation.planned_steps import DEFAULT_EFFORT, PlannedStep
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Loss, Pause, Reaction, Watch
-from lightning_recycle.simulation.recovery_times import agreement_seconds
-from lightning_recycle.simulation.schedules import SCHEDULES, ScheduleName, pipeline_step
-from lightning_recycle.simulation.slow_steps import waiting
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Loss, Pause, Reaction, Watch, waiting
+from lightning_recycle.simulation.steps import DEFAULT_EFFORT, SCHEDULES, PlannedStep, ScheduleName, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
 
-__all__ = ["CommonPolicy", "pauses"]
+__all__ = [
+    "CHECKPOINTS",
+    "MEASURED_AGREEMENT",
+    "CheckpointCosts",
+    "CheckpointKind",
+    "CommonPolicy",
+    "agreement_seconds",
+    "best_interval",
+    "checkpoint_costs",
+    "pauses",
+]
+
+
+CheckpointKind = Literal["synchronous", "background", "sharded", "memory"]
+
+CHECKPOINTS: tuple[str, ...] = get_args(CheckpointKind)
+
+
+class CheckpointCosts(NamedTuple):
+    """Seconds of a checkpoint.
+
+    Args:
+        stall: training stands still.
+        writing: from then until the checkpoint can be loaded.
+        loading: all workers load their state.
+    """
+
+    stall: float
+    writing: float
+    loading: float
+
+
+def checkpoint_costs(
+    kind: str, model: TrainingModel, *, storage: float, worker_storage: float, host: float
+) -> CheckpointCosts:
+    """The costs of one checkpoint.
+
+    Args:
+        kind: one of ``CHECKPOINTS``.
+        model: the model; its fault-free grid sets how many workers share the writing.
+        storage: bytes/s of the shared storage, per GPU of the fault-free grid.
+        worker_storage: bytes/s at which one worker reads and writes storage that grows with the cluster.
+        host: bytes/s from a GPU to its host's memory.
+    """
+    shared = model.transformer.state_bytes() / (storage * model.gpus)
+    stage = model.state_bytes(1 / model.stages)  # of one GPU
+    part = stage / model.pipelines
+    if kind == "synchronous":
+        return CheckpointCosts(shared, 0.0, shared)
+    if kind == "background":
+        return CheckpointCosts(part / host, shared, shared)
+    if kind == "sharded":
+        return CheckpointCosts(part / worker_storage, 0.0, stage / worker_storage)
+    return CheckpointCosts(0.0, part / model.network_bandwidth, model.transfer_seconds(1 / model.stages))
+
+
+def best_interval(rule: str, costs: CheckpointCosts, mtbf: float | None, usual: float = 1800.0) -> float:
+    """Seconds from a checkpoint to the next by the formula of ``rule``, at least as many as one takes.
+
+    Args:
+        rule: "young", sqrt(2 stall mtbf), or "daly", the same less the stall (the mtbf, if it is below stall / 2).
+        costs: of a checkpoint.
+        mtbf: mean seconds between failures of the whole cluster; None when nothing fails.
+        usual: the answer when nothing fails.
+    """
+    if mtbf is None:
+        return max(usual, costs.writing)
+    found = math.sqrt(2 * costs.stall * mtbf)
+    if rule == "daly":
+        found = found - costs.stall if costs.stall < 2 * mtbf else mtbf
+    return max(found, costs.writing, 1.0)
+
+
+MEASURED_AGREEMENT = ((64, 0.018), (250, 0.059), (500, 0.167), (1000, 0.437), (2000, 1.489))
+"""Workers, and seconds from a kill until all have agreed on a new generation."""
+
+
+def agreement_seconds(workers: int) -> float:
+    """Seconds until that many workers agree on a new generation."""
+    if workers < 1:
+        return 0.0
+    points = MEASURED_AGREEMENT
+    place = next((n for n in range(1, len(points)) if workers <= points[n][0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    slope = math.log(y1 / y0) / math.log(x1 / x0)
+    return float(y0 * (workers / x0) ** slope)
+
 
 _RULES = ("young", "daly")
 

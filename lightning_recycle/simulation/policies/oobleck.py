@@ -1,47 +1,167 @@
-"""Oobleck: a pipeline that loses a node goes on as a smaller one, from a template planned in advance.
+"""Oobleck: pipeline templates for every number of nodes, and the policy that uses them.
 
-Source: Jang et al., SOSP'23 (arXiv 2309.08125), and its public repository with a simulator (SymbioticLab/Oobleck).
+Concept: templates are planned once for every number of nodes from n0 on. Any number of nodes N >= f n0 is a sum of
+such numbers (the Frobenius problem has no gaps when the sizes are consecutive and reach 2 n0 - 1), so no node
+needs to be idle.
 
-Assumptions:
-
-- Training starts on the fault-free grid, D pipelines of S workers, like the systems it is compared with.
-- A failure loses the step in progress. The pipeline that lost n workers becomes one of the template with n fewer; below
-  n0 it borrows workers from the longest pipeline that can spare them; if none can, it merges with the shortest one.
-- All pipelines wait for the reconfiguration (the public simulator has 3 s for GPT-3 Medium, 6 s for 2.7B, 10 s for
-  6.7B; here it is the recovery of all policies, some 10 s), and for the copies of missing layers with their optimizer
-  state: each worker copies only what it lacks, over its own link, all in parallel.
-- At the start and after a restart, the fastest of a few instantiations is used instead of the best of all, whose number
-  explodes with the nodes.
-- The global batch stays the same; it is shared so that the pipelines' times differ least.
-- A worker that comes back joins the shortest pipeline, at the end of a step; with all back, the first grid is restored.
+Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and its public repository with a simulator
+(SymbioticLab/Oobleck).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.common import CommonPolicy
-from lightning_recycle.simulation.policies.oobleck_templates import cut, least_nodes, pipelines_step, stage_ranges
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
+from lightning_recycle.simulation.policies.policy import (
+    Configuration,
+    Context,
+    Happening,
+    Loss,
+    Reaction,
+    prolonged,
+    stopped,
+)
 from lightning_recycle.simulation.policies.workers import (
     Teams,
     assemble_teams,
     crowding,
     live_workers,
     nodes_of,
+    share_batch,
     shared_transfer,
 )
-from lightning_recycle.simulation.slow_steps import prolonged
+from lightning_recycle.simulation.steps import DEFAULT_EFFORT, PlannedStep, pipeline_step
+from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = ["Oobleck"]
+__all__ = [
+    "Oobleck",
+    "cut",
+    "iteration_estimate",
+    "least_nodes",
+    "pipelines_step",
+    "stage_ranges",
+]
+
+
+def iteration_estimate(stages: Sequence[float]) -> float:
+    """Oobleck's estimate T of an iteration with 4 S micro-batches: T1 + T2 + T3.
+
+    Args:
+        stages: F + B of one micro-batch, by stage.
+
+    With k the slowest stage (from 0): T1 is the first micro-batch's way through all stages; T2 = (2 S + k + 1)
+    slots of stage k; T3 the way back, the sum over the stages from k on.
+    """
+    slowest = max(range(len(stages)), key=lambda stage: (stages[stage], -stage))
+    return sum(stages) + (2 * len(stages) + slowest + 1) * stages[slowest] + sum(stages[slowest:])
+
+
+@cache
+def cut(units: int, stages: int) -> tuple[int, ...]:
+    """Units of each of ``stages`` stages, by divide and conquer: halve the stages, try every split of the units.
+
+    All units cost the same, so a subproblem is determined by its size alone.
+
+    Raises:
+        ValueError: when there are fewer units than stages.
+    """
+    if not 1 <= stages <= units:
+        raise ValueError(f"{units} units cannot make {stages} stages")
+    if stages == 1:
+        return (units,)
+    left = (stages + 1) // 2
+    middle = units * left // stages
+    # A split further from proportional than one unit per stage makes one half slower than any good cut.
+    tries = range(max(left, middle - stages), min(units - (stages - left), middle + stages) + 1)
+    found = (cut(count, left) + cut(units - count, stages - left) for count in tries)
+    return min(found, key=lambda parts: (iteration_estimate(parts), parts))
+
+
+def stage_ranges(parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """First and last + 1 unit of each stage."""
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part)
+    return tuple(pairwise(ends))
+
+
+@lru_cache(maxsize=1024)
+def least_nodes(model: TrainingModel, memory_factor: float, parameter_bytes: float) -> int | None:
+    """n0: the fewest workers whose memory holds the model; None if not even one unit per stage fits.
+
+    Each stage needs ``memory_factor`` times the bytes of its parameters, and the activations of as many micro-batches
+    as a pipeline of that depth has in flight.
+    """
+    state = memory_factor * parameter_bytes * model.transformer.parameters / model.tensor_parallel
+    for stages in range(1, model.units + 1):
+        part = max(cut(model.units, stages)) / model.units
+        if part * state + stages * model.activation_bytes(part) <= model.memory_bytes:
+            return stages
+    return None
+
+
+@lru_cache(maxsize=16384)
+def pipelines_step(
+    model: TrainingModel,
+    sizes: tuple[int, ...],
+    schedule: str = "1f1b",
+    effort: int = DEFAULT_EFFORT,
+    paces: tuple[float, ...] = (),
+    crowding: float = 1.0,
+) -> PlannedStep:
+    """One step on pipelines of these sizes: that of the slowest with its share of the batch.
+
+    Pipelines are filled again together, and all have finished a step before the slowest begins the next but one.
+
+    Args:
+        model: the model.
+        sizes: workers of each pipeline.
+        schedule: schedule of the pipelines.
+        effort: effort of the planner.
+        paces: speed of the slowest worker of each pipeline, as a part of the usual one; () where none is slow.
+        crowding: factor by which messages take longer.
+    """
+    paces = paces or (1.0,) * len(sizes)
+    units = [cut(model.units, size) for size in sizes]
+    costs = [model.costs(parts, pipelines=len(sizes)) for parts in units]
+    costs = [replace(each, communication=each.communication * crowding) for each in costs]
+    slowest = [max(map(sum, zip(c.forward, c.backward_input, c.backward_weight, strict=True))) for c in costs]
+    speeds = [pace / seconds for pace, seconds in zip(paces, slowest, strict=True)]
+    shares = share_batch(model.grid.global_microbatches, speeds)
+    steps = [
+        pipeline_step(schedule, cost, share, model.in_flight_limit(parts), effort).longer(share * each * (1 / pace - 1))
+        for cost, share, parts, pace, each in set(zip(costs, shares, units, paces, slowest, strict=True))
+    ]
+    seconds = max(step.seconds for step in steps)
+    fill = max(step.seconds + step.fill for step in steps) - seconds
+    return PlannedStep(seconds, fill, max(step.lead for step in steps))
 
 
 @dataclass(frozen=True)
 class Oobleck(CommonPolicy):
-    """Oobleck. Takes the arguments of ``CommonPolicy``, and:
+    """A pipeline that loses a node continues as a smaller one, planned in advance.
+
+    Assumptions:
+
+    - Training starts on the fault-free grid, D pipelines of S workers, like the systems it is compared with.
+    - A failure loses the step in progress. The pipeline that lost n workers becomes one of the template with n fewer;
+      below n0 it borrows workers from the longest pipeline that can spare them; if none can, it merges with the
+      shortest one.
+    - All pipelines wait for the reconfiguration (the public simulator has 3 s for GPT-3 Medium, 6 s for 2.7B, 10 s for
+      6.7B; here it is the recovery of all policies, some 10 s), and for the copies of missing layers with their
+      optimizer state: each worker copies only what it lacks, over its own link, all in parallel.
+    - At the start and after a restart, the fastest of a few instantiations is used instead of the best of all, whose
+      number explodes with the nodes.
+    - The global batch stays the same; it is shared so that the pipelines' times differ least.
+    - A worker that comes back joins the shortest pipeline, at the end of a step; with all back, the first grid is
+      restored.
+
+    Takes the arguments of ``CommonPolicy``, and:
 
     Args:
         memory_factor: bytes of a stage's state per byte of its parameters.

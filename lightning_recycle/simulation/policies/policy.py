@@ -4,6 +4,10 @@ Concept: the engine plays time; a policy says how training runs between two even
 happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. All that a policy remembers is in
 the configuration's ``layout``, so policies are frozen and answers depend only on their arguments.
 
+Training is synchronous, so a slow worker makes all wait. Where its work is not dealt out anew, its computation takes
+1 / speed as long, and nothing else does: the step is longer by (1 / speed - 1) times what a worker computes in it. For
+1F1B with equal stages that is exact for the last stage and an upper bound for the others, whose idle time hides some.
+
 Contract: ``begin`` and ``react`` are pure. ``react`` may be called again before its last answer has taken effect; it is
 then given the configuration in force or, in a pause, the one to follow.
 
@@ -13,7 +17,7 @@ Must not know: how time advances, how GPU-seconds are counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -30,7 +34,10 @@ __all__ = [
     "Reaction",
     "Watch",
     "WatchfulPolicy",
+    "checked",
+    "prolonged",
     "stopped",
+    "waiting",
 ]
 
 
@@ -213,3 +220,24 @@ class WatchfulPolicy(Policy, Protocol):
     def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
         """``reaction``, except that all load an older checkpoint, because newer ones are wrong."""
         ...
+
+
+def waiting(found: Configuration, speeds: Mapping[int, float]) -> Configuration:
+    """All wait for the slowest of these nodes."""
+    computing = (found.useful_gpu_seconds + found.repeated_gpu_seconds) / found.gpus
+    return prolonged(found, found.step_seconds + (1 / min(speeds.values()) - 1) * computing)
+
+
+def prolonged(found: Configuration, seconds: float) -> Configuration:
+    """A step takes ``seconds`` because of slow nodes, at least as long as without."""
+    longer = max(0.0, seconds - found.step_seconds)
+    return replace(
+        found, step_seconds=found.step_seconds + longer, slow_gpu_seconds=found.slow_gpu_seconds + longer * found.gpus
+    )
+
+
+def checked(found: Configuration, cost: float) -> Configuration:
+    """Checking the results takes ``cost`` times a step, all of it computation done twice."""
+    extra = cost * found.step_seconds
+    repeated = found.repeated_gpu_seconds + extra * found.gpus
+    return replace(found, step_seconds=found.step_seconds + extra, repeated_gpu_seconds=repeated)

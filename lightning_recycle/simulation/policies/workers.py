@@ -8,15 +8,14 @@ Contract: pure. Internal to ``policies``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_recycle.planning import Costs, Grid, Worker, moves, normalized_failures, roles
 from lightning_recycle.simulation.policies.common import CommonPolicy
-from lightning_recycle.simulation.policies.oobleck_templates import share_batch
-from lightning_recycle.simulation.policies.policy import Configuration, Context, stopped
-from lightning_recycle.simulation.slow_steps import prolonged
+from lightning_recycle.simulation.policies.policy import Configuration, Context, prolonged, stopped
 
 __all__ = [
     "Placement",
@@ -30,6 +29,7 @@ __all__ = [
     "nodes_of",
     "place",
     "received",
+    "share_batch",
     "shared_transfer",
     "whole_pipelines",
 ]
@@ -259,6 +259,26 @@ def whole_pipelines(
         nodes=nodes_of(context, (worker for team in teams for worker in team)),
     )
     return policy.with_checkpoints(context, found)
+
+
+def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """``total`` micro-batches over pipelines so that the least-squares difference of their times is smallest.
+
+    Args:
+        total: micro-batches in a step.
+        speeds: micro-batches per second of each pipeline in steady state.
+
+    Without rounding the solution is proportional to speed (all times equal). It is rounded to whole
+    micro-batches by giving the next one to the pipeline that finishes it first; each gets at least one.
+    """
+    shares = [max(1, math.floor(total * speed / sum(speeds))) for speed in speeds]
+    while sum(shares) > total:
+        slowest = max(range(len(shares)), key=lambda i: (shares[i] > 1, shares[i] / speeds[i]))
+        shares[slowest] -= 1
+    while sum(shares) < total:
+        next_one = min(range(len(shares)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
+        shares[next_one] += 1
+    return tuple(shares)
 
 
 def dealt_by_speed(

@@ -1,0 +1,303 @@
+"""Policies that train on whole pipelines only: without failures, merge, spares, restart, drop the replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_recycle.arguments import whole
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Grid, Problem, Technique
+from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
+from lightning_recycle.simulation.policies.workers import (
+    Teams,
+    assemble_teams,
+    dealt_by_speed,
+    live_workers,
+    received,
+    shared_transfer,
+    whole_pipelines,
+)
+from lightning_recycle.simulation.steps import PlannedStep, pipeline_step, planned_seconds
+from lightning_recycle.simulation.units import Duration, as_seconds
+
+__all__ = [
+    "DropReplica",
+    "FaultFree",
+    "Merge",
+    "Restart",
+    "Spares",
+]
+
+
+@dataclass(frozen=True)
+class FaultFree:
+    """Nodes never fail.
+
+    Args:
+        schedule: "1f1b" (the paper's baseline, which also calibrates the models), "planned" as for all policies, or
+            "zero_bubble": decoupled backward, at most S micro-batches in flight, one optimizer step for all stages.
+    """
+
+    schedule: Literal["1f1b", "planned", "zero_bubble"] = "1f1b"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "planned", "zero_bubble"):
+            raise ConfigurationError(f"FaultFree(schedule={self.schedule!r}): give '1f1b', 'planned' or 'zero_bubble'.")
+
+    @property
+    def ignores_failures(self) -> bool:
+        """Yes."""
+        return True
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        model, grid = context.model, context.model.grid
+        kind = "planned" if self.schedule == "planned" else "1f1b"
+        step = pipeline_step(kind, model.costs(), grid.microbatches, model.in_flight_limit())
+        if self.schedule == "zero_bubble":
+            limit = tuple(min(grid.stages, most) for most in model.in_flight_limit())
+            one = Grid(1, grid.stages, grid.microbatches)
+            problem = Problem(one, model.costs(), technique=Technique(True, False), in_flight_limit=limit)
+            step = min(step, PlannedStep(planned_seconds(problem)))
+        return Reaction(
+            Configuration(
+                self.schedule,
+                step.seconds,
+                model.global_batch,
+                model.gpus,
+                model.useful_gpu_seconds,
+                model.recomputed_gpu_seconds,
+                fill_seconds=step.fill,
+                lead_seconds=step.lead,
+            )
+        )
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """Nothing to do: nodes never fail."""
+        return None
+
+
+@dataclass(frozen=True)
+class Merge(CommonPolicy):
+    """Broken pipelines are merged into whole ones, which share the global batch.
+
+    Concept: k dead workers leave D S - k live ones, enough for D - ceil(k / S) whole pipelines, which is as much
+    capacity as re-routing has with failures spread evenly over the stages: nothing of ReCycle is needed but a state to
+    copy.
+
+    Source: common practice; the obvious rival of re-routing, since it changes neither the batch nor the schedule.
+
+    Assumptions:
+
+    - Live workers of the pipelines that lost most fill the gaps of the others, first workers of the same stage, which
+      have its state; another one copies it from a peer, all in parallel. The rest waits.
+    - The micro-batches of the global batch are dealt out evenly to the whole pipelines; where they do not divide, some
+      have one more, and a step takes as long as those.
+    - A failure loses the step in progress. Returned nodes wait, or fill a gap at the end of the step.
+    - When all replicas of a stage fail at once, training restarts from the newest checkpoint.
+
+    Takes the arguments of ``CommonPolicy``.
+    """
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        return Reaction(self._configuration(context, (), live)[0])
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, tuple)
+        alive = set(live_workers(context, happening.live))
+        stages = context.model.stages
+        found, copied = self._configuration(context, before, happening.live)
+        if found.layout == before:
+            return None
+        if any(all(team[stage] not in alive for team in before) for stage in range(stages)):
+            broken = not all(alive.issuperset(team) for team in before)
+            steps = self.restarting(context, broken=broken) if found.running else ()
+            return Reaction(found, steps, Loss.CHECKPOINT if before else Loss.NOTHING)
+        assert isinstance(found.layout, tuple)
+        usual = context.model.transfer_seconds(1 / stages) if copied else 0.0
+        transfer = shared_transfer(context, received(before, found.layout), usual)
+        if all(alive.issuperset(team) for team in before):
+            return Reaction(found, self.regrouping(len(alive), broken=False, transfer=transfer), at_boundary=True)
+        return Reaction(found, self.regrouping(len(alive), broken=True, transfer=transfer), Loss.STEP)
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The pipelines share the batch by their speeds."""
+        return dealt_by_speed(context, self, current, speeds)
+
+    def _configuration(self, context: Context, before: tuple, live: frozenset[int]) -> tuple[Configuration, int]:
+        workers = live_workers(context, live)
+        teams, copied = assemble_teams(before, workers, context.model.stages, context.model.pipelines)
+        return whole_pipelines(context, self, teams, type(self).__name__.lower()), copied
+
+
+@dataclass(frozen=True)
+class Spares(Merge):
+    """Hot spares: extra nodes replace failed ones and copy their state from a peer.
+
+    Source: common practice (e.g. Llama 3's and MegaScale's backup machines).
+
+    Assumptions:
+
+    - A spare is warm: process started, libraries loaded. It copies parameters and optimizer state from a peer.
+    - When no spare is left, broken pipelines are merged as in the ``merge`` policy.
+    - Repaired nodes become spares, or fill the gap of a broken pipeline at the end of the step.
+
+    Takes the arguments of ``CommonPolicy``, and:
+
+    Args:
+        spares: nodes beyond the fault-free grid; the cluster must have them (``Cluster.of(model, extra_nodes=n)``).
+    """
+
+    spares: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("Spares", "spares", self.spares)
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        have = context.cluster.nodes - context.model.gpus // context.cluster.gpus_per_node
+        if have < self.spares:
+            raise ConfigurationError(
+                f"Spares(spares={self.spares}): the cluster has {have} nodes more than {context.model.name} needs; "
+                f"use Cluster.of(model, extra_nodes={self.spares})."
+            )
+        return super().begin(context, live)
+
+
+@dataclass(frozen=True)
+class Restart(CommonPolicy):
+    """Every failure ends the job, which restarts from the newest checkpoint.
+
+    Source: common practice; NVIDIA's resiliency extension shortens the start of the processes; the load and the lost
+    work remain.
+
+    Assumptions:
+
+    - After a restart the grid has as many whole pipelines as there are workers for; they share the global batch.
+    - When returned nodes complete another pipeline, the job writes a checkpoint and restarts with that pipeline.
+
+    Takes the arguments of ``CommonPolicy``, and:
+
+    Args:
+        elastic: whether to continue with fewer pipelines instead of waiting for the whole grid.
+    """
+
+    elastic: bool = True
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        return Reaction(self._configuration(context, self._teams(context, (), live)))
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, tuple)
+        alive = set(live_workers(context, happening.live))
+        teams = self._teams(context, before, happening.live)
+        found = self._configuration(context, teams)
+        if not all(alive.issuperset(team) for team in before):
+            return Reaction(found, self.restarting(context, broken=True) if found.running else (), Loss.CHECKPOINT)
+        if len(teams) <= len(before):
+            return None
+        again = self.restarting(context, broken=False)
+        if not before:
+            return Reaction(found, again)
+        costs = self.checkpoint_costs(context)
+        steps = (*pauses(checkpoint=costs.stall + costs.writing), *again)
+        return Reaction(found, steps, at_boundary=True, saved=True)
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The pipelines share the batch by their speeds."""
+        return dealt_by_speed(context, self, current, speeds)
+
+    def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
+        model = context.model
+        teams, _ = assemble_teams(before, live_workers(context, live), model.stages, model.pipelines)
+        return teams if self.elastic or len(teams) == model.pipelines else ()
+
+    def _configuration(self, context: Context, teams: Teams) -> Configuration:
+        return whole_pipelines(context, self, teams, "restart")
+
+
+@dataclass(frozen=True)
+class DropReplica(CommonPolicy):
+    """A failure takes its whole pipeline out, and the batch shrinks.
+
+    Source: torchft (per-step fault tolerance of replica groups). Its recovery from a SIGKILL was measured at 5.0 s with
+    the default settings and 1.05 s with a heartbeat timeout of 1 s (two CPU replicas over Gloo); here it has the
+    recovery of all policies, with communicators for GPUs.
+
+    Assumptions:
+
+    - The survivors' step is not committed, so it is lost.
+    - The samples of the missing pipeline are not trained: the step has fewer samples and takes as long. Every sample of
+      the smaller batches counts in full.
+    - With ``relaunch`` a scheduler starts a new replica group on any S free workers, which joins at the end of a step
+      and copies its state from a peer while the others wait; without it, a pipeline is out until its own nodes are
+      back.
+    - When all replica groups are lost, nobody is left to copy from: training restarts from the newest checkpoint.
+
+    Takes the arguments of ``CommonPolicy``, and:
+
+    Args:
+        relaunch: seconds to start a replica group on free workers, while the others train; None to never combine
+            workers of different pipelines.
+    """
+
+    relaunch: Duration | None = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.relaunch is not None:
+            object.__setattr__(self, "relaunch", as_seconds("DropReplica(relaunch)", self.relaunch))
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        teams, _ = assemble_teams((), live_workers(context, live), context.model.stages, context.model.pipelines)
+        return Reaction(self._configuration(context, teams))
+
+    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, tuple)
+        workers = live_workers(context, happening.live)
+        alive = set(workers)
+        whole = tuple(team for team in before if alive.issuperset(team))
+        more = self._more(context, whole, workers)
+        grows = len(more) > len(whole)
+        wait = (float(self.relaunch or 0.0) or 1e-3) if grows else None
+        if grows and not whole:
+            wait = 1e-3  # a restart of the whole job, which has its own time
+        taking_part = len(whole) * context.model.stages
+        if len(whole) < len(before):
+            found = self._configuration(context, whole)
+            steps = self.regrouping(taking_part, broken=True) if whole else ()
+            return Reaction(found, steps, Loss.STEP if whole else Loss.CHECKPOINT, wake=wait)
+        if not grows:
+            return None
+        if happening.woken or self.relaunch is None:
+            found = self._configuration(context, more)
+            if not whole:
+                return Reaction(found, self.restarting(context, broken=False))
+            usual = context.model.transfer_seconds(1 / context.model.stages)
+            transfer = shared_transfer(context, received(whole, more), usual)
+            steps = self.regrouping(len(more) * context.model.stages, broken=False, transfer=transfer)
+            return Reaction(found, steps, at_boundary=True)
+        return Reaction(current, wake=wait)
+
+    def _more(self, context: Context, whole: Teams, workers: tuple[int, ...]) -> Teams:
+        model = context.model
+        if self.relaunch is not None:
+            return assemble_teams(whole, workers, model.stages, model.pipelines, repair=False)[0]
+        own = tuple(tuple(range(d * model.stages, (d + 1) * model.stages)) for d in range(model.pipelines))
+        return tuple(team for team in own if team in whole or set(workers).issuperset(team))
+
+    def _configuration(self, context: Context, teams: Teams) -> Configuration:
+        return whole_pipelines(context, self, teams, "drop replica", keep_batch=False)
