@@ -208,7 +208,7 @@ def exchange(steps: int, worker: Worker, told: Connection) -> None:
     spent, counts = dict.fromkeys(CALLS, 0.0), dict.fromkeys(CALLS, 0)
 
     def watched(name: str) -> Callable[..., Any]:
-        call = getattr(worker.communicator, name)
+        call = getattr(worker.communicator.messages, name)
 
         def watch(*args: Any) -> Any:
             began = time.thread_time()
@@ -223,7 +223,7 @@ def exchange(steps: int, worker: Worker, told: Connection) -> None:
     for _ in range(WARMUP):
         worker.step()
     for name in CALLS:
-        setattr(worker.communicator, name, watched(name))
+        setattr(worker.communicator.messages, name, watched(name))
     for _ in range(steps):
         worker.step()
     told.send({name: 1e6 * spent[name] / max(counts[name], 1) for name in CALLS})

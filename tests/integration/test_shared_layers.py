@@ -440,9 +440,9 @@ class CountsSums(Callback):
             if op.kind.value == "REDUCE":
                 begun.clear()
 
-        communicator = executor._communicator
+        sums = executor._communicator.sums
         for name in ("all_reduce", "begin_all_reduce", "begin_broadcast"):
-            setattr(communicator, name, watched(getattr(communicator, name)))
+            setattr(sums, name, watched(getattr(sums, name)))
         executor.after_operation.append(note)
 
 

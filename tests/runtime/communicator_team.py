@@ -243,7 +243,7 @@ def _serve(rank: int, directory: str, transport: str, connection: Connection) ->
 def configure(
     communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, check_links: bool = False
 ) -> None:
-    mine = [rank for rank in ranks if rank % stages == communicator._rank % stages]
+    mine = [rank for rank in ranks if rank % stages == communicator.connections.rank % stages]
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
     communicator.configure(generation, ranks, mine, check_links=check_links)
 
@@ -252,7 +252,7 @@ def configure_tied(
     communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, ties: Sequence[tuple[int, ...]]
 ) -> None:
     """As :func:`configure`; ``ties``: the stages that hold each."""
-    rank = communicator._rank
+    rank = communicator.connections.rank
     mine = [other for other in ranks if other % stages == rank % stages]
     rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
@@ -269,13 +269,13 @@ def configure_pairs(
     keeps: bool,
 ) -> dict[int, int]:
     """As :func:`configure_tied`; only ``pairs`` exchange messages."""
-    rank = communicator._rank
+    rank = communicator.connections.rank
     mine = [other for other in ranks if other % stages == rank % stages]
     rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
     neighbours = {other for pair in pairs if rank in pair for other in pair}
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
     communicator.configure(generation, neighbours, mine, rosters, keeps=keeps)
-    return dict(communicator._sockets._inodes)
+    return dict(communicator.connections._sockets._inodes)
 
 
 def hide(communicator: Communicator, hidden: bool) -> None:
@@ -285,14 +285,14 @@ def hide(communicator: Communicator, hidden: bool) -> None:
 
 def send(communicator: Communicator, values: Sequence[Any], destination: int, tags: Sequence[int]) -> None:
     for value, tag in zip(values, tags, strict=True):
-        communicator.send(FORWARD, _moved(value, communicator.device), destination, tag)
-    communicator.end_step()
+        communicator.messages.send(FORWARD, _moved(value, communicator.device), destination, tag)
+    communicator.messages.end_step()
 
 
 def send_damaged(communicator: Communicator, value: Any, destination: int, tag: int) -> None:
     """Sends ``value`` with a bit that flips on the way."""
-    communicator.alter_next = lambda sent: flipped(sent, None, random.Random(0))
-    communicator.send(FORWARD, value, destination, tag)
+    communicator.messages.alter_next = lambda sent: flipped(sent, None, random.Random(0))
+    communicator.messages.send(FORWARD, value, destination, tag)
 
 
 def send_unusual(communicator: Communicator, kind: str) -> None:
@@ -302,71 +302,71 @@ def send_unusual(communicator: Communicator, kind: str) -> None:
         "unknown dtype": lambda: torch.zeros(2, dtype=torch.uint16),
         "too many dimensions": lambda: (torch.zeros([1] * 40),) * 20,
     }
-    communicator.send(FORWARD, unusual[kind](), 1, 0)
+    communicator.messages.send(FORWARD, unusual[kind](), 1, 0)
 
 
 def receive(communicator: Communicator, source: int, posted: Sequence[int], wanted: Sequence[int]) -> list[Any]:
     """Posts receives for all tags, then waits for them in the order ``wanted``."""
-    incoming = {tag: communicator.post_receive(FORWARD, source, tag) for tag in posted}
-    values = [communicator.receive(incoming[tag]) for tag in wanted]
+    incoming = {tag: communicator.messages.post_receive(FORWARD, source, tag) for tag in posted}
+    values = [communicator.messages.receive(incoming[tag]) for tag in wanted]
     return [_copy(value) for value in values]
 
 
 def ping_pong(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
     """Activations from 0 to 1 and gradients back, step by step, with the same tags and sizes that change."""
-    me, found = communicator._rank, []
+    me, found = communicator.connections.rank, []
     channel, back = (Channel.ACTIVATIONS, Channel.GRADIENTS) if me == 0 else (Channel.GRADIENTS, Channel.ACTIVATIONS)
     for number, size in enumerate(sizes):
-        incoming = communicator.post_receive(back, 1 - me, 0)
+        incoming = communicator.messages.post_receive(back, 1 - me, 0)
         mine = torch.full((size,), float(10 * number + me), device=communicator.device)
         if me == 0:
-            communicator.send(channel, mine, 1 - me, 0)
-        value = communicator.receive(incoming)
+            communicator.messages.send(channel, mine, 1 - me, 0)
+        value = communicator.messages.receive(incoming)
         assert isinstance(value, torch.Tensor)
         if me == 1:
-            communicator.send(channel, mine, 1 - me, 0)
+            communicator.messages.send(channel, mine, 1 - me, 0)
         found.append((len(value), set(value.unique().tolist())))
-        communicator.end_step()
+        communicator.messages.end_step()
     return found
 
 
 def both_channels(communicator: Communicator) -> tuple[Any, Any]:
     """Rank 0 sends two values under one tag, one on each channel; rank 1 returns what it got on either."""
-    if communicator._rank == 0:
+    if communicator.connections.rank == 0:
         for number, channel in enumerate(Channel):
-            communicator.send(channel, torch.full((3,), float(number), device=communicator.device), 1, 7)
-        communicator.end_step()
+            communicator.messages.send(channel, torch.full((3,), float(number), device=communicator.device), 1, 7)
+        communicator.messages.end_step()
         return None, None
-    posted = [communicator.post_receive(channel, 0, 7) for channel in Channel]
-    second, first = communicator.receive(posted[1]), communicator.receive(posted[0])
+    posted = [communicator.messages.post_receive(channel, 0, 7) for channel in Channel]
+    second, first = communicator.messages.receive(posted[1]), communicator.messages.receive(posted[0])
     return _copy(first), _copy(second)
 
 
 def all_reduce(communicator: Communicator, size: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(communicator._rank)
-    tensor = torch.randn(size, generator=generator).mul(1e3 ** (communicator._rank - 1)).to(dtype)
+    generator = torch.Generator().manual_seed(communicator.connections.rank)
+    tensor = torch.randn(size, generator=generator).mul(1e3 ** (communicator.connections.rank - 1)).to(dtype)
     tensor = tensor.to(communicator.device)
-    communicator.all_reduce(tensor)
+    communicator.sums.all_reduce(tensor)
     return tensor.cpu()
 
 
 def all_reduce_zeros(communicator: Communicator, size: int) -> None:
-    communicator.all_reduce(torch.zeros(size, device=communicator.device))
+    communicator.sums.all_reduce(torch.zeros(size, device=communicator.device))
 
 
 def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torch.Tensor:
-    tensor = torch.full((size,), float(communicator._rank), device=communicator.device)
-    communicator.broadcast(tensor, source)
+    tensor = torch.full((size,), float(communicator.connections.rank), device=communicator.device)
+    communicator.sums.broadcast(tensor, source)
     return tensor[:1000].cpu()
 
 
 def reduce_in_buckets(communicator: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Begins a sum of each size before it waits for the first."""
     tensors = [torch.arange(float(size), device=communicator.device) for size in sizes]
-    tensors = [tensor * (communicator._rank + 1) + number for number, tensor in enumerate(tensors)]
-    begun = [communicator.begin_all_reduce(tensor) for tensor in tensors]
+    tensors = [tensor * (communicator.connections.rank + 1) + number for number, tensor in enumerate(tensors)]
+    begun = [communicator.sums.begin_all_reduce(tensor) for tensor in tensors]
     for one in begun:
-        communicator.end_all_reduce(one)
+        communicator.sums.end_all_reduce(one)
     return [tensor[:: max(1, len(tensor) // 100)].cpu() for tensor in tensors]
 
 
@@ -376,8 +376,8 @@ def broadcast_tied(
     """What each tie's source has."""
     found = []
     for tie, source in zip(ties, sources, strict=True):
-        tensor = torch.full((size,), float(10 * len(tie) + communicator._rank), device=communicator.device)
-        communicator.end_all_reduce(communicator.begin_broadcast(tensor, tie, source))
+        tensor = torch.full((size,), float(10 * len(tie) + communicator.connections.rank), device=communicator.device)
+        communicator.sums.end_all_reduce(communicator.sums.begin_broadcast(tensor, tie, source))
         (value,) = tensor.unique().tolist()
         found.append(value)
     return found
@@ -387,49 +387,51 @@ def sum_within_and_over_stages(
     communicator: Communicator, ties: Sequence[tuple[int, ...]], size: int, count: int
 ) -> list[torch.Tensor]:
     """The sums of ``count`` tensors over the stage, and then over each tie, all of them begun before the first ends."""
-    generator = torch.Generator().manual_seed(communicator._rank)
+    generator = torch.Generator().manual_seed(communicator.connections.rank)
     groups = [(), *ties]
     tensors = [torch.randn(size, generator=generator).to(communicator.device) for _ in range(count * len(groups))]
-    begun = [communicator.begin_all_reduce(tensor, groups[number // count]) for number, tensor in enumerate(tensors)]
+    begun = [
+        communicator.sums.begin_all_reduce(tensor, groups[number // count]) for number, tensor in enumerate(tensors)
+    ]
     for one in reversed(begun):
-        communicator.end_all_reduce(one)
+        communicator.sums.end_all_reduce(one)
     return [tensor.cpu() for tensor in tensors]
 
 
 def sum_of_negative_zeros(communicator: Communicator, size: int, dtype: torch.dtype) -> bool:
     """Whether it is negative zeros, by which a parameter that nothing used is known."""
     tensor = torch.full((size,), -0.0, dtype=dtype, device=communicator.device)
-    communicator.all_reduce(tensor)
+    communicator.sums.all_reduce(tensor)
     return bool(torch.signbit(tensor).all()) and not tensor.any()
 
 
 def send_many(communicator: Communicator, count: int, size: int, peer: int) -> None:
     """Sends ``count`` values of ``size`` bytes and waits until each has been answered."""
-    answers = [communicator.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
+    answers = [communicator.messages.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
     for tag in range(count):
-        communicator.send(FORWARD, torch.zeros(size, dtype=torch.uint8, device=communicator.device), peer, tag)
+        communicator.messages.send(FORWARD, torch.zeros(size, dtype=torch.uint8, device=communicator.device), peer, tag)
     for answer in answers:
-        communicator.receive(answer)
+        communicator.messages.receive(answer)
 
 
 def receive_many(communicator: Communicator, count: int, peer: int) -> None:
     """The counterpart of :func:`send_many`."""
-    posted = [communicator.post_receive(FORWARD, peer, tag) for tag in range(count)]
+    posted = [communicator.messages.post_receive(FORWARD, peer, tag) for tag in range(count)]
     for tag, incoming in enumerate(posted):
-        communicator.receive(incoming)
-        communicator.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), peer, tag)
+        communicator.messages.receive(incoming)
+        communicator.messages.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), peer, tag)
 
 
 def give(communicator: Communicator, size: int, destination: int) -> None:
     value = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
     sender = ByteSender(communicator, destination)
-    sender.put(value, communicator._transport.carries(destination))
+    sender.put(value, communicator.connections.transport.carries(destination))
     sender.end()
 
 
 def take(communicator: Communicator, size: int, source: int) -> None:
     receiver = ByteReceiver(communicator, source)
-    receiver.take(torch.empty(size, dtype=torch.uint8), communicator._transport.carries(source))
+    receiver.take(torch.empty(size, dtype=torch.uint8), communicator.connections.transport.carries(source))
     receiver.end()
 
 
@@ -439,21 +441,21 @@ def transfer_numbers(communicator: Communicator, sizes: Sequence[int], part_byte
 
     before = module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE
     module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE = part_bytes, part_bytes, at_once
-    carried = communicator._transport.carries(1 - communicator._rank)
+    carried = communicator.connections.transport.carries(1 - communicator.connections.rank)
     values = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]
     found = [torch.empty_like(value) for value in values]
     sender, receiver = ByteSender(communicator, 1), ByteReceiver(communicator, 0)
     for value, place in zip(values, found, strict=True):
-        if communicator._rank == 0:
+        if communicator.connections.rank == 0:
             sender.put(value.to(communicator.device), carried)
         else:
             receiver.take(place, carried)
-    if communicator._rank == 0:
+    if communicator.connections.rank == 0:
         sender.end()
     else:
         receiver.end()
     module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE = before
-    return communicator._rank == 0 or all(torch.equal(a, b) for a, b in zip(values, found, strict=True))
+    return communicator.connections.rank == 0 or all(torch.equal(a, b) for a, b in zip(values, found, strict=True))
 
 
 def exchange_state(communicator: Communicator, sizes: Sequence[int]) -> tuple[int, bool]:
@@ -471,7 +473,7 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int]) -> tuple[in
             real(stream, tensor, by_device)
 
         setattr(owner, name, counted)
-    if communicator._rank == 0:
+    if communicator.connections.rank == 0:
         here = [tensor.to(communicator.device) for tensor in tensors]
         transfer.send_object(communicator, {**value, "tensors": here, "view": here[-1][::2]}, 1)
         return sum(carried), True
@@ -513,14 +515,14 @@ def receive_while_computing(communicator: Communicator, source: int, size: int, 
     distinct numbers that were computed.
     """
     found: set[float] = set()
-    incoming = [communicator.post_receive(FORWARD, source, tag) for tag in range(rounds)]
+    incoming = [communicator.messages.post_receive(FORWARD, source, tag) for tag in range(rounds)]
     for one in incoming:
         value = torch.ones(size, device=communicator.device)
         total = torch.zeros(size, device=communicator.device)
         for _ in range(rounds):
             total = total + value
         del value  # its memory is free for what is computed next, and for nothing else yet
-        communicator.receive(one)
+        communicator.messages.receive(one)
         found.update(total.unique().tolist())
     return sorted(found)
 
@@ -530,16 +532,16 @@ def send_computed(communicator: Communicator, size: int, rounds: int, destinatio
     value = torch.zeros(size, device=communicator.device)
     for _ in range(rounds):
         value = value + 1
-    communicator.send(FORWARD, value, destination, 0)
-    communicator.receive(communicator.post_receive(Channel.GRADIENTS, destination, 0))
+    communicator.messages.send(FORWARD, value, destination, 0)
+    communicator.messages.receive(communicator.messages.post_receive(Channel.GRADIENTS, destination, 0))
 
 
 def receive_computed(communicator: Communicator, source: int) -> list[float]:
     """The distinct numbers that :func:`send_computed` has sent, after they were answered."""
-    value = communicator.receive(communicator.post_receive(FORWARD, source, 0))
+    value = communicator.messages.receive(communicator.messages.post_receive(FORWARD, source, 0))
     assert isinstance(value, torch.Tensor)
     assert value.device == communicator.device
-    communicator.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), source, 0)
+    communicator.messages.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), source, 0)
     return value.unique().tolist()
 
 
@@ -553,7 +555,7 @@ def foreign_socket_survives_abort(communicator: Communicator, generation: int) -
 
     before = socket.socketpair()
     communicator.close()
-    communicator.configure(generation, [communicator._rank], [communicator._rank])
+    communicator.configure(generation, [communicator.connections.rank], [communicator.connections.rank])
     after = socket.socketpair()
     communicator.abort(generation)
     received = b""

@@ -19,13 +19,9 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.runtime.comm.communicator import (
-    _SMALL_BYTES,
-    CommunicationError,
-    Communicator,
-    UnreachableError,
-)
+from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator, UnreachableError
 from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
+from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
 from lightning_recycle.runtime.comm.transports import _PACKED_BYTES, GlooTransport, HostMemory
 from lightning_recycle.runtime.comm.wire import HEADER_BYTES
 
@@ -146,7 +142,7 @@ def test_tuples_with_gaps_empty_tensors_scalars_and_strides_arrive(four: Team) -
 
 def test_values_around_the_sizes_where_a_message_changes_its_form_arrive(four: Team) -> None:
     four.regroup(0, 1)
-    for limit in (_SMALL_BYTES, _PACKED_BYTES):
+    for limit in (SMALL_BYTES, _PACKED_BYTES):
         sizes = [limit - HEADER_BYTES + extra for extra in (-65, -64, -1, 0, 1, 64, HEADER_BYTES)]
         values = [torch.arange(size) % 251 for size in sizes]
         for received, value in zip(transfer(four, [v.byte() for v in values]), values, strict=True):
@@ -480,10 +476,10 @@ class Ends:
 
 def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(tmp_path: Path) -> None:
     communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY)
-    communicator._generation = 0
-    communicator._wait_for(None, Ends())
+    communicator.connections._generation = 0
+    communicator.sums._wait_for(None, Ends())
     with pytest.raises(RuntimeError, match="Connection closed"):
-        communicator._wait_for(None, Ends("Connection closed"))
+        communicator.sums._wait_for(None, Ends("Connection closed"))
 
 
 class Slow(GlooTransport):
@@ -513,7 +509,7 @@ def test_a_transport_that_takes_long_to_connect_is_progress_for_as_long_as_it_ma
         if len(told) == 3:
             transport.may_connect.set()
 
-    communicator.on_progress = progressed
+    communicator.report_progress_to(progressed)
     if not seconds:
         threading.Timer(0.3, transport.may_connect.set).start()
     communicator.configure(0, [0], [0])

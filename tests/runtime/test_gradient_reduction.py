@@ -23,7 +23,7 @@ def task(kind: OpKind, microbatch: int) -> Task:
 
 
 class Line:
-    """In the place of a communicator: remembers what begins and ends."""
+    """Instead of the sums of a communicator: remembers what begins and ends."""
 
     def __init__(self) -> None:
         self.has_peers = self.has_mesh = True

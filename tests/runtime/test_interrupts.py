@@ -24,6 +24,10 @@ class Recorder:
     def __init__(self) -> None:
         self.aborted: list[int] = []
         self.called = threading.Event()
+        self.sums = None
+
+    def report_progress_to(self, on_progress: Any) -> None:
+        """There is none."""
 
     def abort(self, generation: int) -> None:
         self.aborted.append(generation)

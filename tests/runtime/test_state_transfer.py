@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.comm import state_transfer as byte_streams
-from lightning_recycle.runtime.comm.communicator import PARTS_AT_ONCE, CommunicationError
-from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
+from lightning_recycle.runtime.comm import state_transfer
+from lightning_recycle.runtime.comm.communicator import CommunicationError
+from lightning_recycle.runtime.comm.state_transfer import PARTS_AT_ONCE, ByteReceiver, ByteSender
 
 
 class Wire:
-    """Both sides' communicator: a part has arrived when the sender waits for it; a bit of part ``damages`` flips."""
+    """Both sides' parts: one has arrived when the sender waits for it; a bit of part ``damages`` flips."""
 
     def __init__(self, damages: int = -1) -> None:
         self.damages = damages
+        self.messages = self
         self.sent: deque[bytearray] = deque()
         self.under_way: dict[int, int] = {}  # numbers of parts, and their bytes
         self.most_parts = self.most_bytes = 0
@@ -44,6 +45,11 @@ class Wire:
         return CommunicationError(f"damaged by {source}")
 
 
+@pytest.fixture(autouse=True)
+def wires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_transfer, "_Parts", lambda wire: wire)
+
+
 TENSORS = [torch.arange(1000), torch.zeros(0), torch.full((3, 5), 2.5), torch.arange(70, dtype=torch.int16)[::2]]
 
 
@@ -61,7 +67,7 @@ def transferred(wire: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("part_bytes", [1 << 20, 100])
 def test_all_of_them_arrive(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    monkeypatch.setattr(byte_streams, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(state_transfer, "_PART_BYTES", part_bytes)
     wire = Wire()
     assert all(torch.equal(*pair) for pair in zip(TENSORS, transferred(wire), strict=True))
     assert not wire.under_way
@@ -70,8 +76,8 @@ def test_all_of_them_arrive(monkeypatch: pytest.MonkeyPatch, part_bytes: int) ->
 
 @pytest.mark.parametrize("most", [50, 300, 1000])
 def test_only_so_many_bytes_are_under_way(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(byte_streams, "_PART_BYTES", 100)
-    monkeypatch.setattr(byte_streams, "_BYTES_AT_ONCE", most)
+    monkeypatch.setattr(state_transfer, "_PART_BYTES", 100)
+    monkeypatch.setattr(state_transfer, "_BYTES_AT_ONCE", most)
     wire = Wire()
     transferred(wire)
     assert wire.most_bytes <= max(most, 8 * 83)  # the sums are one part

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_recycle.runtime.comm.communicator import _Inbox, _Outbox
+from lightning_recycle.runtime.comm.stage_messages import _Inbox, _Outbox
 from lightning_recycle.runtime.comm.transports import HostMemory
 from lightning_recycle.runtime.comm.wire import HEADER_BYTES, Layout, sum_of_bytes, sum_of_tensors
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.runtime.comm.communicator import _EXCHANGE_TAG
+from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG
 from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Transport
 from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -36,7 +36,7 @@ class CountingTransport(NcclTransport):
         return super().send(channel, layout, tensors, destination, tag)
 
     def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> Any:
-        CountingTransport.states += tag > _EXCHANGE_TAG
+        CountingTransport.states += tag > EXCHANGE_TAG
         return super().receive(channel, layout, source, tag)
 
     def _start(self, generation: int, agreed: Any, used: Any, *rest: Any) -> Any:

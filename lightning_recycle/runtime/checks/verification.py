@@ -124,7 +124,7 @@ class Verifier:
         self._target = self._completing[number % len(self._completing)]
         self._apart = GradientsApart(self._recompute.parameters)
         self._checks, self._checked_by = checks.partners(step, self._client.rank)
-        self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
+        self._incoming = self._communicator.messages.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
         self.tasks = self._program.tasks_with_check(checks.places[number])
 
     @property
@@ -183,7 +183,7 @@ class Verifier:
         self._apart.end()
         self._apart.add()
         record = self._own = replace(self._recorder.record, machine=_machine())
-        self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
+        self._communicator.messages.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
 
     # ------------------------------------------------------------------ checking
 
@@ -198,7 +198,7 @@ class Verifier:
         other, incoming = self._checks, self._incoming
         self._incoming = None
         with self._client.waiting(f"rank {other}"):
-            record = _from_message(self._communicator.receive(incoming))
+            record = _from_message(self._communicator.messages.receive(incoming))
         if record.machine != _machine():
             if self._own is None:
                 self._pass()

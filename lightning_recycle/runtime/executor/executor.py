@@ -202,7 +202,7 @@ class Executor:
         self._is_past = False  # whether it is past the point up to which it can do the same again
         self._reads_from: StepSource | None = None
         self._has_own = False  # an exception was judged to be the user's own
-        communicator.on_progress = client.progressed
+        communicator.report_progress_to(client.progressed)
         client.on_interrupt = communicator.abort  # ends whatever the main thread exchanges with others
         client.regroup = self.regroup
 
@@ -211,7 +211,9 @@ class Executor:
         self._stage, self._gradients, self._ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters = bundle.parameters
         self._forwards = Forwards(self.worker, self.grid, self._client, self._communicator, bundle.stage)
-        self._reduction = BucketedReduction(self._communicator, self._gradients, self._stage, lambda: self.is_settled)
+        self._reduction = BucketedReduction(
+            self._communicator.sums, self._gradients, self._stage, lambda: self.is_settled
+        )
         self.accumulated = AccumulatedGradients(self._gradients, self._parameters, bundle.accumulated)
         # A single stage is never ahead of others: what it has applied is what is committed.
         is_ahead = not self._commits and (self.grid.stages > 1 or self._guesses is not None)
@@ -295,12 +297,12 @@ class Executor:
         early = part.reduces and not (self._verifier.needs_last_gradients or self._finite.inspects or givers)
         self._reduction.begin(part.buffers, program if early else (), givers, self._verifier.target)
         self._incoming = {
-            task: self._communicator.post_receive(_channel(task.op), task.source, task.index)
+            task: self._communicator.messages.post_receive(_channel(task.op), task.source, task.index)
             for task in program
             if task.source is not None
         }
         if self._meter is not None:
-            self._meter.begin(step if part.reduces else None, self._communicator.buffers())
+            self._meter.begin(step if part.reduces else None, self._communicator.messages.buffers())
         if self._trials is not None:
             self._trials.begin(step if part.reduces else None, program)
         if part.awaits_peers:
@@ -351,7 +353,7 @@ class Executor:
                 for watcher in self._watchers:
                     watcher.completed(task)
                 self._reduction.completed(task)
-        self._communicator.end_step()
+        self._communicator.messages.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
         inputs = target = None
@@ -388,7 +390,7 @@ class Executor:
                 self._profiler.sent(output)
             if meter is not None:
                 meter.sent(output)
-            self._communicator.send(_channel(task.op), output, task.destination, task.index)
+            self._communicator.messages.send(_channel(task.op), output, task.destination, task.index)
 
     def _recompute(self, step: int, task: Task) -> None:
         if task.op.stage == 0:
@@ -414,7 +416,7 @@ class Executor:
         for watcher in self._watchers:
             watcher.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
-            self._communicator.send(_channel(task.op), input_grads, task.destination, task.index)
+            self._communicator.messages.send(_channel(task.op), input_grads, task.destination, task.index)
 
     def _splits_anyway(self, task: Task) -> bool:
         """Whether a backward that the plan fuses is split because that is measured."""
@@ -644,7 +646,7 @@ class Executor:
 
     def alter_next_message(self, alter: Callable[[Any], Any]) -> None:
         """The next value that this worker sends to another stage is what ``alter`` makes of it. For fault injection."""
-        self._communicator.alter_next = alter
+        self._communicator.messages.alter_next = alter
 
     def join(self) -> None:
         """Enters a running training at a step boundary, with the state that a peer gives."""
@@ -703,7 +705,7 @@ class Executor:
         with self._client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
             self._callbacks.on_generation()
         if self._profiler is not None and resume.generation == 0:
-            rank, pair = self._client.rank, self._communicator.exchange
+            rank, pair = self._client.rank, self._communicator.messages.exchange
             with self._client.waiting("its neighbours"):
                 self._profiler.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
         ahead = frozenset() if self._redoes_whole_steps else resume.decision.ahead
@@ -805,7 +807,7 @@ class Executor:
             case Adopt():
                 with self._client.waiting("a gradient"):
                     for buffer in self._gradients.of_step(action.step):
-                        self._communicator.broadcast(buffer, action.donor)
+                        self._communicator.sums.broadcast(buffer, action.donor)
                 if action.lacks:
                     self._payload, self._reduced = self._told(action.step), True
             case AwaitPeers():
@@ -817,7 +819,7 @@ class Executor:
 
     def _await_peers(self) -> None:
         with self._client.waiting("peers"):
-            self._communicator.all_reduce(torch.zeros(1))
+            self._communicator.sums.all_reduce(torch.zeros(1))
 
     def _serve(self, step: int) -> None:
         """Runs a step that this worker has applied, with the parameters of that step."""
@@ -905,7 +907,7 @@ class Executor:
                 data.handle.loader.read_ahead(data.handle)
                 self._place = (step, task.label)
         with self._client.waiting(f"rank {task.source}"):
-            value = self._communicator.receive(self._incoming[task])
+            value = self._communicator.messages.receive(self._incoming[task])
         if self._meter is not None and task.op.kind is OpKind.FORWARD:
             self._meter.received(value)
         return value

@@ -71,7 +71,7 @@ class Forwards:
         }
         forwards = [task for task in program if task.op.kind is OpKind.FORWARD and sizes[task.index]]
         incoming = {
-            task: self._communicator.post_receive(Channel.ACTIVATIONS, task.source, task.index)
+            task: self._communicator.messages.post_receive(Channel.ACTIVATIONS, task.source, task.index)
             for task in forwards
             if task.source is not None
         }
@@ -86,13 +86,13 @@ class Forwards:
                 inputs, target = split(loader.fetch(handle, task.op.microbatch))
             if task.source is not None:
                 with self._client.waiting(f"rank {task.source}"):
-                    inputs = self._communicator.receive(incoming[task])
+                    inputs = self._communicator.messages.receive(incoming[task])
             output = self._stage.evaluate(version, task.index, inputs, target)
             if self._is_last:
                 recorded[task.index] = record(output, target, sizes[task.index])
             if task.destination is not None:
-                self._communicator.send(Channel.ACTIVATIONS, output, task.destination, task.index)
-        self._communicator.end_step()
+                self._communicator.messages.send(Channel.ACTIVATIONS, output, task.destination, task.index)
+        self._communicator.messages.end_step()
         return recorded
 
     def leads_last(self, leads: Mapping[int, int]) -> bool:
@@ -116,10 +116,10 @@ class Forwards:
             return None
         inputs = value
         if stage > 0:
-            incoming = self._communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], self._beyond)
+            incoming = self._communicator.messages.post_receive(Channel.ACTIVATIONS, leads[stage - 1], self._beyond)
             with self._client.waiting(f"rank {leads[stage - 1]}"):
-                inputs = self._communicator.receive(incoming)
+                inputs = self._communicator.messages.receive(incoming)
         output = self._stage.run(version, draw, inputs, value)
         if not self._is_last:
-            self._communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], self._beyond)
+            self._communicator.messages.send(Channel.ACTIVATIONS, output, leads[stage + 1], self._beyond)
         return output

@@ -178,7 +178,7 @@ class WholeStepExecutor(Executor):
         self._run_hooks(step, OpKind.REDUCE, OpKind.STEP)
         self._commit_and_apply()
         self._run_hooks(step, OpKind.STEP, None)
-        self._communicator.end_step()
+        self._communicator.messages.end_step()
 
     def _read(self, step: int) -> list[WholeStepMicrobatch]:
         """Reads this worker's micro-batches."""
@@ -220,7 +220,7 @@ class WholeStepExecutor(Executor):
         started = time.perf_counter()
         try:
             with self._client.waiting("peers"):
-                self._communicator.all_reduce(tensor)
+                self._communicator.sums.all_reduce(tensor)
         except Exception as error:
             self._broken = error
             raise

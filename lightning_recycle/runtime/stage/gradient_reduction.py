@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.program import Task
-from lightning_recycle.runtime.comm.communicator import Communicator, Reduction
+from lightning_recycle.runtime.comm.group_sums import GroupSums, Reduction
 from lightning_recycle.runtime.stage.gradients import Bucket, GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 
@@ -55,16 +55,16 @@ class BucketedReduction:
     """The reduction of one worker, step after step. With one bucket, or without peers, all of it is in REDUCE.
 
     Args:
-        communicator: the connection to the other workers.
+        sums: those of the groups of this worker.
         gradients: the gradients of the stage.
         stage: its layers.
         may_begin: whether a bucket may leave before REDUCE.
     """
 
     def __init__(
-        self, communicator: Communicator, gradients: GradientBuffers, stage: Stage, may_begin: Callable[[], bool]
+        self, sums: GroupSums, gradients: GradientBuffers, stage: Stage, may_begin: Callable[[], bool]
     ) -> None:
-        self._communicator, self._gradients, self._stage, self._may_begin = communicator, gradients, stage, may_begin
+        self._sums, self._gradients, self._stage, self._may_begin = sums, gradients, stage, may_begin
         self._step = 0
         self._givers: Mapping[tuple[int, ...], int] = {}
         self._queues: list[deque[Bucket]] = []  # what is left to be begun in the background, each in its order
@@ -99,14 +99,14 @@ class BucketedReduction:
         self._step, self._givers, self._last = step, givers, None
         self._ends, self._versions, self._bucket_of = {}, {}, {}
         self._seen, self._expected = {}, {}
-        has_peers, buckets = self._communicator.has_peers, self._gradients.buckets(step)
+        has_peers, buckets = self._sums.has_peers, self._gradients.buckets(step)
         own = [bucket.buffer for bucket in buckets if not bucket.stages]
         self._at_once = torch.zeros(1) if not own else None
-        if len(own) == 1 and self._communicator.sums_at_once(own[0]):
+        if len(own) == 1 and self._sums.sums_at_once(own[0]):
             self._at_once = own[0]
         alone = [bucket for bucket in buckets if not bucket.stages and has_peers and self._at_once is None]
         common = [bucket for bucket in buckets if bucket.stages]
-        in_one_order = self._communicator.sums_in_one_order
+        in_one_order = self._sums.sums_in_one_order
         self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
         self._missing = {bucket: set(map(id, bucket.parameters)) for bucket in alone + common}
         adding = [task for task in reversed(program) if task.op.kind in _COMPLETING]
@@ -195,9 +195,9 @@ class BucketedReduction:
         self._missing.pop(bucket, None)
         giver = self._givers.get(bucket.stages)
         if giver is None:
-            self._begun.append(self._communicator.begin_all_reduce(bucket.buffer, bucket.stages))
+            self._begun.append(self._sums.begin_all_reduce(bucket.buffer, bucket.stages))
         else:
-            self._begun.append(self._communicator.begin_broadcast(bucket.buffer, bucket.stages, giver))
+            self._begun.append(self._sums.begin_broadcast(bucket.buffer, bucket.stages, giver))
 
     def finish(self) -> None:
         """Returns when all gradients are summed over their groups.
@@ -220,7 +220,7 @@ class BucketedReduction:
         for bucket in chain(*self._queues):
             self._begin(bucket)
         if self._at_once is not None:
-            self._communicator.all_reduce(self._at_once)
+            self._sums.all_reduce(self._at_once)
         self._end()
 
     def give(self, step: int) -> None:
@@ -232,12 +232,12 @@ class BucketedReduction:
 
     def _end(self) -> None:
         for reduction in self._begun:
-            self._communicator.end_all_reduce(reduction)
+            self._sums.end_all_reduce(reduction)
         self._begun = []
 
     def drop(self) -> None:
         """Forgets what was begun. To be called once the connections of its generation are closed."""
         begun, self._begun = self._begun, []
-        are_free = [self._communicator.abandon(reduction) for reduction in begun]
+        are_free = [self._sums.abandon(reduction) for reduction in begun]
         if not all(are_free):
             self._gradients.renew(self._step)

@@ -1,0 +1,224 @@
+"""The connections of a worker in one generation: made, kept over a step boundary, aborted, closed.
+
+Contract: :meth:`Connections.configure` connects the workers of a generation. :meth:`Connections.abort`, from any
+thread, ends every operation over them with a :class:`CommunicationError`, within milliseconds. There is no default
+process group: all groups are raw objects under a store prefix of their generation. Where all workers of a generation
+wait, with nothing under way, and the same ones go on, the next one keeps the connections.
+
+Gloo's own ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the
+sockets of the groups (:mod:`~lightning_recycle.runtime.comm.groups` makes both). Connecting happens in a thread that
+can be abandoned.
+
+Activations and gradients have separate groups. Gloo would keep them apart by tag, but its event loop spins while the
+main thread holds the lock of a connection on which data arrives (measured: half of its processor time).
+
+Must not know: what the connections carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+
+from lightning_recycle.engines.discovery import port_range
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupFactory, GroupPlan, Rendezvous
+from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
+from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
+from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Transport
+from lightning_recycle.runtime.machine_errors import is_machine_error
+
+__all__ = ["LOOK", "Connections", "tie_name"]
+
+LOOK = timedelta(seconds=0.1)
+"""Between checks whether the generation was aborted."""
+
+_OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
+_MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
+_MESSAGE_LOOP, _STAGE_LOOP = 0, 1  # messages between stages must not wait behind a reduction
+
+
+class Connections:
+    """The connections of a worker; arguments as of :class:`~lightning_recycle.runtime.comm.communicator.Communicator`.
+
+    Attributes:
+        on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
+            transport connects that takes long.
+        channels: the groups for messages between stages.
+        rosters: Gloo's groups for collectives, of the stage and of its ties, by name.
+        stage_name: the name of the stage's.
+        small_allreduce: sums small tensors over the stage, if it has peers and not too many.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        device: torch.device,
+        rendezvous: Rendezvous,
+        key: bytes,
+        timeout: float,
+        transport: Transport | None,
+    ) -> None:
+        self.rank = rank
+        self.timeout = timedelta(seconds=timeout)
+        self.device = device
+        self.memory = HostMemory(device)
+        self.transport: Transport = GlooTransport(self.timeout, self.memory) if transport is None else transport
+        self.on_progress: Callable[[], None] = lambda: None
+        self.channels: dict[Channel, Group] = {}
+        self.rosters: dict[str, Group] = {}
+        self.stage_name = ""
+        self.small_allreduce: SmallAllreduce | None = None
+        self._host, self._rendezvous = host, rendezvous
+        self._factory = GroupFactory(rank, host, rendezvous, key, loops=2)
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()  # set when the generation is aborted
+        self._aborted_generation = -1
+        self._generation = -1
+        self._sockets = OpenSockets()
+        self._doorbell: Doorbell | None = None
+        self._is_prepared = False  # for the next generation
+
+    def configure(
+        self,
+        generation: int,
+        neighbours: Collection[int],
+        stage_roster: Sequence[int],
+        tie_rosters: Mapping[tuple[int, ...], Sequence[int]],
+        check_links: bool,
+        keeps: bool,
+    ) -> None:
+        """Connects this worker: see :meth:`~lightning_recycle.runtime.comm.communicator.Communicator.configure`."""
+        if not keeps:
+            self._drop()
+        doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
+        with self._lock:
+            if not keeps:
+                self._cancelled, self._sockets = threading.Event(), OpenSockets()
+            cancelled, sockets = self._cancelled, self._sockets
+            self._generation = generation
+            if self._aborted_generation >= generation:
+                cancelled.set()
+        ties = {tie_name(stages): tuple(sorted(ranks)) for stages, ranks in sorted(tie_rosters.items())}
+        stage = self.stage_name = f"stage{min(stage_roster)}"
+        rosters = {stage: tuple(sorted(stage_roster)), **ties}
+        reached = tuple(sorted({*neighbours, self.rank}))
+        plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
+        plans += self.transport.plans(reached, rosters)
+        plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
+        if len(stage_roster) <= _MOST_MESHED and self.small_allreduce is None:
+            plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
+        groups = {channel.value: group for channel, group in self.channels.items()} | self.rosters
+        missing = [self._missing(plan, groups.get(plan.name, Group())) for plan in plans]
+        errors: list[BaseException] = []
+        begun: list[float] = []  # when the transport was asked to connect
+        done = threading.Event()
+
+        def connect() -> None:
+            try:
+                for name, group in self._factory.create(generation, missing, doorbell, cancelled, sockets).items():
+                    groups[name] = groups.get(name, Group()).with_more(group)
+                begun.append(time.monotonic())
+                self.transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
+            except BaseException as error:  # handed to the thread that waits
+                errors.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=connect, name="recycle-connect", daemon=True).start()
+        while not done.wait(LOOK.total_seconds()):
+            self.check()  # abandons the thread, which ends when its connections time out
+            if begun and time.monotonic() - begun[0] < self.transport.connect_seconds:
+                self.on_progress()  # or all who wait for it would be told to connect again
+        for error in errors:
+            if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
+                raise error
+            raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
+        links = groups.pop(f"{stage}-mesh", Group()).links
+        if links:
+            self.small_allreduce = SmallAllreduce(
+                sorted(stage_roster).index(self.rank), links, self.timeout.total_seconds()
+            )
+        for group in groups.values():
+            for process_group in group.process_groups:
+                process_group._set_default_timeout(self.timeout)
+        self.check()
+        self.channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
+        self.rosters.update({name: groups.get(name, Group()) for name in rosters})
+
+    def _missing(self, plan: GroupPlan, kept: Group) -> GroupPlan:
+        """``plan`` without the workers with whom this one is connected, in ``kept``: a meshed group has all or none."""
+        return replace(plan, ranks=tuple(r for r in plan.ranks if r == self.rank or r not in kept.places))
+
+    def abort(self, generation: int) -> None:
+        """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
+        with self._lock:
+            self._aborted_generation = max(self._aborted_generation, generation)
+            if self._generation <= generation:
+                self._cancelled.set()
+                self._sockets.cut()
+                self.transport.abort()
+
+    def close(self) -> None:
+        """Drops everything, after :meth:`end`."""
+        self._drop()
+        self.transport.end()
+
+    def end(self, keeps: bool = False) -> None:
+        """Ends the generation; ``keeps``: its connections stay. :meth:`configure` or :meth:`close` comes next."""
+        if not keeps:
+            with self._lock:
+                self._cancelled.set()
+                self._sockets.cut()
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None
+        self._is_prepared = False
+
+    def _drop(self) -> None:
+        self.channels = {}
+        self.rosters = {}
+        if self.small_allreduce is not None:
+            self.small_allreduce.close()
+            self.small_allreduce = None
+        self.transport.close()
+
+    def prepare_next(self) -> None:
+        """The generation goes well: the transport begins what the next one will need, once."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self.transport.prepare()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the generation was aborted."""
+        return self._aborted_generation >= self._generation
+
+    def check(self) -> None:
+        """Raises CommunicationError if the generation was aborted."""
+        if self.is_aborted:
+            raise CommunicationError(f"Generation {self._generation} was aborted.")
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """The context of an operation: errors of peers and of the network become a CommunicationError."""
+        self.check()
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            # Of the device, or of a DataLoader's process, whose end is told by a signal.
+            if is_machine_error(error) and not isinstance(error, _OF_PEERS):
+                raise
+            raise CommunicationError(f"Generation {self._generation}: {error}") from error
+
+
+def tie_name(stages: tuple[int, ...]) -> str:
+    """The name of the group of the ties that ``stages`` hold."""
+    return "-".join(["tie", *map(str, stages)])
