@@ -23,7 +23,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.launch.processes import process_context
+from lightning_recycle.launch.local_workers import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.runtime.comm.communicator import Communicator

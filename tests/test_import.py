@@ -198,7 +198,13 @@ PRIVATE = {
     "lightning_recycle.data.addressed": ["torch.utils.data._utils.worker:WorkerInfo"],
     "lightning_recycle.data.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
-    "lightning_recycle.launch.inherited": ["lightning.pytorch.profilers:PyTorchProfiler._default_schedule"],
+    "lightning_recycle.launch.worker_payload": [
+        "lightning.pytorch.profilers:PyTorchProfiler._default_schedule",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
+        "omegaconf.basecontainer:BaseContainer._resolvers",
+    ],
     "lightning_recycle.session.interruption": [
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.hpc_save_path"
     ],
@@ -208,27 +214,17 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
         "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
     ],
-    "lightning_recycle.launch.shared_settings": [
-        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
-        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
-        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
-        "omegaconf.basecontainer:BaseContainer._resolvers",
-    ],
     "lightning_recycle.launch.worker_process": [
         "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
     ],
-    "lightning_recycle.launch.delivery": [
+    "lightning_recycle.launch.worker_results": [
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],
-    "lightning_recycle.launch.results": [
+    "lightning_recycle.launch.trainer_results": [
         "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
         "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
-    ],
-    "lightning_recycle.launch.returned_optimizers": [
         "lightning.pytorch.core.optimizer:_init_optimizers_and_lr_schedulers",
-    ],
-    "lightning_recycle.launch.shown_loaders": [
         "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],

@@ -58,18 +58,17 @@ from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.discovery import Discovered, check_copies, discover
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.launch.crews import crew_of, room_of
-from lightning_recycle.launch.delivery import Call
-from lightning_recycle.launch.describing import describe
-from lightning_recycle.launch.missing_weights import Untrained
-from lightning_recycle.launch.restart_policy import RestartPolicy
-from lightning_recycle.launch.results import error_of, take_results
-from lightning_recycle.launch.resuming import newest_saved, settle_checkpoint, start_from
+from lightning_recycle.launch.lazy_model_setup import describe
+from lightning_recycle.launch.local_workers import Crew
+from lightning_recycle.launch.outcome import error_of, summary
+from lightning_recycle.launch.resume import RestartPolicy, newest_saved, settle_checkpoint, start_from
 from lightning_recycle.launch.run_request import run_request_of
-from lightning_recycle.launch.shared_settings import Settings
 from lightning_recycle.launch.signals import EndSignals
-from lightning_recycle.launch.summary import summary
+from lightning_recycle.launch.trainer_results import Untrained, take_results
+from lightning_recycle.launch.worker_group import AnyCrew
+from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, run_outside, worker_main
+from lightning_recycle.launch.worker_results import Call
 from lightning_recycle.main_module import end_import
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
 from lightning_recycle.planning.grid import Grid
@@ -247,7 +246,7 @@ class SupervisorLauncher(_Launcher):
         """How many workers of ``grid`` can be started now."""
         options = self._strategy.options
         use_gpu = trainer.strategy.root_device.type != "cpu"
-        room = room_of(options.engine, needs_of_worker(use_gpu, options.resources_per_worker), grid.num_workers)
+        room = _room_of(options.engine, needs_of_worker(use_gpu, options.resources_per_worker), grid.num_workers)
         return len(self._devices(trainer)[2]) if room is None else room
 
     def _note_missing_weights(self, trainer: pl.Trainer, one_stage: bool) -> None:
@@ -326,7 +325,7 @@ class SupervisorLauncher(_Launcher):
         resources = needs_of_worker(use_gpu, options.resources_per_worker)
         with (
             served(monitor, http, shows),
-            crew_of(options.engine, worker_main, payload, grid, resources, options.start_timeout) as crew,
+            _crew_of(options.engine, worker_main, payload, grid, resources, options.start_timeout) as crew,
         ):
             host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN") if listen else (crew.host, 0)
 
@@ -559,3 +558,43 @@ def _write_profile(path: Path | None, profile: Profile) -> None:
         log.warning("The measured profile could not be written to %s: %s", path, error)
         return
     log.info("The measured profile is in %s.", path)
+
+
+def _crew_of(
+    engine: str,
+    target: Callable[[Any], None],
+    payload: Any,
+    grid: Grid,
+    resources: Mapping[str, float],
+    start_timeout: float,
+) -> AnyCrew:
+    """A crew of the workers that ``engine`` starts.
+
+    Args:
+        engine: "local" or "ray".
+        target: what a worker runs; takes one argument.
+        payload: what every worker needs.
+        grid: the grid of the run.
+        resources: what a worker needs, for an engine that shares out resources.
+        start_timeout: seconds that an engine may take to have room for all workers.
+
+    Raises:
+        ConfigurationError: if the payload cannot be pickled, or the engine is not installed.
+        WorkerStartError: if there is no room for the workers in time.
+    """
+    if engine == "ray":
+        from lightning_recycle.launch.ray_workers import RayCrew
+
+        return RayCrew(target, payload, grid, resources, start_timeout)
+    return Crew(target, payload)
+
+
+def _room_of(engine: str, resources: Mapping[str, float], wanted: int) -> int | None:
+    """How many workers ``engine`` has room for when none of a run are left, ``wanted`` at most; None if that is not the
+    engine's to say, as with the devices of this machine, which do not go.
+    """
+    if engine == "ray":
+        from lightning_recycle.launch.ray_workers import room_in_cluster
+
+        return room_in_cluster(resources, wanted)
+    return None

@@ -30,8 +30,8 @@ from lightning_recycle.control.protocol.state import Finished
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.engines.ray_run import RayRun, RunEnd
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch.delivery import Extras, StagePart
-from lightning_recycle.launch.results import error_of
+from lightning_recycle.launch.outcome import error_of
+from lightning_recycle.launch.worker_results import Extras, StagePart
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import get_planner
 

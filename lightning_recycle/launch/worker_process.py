@@ -34,13 +34,10 @@ from lightning_recycle.control.protocol.messages import Assign, Crash, RunReques
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
-from lightning_recycle.launch.delivery import Call, UserObjects, extras_of, part_of, way_home
-from lightning_recycle.launch.environment import set_num_threads
-from lightning_recycle.launch.exceptions import dump_exception
-from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
-from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS
-from lightning_recycle.launch.shared_settings import ignore_untrue_warnings
-from lightning_recycle.launch.tracebacks import from_users_code
+from lightning_recycle.launch.trainer_results import STAY_IN_THE_WORKERS, WEIGHTS_STAY
+from lightning_recycle.launch.worker_exceptions import dump_exception, from_users_code
+from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
+from lightning_recycle.launch.worker_results import Call, UserObjects, extras_of, part_of, way_home
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -72,8 +69,8 @@ class _Strategy(Protocol):
 class WorkerStart:
     """What a worker process of this machine is started with.
 
-    ``payload``: the :class:`~lightning_recycle.launch.inherited.Payload` of the run, which is
-    :class:`~lightning_recycle.launch.inherited.Inherited` in the worker.
+    ``payload``: the :class:`~lightning_recycle.launch.worker_payload.Payload` of the run, which is
+    :class:`~lightning_recycle.launch.worker_payload.Inherited` in the worker.
     """
 
     place: Place

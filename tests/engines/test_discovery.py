@@ -110,7 +110,7 @@ def test_no_other_module_reads_these_variables() -> None:
     assert readers["RECYCLE_KEY"] | readers["RECYCLE_KEY_FILE"] <= {"handshake.py", *ENGINES}
 
 
-ENGINES = {path.name for path in (PACKAGE / "engines").glob("*.py")} | {"ray_crew.py"}
+ENGINES = {path.name for path in (PACKAGE / "engines").glob("*.py")} | {"ray_workers.py"}
 """What sets them for others."""
 
 

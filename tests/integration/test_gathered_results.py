@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.launch import delivery, launcher
+from lightning_recycle.launch import launcher, worker_results
 from lightning_recycle.session.result_policy import Gathering, Way
 
 pytestmark = pytest.mark.long
@@ -52,13 +52,13 @@ def test_an_unknown_choice_is_refused() -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files from which results were read; every result is large."""
     found: list[Path] = []
-    true_read = delivery.FiledPart.read
+    true_read = worker_results.FiledPart.read
 
-    def noted(part: delivery.FiledPart) -> delivery.StagePart:
+    def noted(part: worker_results.FiledPart) -> worker_results.StagePart:
         found.append(part.path)
         return true_read(part)
 
-    monkeypatch.setattr(delivery.FiledPart, "read", noted)
+    monkeypatch.setattr(worker_results.FiledPart, "read", noted)
     monkeypatch.setattr(launcher, "FILE_BYTES", 0)
     return found
 

@@ -25,7 +25,7 @@ from support.imitated_transport import imitated
 
 from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.launch.processes import process_context
+from lightning_recycle.launch.local_workers import process_context
 from lightning_recycle.runtime.comm.communicator import Channel, Communicator
 from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
 from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory

@@ -1,17 +1,24 @@
-"""What a run was, in some lines for who reads the terminal: steps, loss, failures, what each cause cost, memory.
-
-A function of the run's record alone. Times are seconds of the run, in which all workers waited or did over again.
-"""
+"""Outcome of a run: its summary in a few lines, or the exception that reports how it ended."""
 
 from __future__ import annotations
 
+import logging
 import math
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_recycle.control.monitoring.history import Event
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.control.protocol import state as outcomes
+from lightning_recycle.control.protocol.messages import Crash
+from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
+from lightning_recycle.launch.worker_exceptions import restore_chain
+from lightning_recycle.planning.grid import Grid, Worker
 
-__all__ = ["summary"]
+__all__ = ["WorkerTraceback", "error_of", "summary"]
+
+log = logging.getLogger(__name__)
+
 
 _CAUSES_SHOWN = 5
 
@@ -107,3 +114,69 @@ def _lost(history: Sequence[Event]) -> dict[str, float]:
 
 def _count(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def error_of(outcome: Any, grid: Grid, history: Sequence[Event], then: str | None = None) -> BaseException:
+    """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
+    the user can do.
+    """
+    if isinstance(outcome, outcomes.StageLost):
+        causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
+        if not any(event.kind in ("step", "resumed") for event in history):
+            return WorkerStartError(
+                f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"
+                " a script that comes to trainer.fit() outside of its `if __name__ == '__main__':` when workers"
+                " import it is a common reason."
+            )
+        if then is None:
+            then = (
+                "Start again from the newest checkpoint, or let ReCycleStrategy(on_stage_lost='restart') do so, and use"
+                " more pipelines (more devices, or a smaller pipeline_parallel_size) to survive more failures"
+            )
+        return StageLostError(
+            f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"
+            f" nowhere else. {then[0].upper()}{then[1:]}."
+        )
+    if isinstance(outcome, outcomes.Crashed):
+        return _exception_from(outcome.crash, grid)
+    if isinstance(outcome, outcomes.Failed):
+        return ReCycleError(outcome.reason)
+    return ReCycleError(f"The run ended in an unknown way: {outcome!r}.")
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an exception in a worker, shown as the cause of the same exception raised here."""
+
+    __module__ = "builtins"  # so Python shows its name without that of a module
+
+    def __init__(self, worker: Worker, text: str) -> None:
+        self.text = f"In worker {worker}:\n\n{text}"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _exception_from(crash: Crash, grid: Grid) -> BaseException:
+    error: BaseException | None = None
+    if crash.exception is not None:
+        try:
+            error = pickle.loads(crash.exception)
+        except Exception as reason:  # a class whose pickle does not load: only its text is left
+            log.debug("The worker's exception could not be loaded: %s", reason)
+    if isinstance(error, SystemExit):
+        worker = grid.worker(crash.rank)
+        if not error.code:  # this process would report success, without a result
+            error = ReCycleError(
+                f"Worker {worker} called sys.exit({'' if error.code is None else error.code}) before the run was over,"
+                " so there is no result. To end training early, set trainer.should_stop = True."
+            )
+        else:  # it ends this process with that status, as it would on one device, and shows no traceback
+            log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)
+    if error is None:
+        error = ReCycleError(crash.summary)
+    error.__cause__ = WorkerTraceback(grid.worker(crash.rank), crash.traceback)
+    restore_chain(error)
+    return error

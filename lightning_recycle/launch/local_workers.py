@@ -28,9 +28,8 @@ from typing import Any
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
-from lightning_recycle.launch.environment import NameWithEnvironment, modules_found
-from lightning_recycle.launch.inherited import Payload
-from lightning_recycle.launch.members import Members
+from lightning_recycle.launch.worker_group import Members
+from lightning_recycle.launch.worker_payload import NameWithEnvironment, Payload, modules_found
 from lightning_recycle.main_module import import_of_main, main_module
 from lightning_recycle.parent import die_when_closed, end_with
 from lightning_recycle.process_spaces import process_space, thread_states
@@ -50,7 +49,7 @@ def process_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_recycle.launch.preloaded"])
+    context.set_forkserver_preload(["lightning_recycle.launch.forkserver_preload"])
     return context
 
 

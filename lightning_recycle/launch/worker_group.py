@@ -1,6 +1,6 @@
-"""The workers of a crew: which ones there are, and how all of them end. Wherever they run.
+"""Worker group: all worker processes of one run, on any engine, and how they end.
 
-Contract: callable from any thread. Once :meth:`Members.end` has begun, nobody is welcome any more.
+Contract: callable from any thread. Once :meth:`Members.end` has begun, no new worker is taken.
 
 Must not know: how a worker is started.
 """
@@ -9,13 +9,46 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Generic, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
 
+from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.joining.run_config import WorkerProcess
 
-__all__ = ["Member", "Members"]
+__all__ = ["AnyCrew", "Member", "Members"]
 
 _EXIT_SECONDS = 10.0  # for a killed worker to be gone
+
+
+class AnyCrew(Protocol):
+    """All worker processes that one run starts. A context manager: none survives it.
+
+    Attributes:
+        payload: to be passed as, or within, the argument of each worker.
+        host: the address of this machine as the workers reach it.
+    """
+
+    payload: Any
+    host: str
+
+    def start(self, argument: Any, name: str) -> WorkerProcess:
+        """Starts a worker; callable from any thread.
+
+        Raises:
+            WorkerStartError: if the run is over, or workers cannot be started from here at all.
+        """
+
+    def attend(self, coordinator: Coordinator) -> None:
+        """The coordinator serves from now on, and may be asked to let workers leave."""
+
+    def end(self, patience: float) -> None:
+        """Waits ``patience`` seconds for all workers to end, then kills the rest."""
+
+    def __enter__(self) -> AnyCrew: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None, /
+    ) -> None: ...
 
 
 class Member(WorkerProcess, Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_recycle.launch.shared_settings import Settings
+from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.main_module import dumps
 
 

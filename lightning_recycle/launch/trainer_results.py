@@ -1,12 +1,19 @@
-"""What a run leaves in the launching process: weights and metrics, or the error that ended it."""
+"""Results of a run in the launching process: weights, optimizers, loaders and metrics of its Trainer.
+
+- Weights go into the module. Where they stay in the workers, a note is kept until weights are loaded into the module,
+  as nothing else shows that it is not the trained one.
+- The module's own ``configure_optimizers`` makes optimizers and schedulers for the whole model, as on one device, and
+  they get the states that the workers delivered.
+- Loops show the user's DataLoaders, with their states in the workers.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, cast
@@ -14,29 +21,221 @@ from typing import Any, Protocol, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.payload import unpack
-from lightning_recycle.control.protocol import state as outcomes
-from lightning_recycle.control.protocol.messages import Crash
-from lightning_recycle.errors import ConfigurationError, ReCycleError, StageLostError, WorkerStartError
-from lightning_recycle.launch.delivery import Call, Extras, FiledPart, StagePart, UserObjects, data_given
-from lightning_recycle.launch.exceptions import restore_chain
-from lightning_recycle.launch.missing_weights import WEIGHTS_STAY
-from lightning_recycle.launch.returned_optimizers import STAY_IN_THE_WORKERS, StageOptimizers, make_optimizers
-from lightning_recycle.launch.shown_loaders import show_loaders
+from lightning_recycle.errors import (
+    ConfigurationError,
+    ReCycleError,
+    UnsupportedFeatureError,
+)
+from lightning_recycle.launch.worker_results import (
+    Call,
+    Extras,
+    FiledPart,
+    StageOptimizers,
+    StagePart,
+    UserObjects,
+    data_given,
+)
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
 from lightning_recycle.session.snapshot import load_progress
-from lightning_recycle.session.weight_callbacks import take_pruned_form
+from lightning_recycle.session.weight_callbacks import swap_schedules, take_pruned_form
 
-__all__ = ["attach_data", "error_of", "take_results"]
+__all__ = [
+    "STAY_IN_THE_WORKERS",
+    "WEIGHTS_STAY",
+    "ShownLoaders",
+    "Untrained",
+    "attach_data",
+    "make_optimizers",
+    "show_loaders",
+    "take_results",
+]
+
+WEIGHTS_STAY = (
+    "they stay in the workers (ReCycleStrategy(gather_result=...)), and in the checkpoints that these have written"
+)
+"""Why a process has no trained weights."""
+
+
+class Untrained:
+    """The note about ``module``; ``one_stage``: it is one stage of the model, and can not run again."""
+
+    def __init__(self, module: pl.LightningModule, one_stage: bool) -> None:
+        self._module = weakref.ref(module)
+        self._one_stage = one_stage
+        self._versions = _versions(module)
+
+    def check(self, module: pl.LightningModule, ckpt_path: Any) -> None:
+        """
+        Raises:
+            UnsupportedFeatureError: if ``module`` is to run as if it were trained.
+        """
+        if module is not self._module() or _versions(module) != self._versions:
+            return
+        if self._one_stage:
+            raise UnsupportedFeatureError(
+                f"After fit this {type(module).__name__} is one stage of the model, and the trained weights are not in"
+                f" this process: {WEIGHTS_STAY}. Make a new one and give ckpt_path=..., or use"
+                " ReCycleStrategy(gather_result=True)."
+            )
+        if ckpt_path is None:
+            raise UnsupportedFeatureError(
+                f"The trained weights of this {type(module).__name__} are not in this process: {WEIGHTS_STAY}. Give"
+                " ckpt_path='best', 'last' or a path, load weights into it, or use"
+                " ReCycleStrategy(gather_result=True)."
+            )
+
+    @staticmethod
+    def refuse_to_save(path: Any) -> None:
+        """
+        Raises:
+            UnsupportedFeatureError: always.
+        """
+        raise UnsupportedFeatureError(
+            f"trainer.save_checkpoint({os.fspath(path)!r}) was called after fit in a process without the trained"
+            f" weights: {WEIGHTS_STAY}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
+            " save_distributed_checkpoint=True no process needs all of them), or use"
+            " ReCycleStrategy(gather_result=True)."
+        )
+
+
+def _versions(module: pl.LightningModule) -> int:
+    """A number that changes when something is written to the parameters."""
+    return sum(parameter._version for parameter in module.parameters())
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+STAY_IN_THE_WORKERS = (
+    "with save_distributed_checkpoint=True, where workers are started by hand, and where the weights stay in the"
+    " workers, their states do, too"
+)
+"""Why the launching process may have no optimizers."""
+
+
+def make_optimizers(
+    module: pl.LightningModule,
+    stages: Sequence[StageOptimizers],
+    copies: Copies,
+    schedulers: Sequence[dict[str, Any]],
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """The optimizers and schedulers of the whole model.
+
+    Args:
+        module: the module, with all its parameters.
+        stages: the optimizers of each stage, in order.
+        copies: as in :func:`~lightning_recycle.session.optimizer_states.merge_optimizer_states`.
+        schedulers: the states of the learning-rate schedulers.
+
+    Raises:
+        ConfigurationError: if the module cannot make them here.
+    """
+    try:
+        optimizers, configs = _init_optimizers_and_lr_schedulers(module)
+    except Exception as error:  # the user's: it may need what exists in the workers only
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
+            f" in the workers: {type(error).__name__}: {error}"
+        ) from error
+    of_stages = [list(zip(*of_one, strict=True)) for of_one in zip(*stages, strict=True)]  # (states, names) of each
+    for optimizer, (_, names) in zip(optimizers, of_stages, strict=True):
+        _group(optimizer, dict(module.named_parameters()), names, copies)
+    swap_schedules(module.trainer, optimizers, configs)
+    if len(configs) != len(schedulers):
+        raise ConfigurationError(
+            f"a callback has replaced the learning-rate schedulers: configure_optimizers() returns {len(configs)}, and"
+            f" the workers have {len(schedulers)}"
+        )
+    for optimizer, (states, names) in zip(optimizers, of_stages, strict=True):
+        optimizer.load_state_dict(merge_optimizer_states(states, names, copies))
+    for config, state in zip(configs, schedulers, strict=True):
+        config.scheduler.load_state_dict(state)
+    return optimizers, configs
+
+
+def _group(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Any],
+    names: Sequence[Sequence[Sequence[str]]],
+    copies: Copies,
+) -> None:
+    """Makes the groups of parameters what they are in the workers, where callbacks may have frozen some and added
+    groups; ``names`` by stage and group.
+    """
+    wanted = [[parameters[name] for name in members] for members in merged_names(names, copies)]
+    del optimizer.param_groups[len(wanted) :]
+    for group, members in zip(optimizer.param_groups, wanted, strict=False):
+        group["params"] = members
+    for members in wanted[len(optimizer.param_groups) :]:
+        optimizer.add_param_group({"params": members})
+
+
+# ---------------------------------------------------------------------- loaders
+
+
+class ShownLoaders(CombinedLoader):
+    """What a loop holds: the user's loaders, with their states in the workers."""
+
+    def __init__(self, iterables: Any, mode: Any, states: Sequence[dict[str, Any]]) -> None:
+        super().__init__(iterables, mode)
+        self._states = list(states)
+
+    @override
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        return self._states
+
+
+class _Requested:
+    """The loaders of a hook, which is called when they are used: what it needs may exist in the workers only.
+
+    It is called without Lightning's ``_request_dataloader``, which patches DataLoader meanwhile, and for good if the
+    hook raises.
+    """
+
+    def __init__(self, source: _DataLoaderSource) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._source.dataloader())
+
+    def __len__(self) -> int:
+        return len(self._source.dataloader())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_source", "state_dict", "load_state_dict"):
+            raise AttributeError(name)  # the states are those of the workers
+        return getattr(self._source.dataloader(), name)
+
+
+def show_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:
+    """What a loop holds that has read the loaders of ``source``.
+
+    Args:
+        source: the user's loaders or hook.
+        states: the states of the loaders.
+        mode: how several loaders are combined, unless the user did.
+    """
+    iterables: Any = _Requested(source) if source.is_module() else source.instance
+    if isinstance(iterables, CombinedLoader):
+        iterables, mode = iterables.iterables, iterables._mode
+    return ShownLoaders(iterables, mode, states)
+
+
+# ---------------------------------------------------------------------- the whole
+
 
 log = logging.getLogger(__name__)
 
@@ -204,66 +403,3 @@ def _restore_states(trainer: pl.Trainer, extras: Extras) -> None:
     trainer.precision_plugin.load_state_dict(extras.precision)
     if extras.data:
         trainer.datamodule.load_state_dict(extras.data)  # type: ignore[attr-defined]
-
-
-def error_of(outcome: Any, grid: Grid, history: Sequence[Event], then: str | None = None) -> BaseException:
-    """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
-    the user can do.
-    """
-    if isinstance(outcome, outcomes.StageLost):
-        causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
-        if not any(event.kind in ("step", "resumed") for event in history):
-            return WorkerStartError(
-                f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"
-                " a script that comes to trainer.fit() outside of its `if __name__ == '__main__':` when workers"
-                " import it is a common reason."
-            )
-        if then is None:
-            then = (
-                "Start again from the newest checkpoint, or let ReCycleStrategy(on_stage_lost='restart') do so, and use"
-                " more pipelines (more devices, or a smaller pipeline_parallel_size) to survive more failures"
-            )
-        return StageLostError(
-            f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"
-            f" nowhere else. {then[0].upper()}{then[1:]}."
-        )
-    if isinstance(outcome, outcomes.Crashed):
-        return _exception_from(outcome.crash, grid)
-    if isinstance(outcome, outcomes.Failed):
-        return ReCycleError(outcome.reason)
-    return ReCycleError(f"The run ended in an unknown way: {outcome!r}.")
-
-
-class WorkerTraceback(Exception):
-    """The traceback of an exception in a worker, shown as the cause of the same exception raised here."""
-
-    __module__ = "builtins"  # so Python shows its name without that of a module
-
-    def __init__(self, worker: Worker, text: str) -> None:
-        self.text = f"In worker {worker}:\n\n{text}"
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _exception_from(crash: Crash, grid: Grid) -> BaseException:
-    error: BaseException | None = None
-    if crash.exception is not None:
-        try:
-            error = pickle.loads(crash.exception)
-        except Exception as reason:  # a class whose pickle does not load: only its text is left
-            log.debug("The worker's exception could not be loaded: %s", reason)
-    if isinstance(error, SystemExit):
-        worker = grid.worker(crash.rank)
-        if not error.code:  # this process would report success, without a result
-            error = ReCycleError(
-                f"Worker {worker} called sys.exit({'' if error.code is None else error.code}) before the run was over,"
-                " so there is no result. To end training early, set trainer.should_stop = True."
-            )
-        else:  # it ends this process with that status, as it would on one device, and shows no traceback
-            log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)
-    if error is None:
-        error = ReCycleError(crash.summary)
-    error.__cause__ = WorkerTraceback(grid.worker(crash.rank), crash.traceback)
-    restore_chain(error)
-    return error

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_recycle.launch.restart_policy import RestartPolicy
+from lightning_recycle.launch.resume import RestartPolicy
 from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(4, 2, 3)

@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import os
 import pickle
+from pathlib import Path
+from traceback import StackSummary, TracebackException
 from types import FunctionType
 from typing import Any
 
+import lightning.fabric
+import lightning.pytorch
+import torch
+
 from lightning_recycle.main_module import MainPickler, dumps
 
-__all__ = ["dump_exception", "restore_chain"]
+__all__ = ["dump_exception", "from_users_code", "restore_chain"]
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not built into Python
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # of Python 3.11
@@ -192,3 +199,33 @@ def _can_be_sent(value: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+# ---------------------------------------------------------------------- tracebacks
+
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGES = (lightning.fabric, lightning.pytorch, torch)
+_LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in _PACKAGES]
+_INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
+
+
+def from_users_code(error: BaseException) -> str:
+    """The formatted traceback of ``error`` and of the exceptions that it was raised from."""
+    shown = TracebackException.from_exception(error)
+    links: list[TracebackException | None] = [shown]
+    while links:
+        link = links.pop()
+        if link is not None:  # a chain that has a loop is cut by the standard library
+            link.stack = _from_users_code(link.stack)
+            links += [link.__cause__, link.__context__, *(getattr(link, "exceptions", None) or ())]
+    return "".join(shown.format())
+
+
+def _from_users_code(stack: StackSummary) -> StackSummary:
+    users = (index for index, frame in enumerate(stack) if not frame.filename.startswith(_INTERNAL))
+    first = next(users, None)
+    if first is None:
+        return stack
+    *called, raised = stack[first:]
+    return StackSummary.from_list([*(frame for frame in called if not frame.filename.startswith(_PACKAGE)), raised])

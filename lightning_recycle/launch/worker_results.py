@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +19,6 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_recycle.launch.returned_optimizers import StageOptimizers
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
@@ -34,6 +33,7 @@ __all__ = [
     "Call",
     "Extras",
     "FiledPart",
+    "StageOptimizers",
     "StagePart",
     "UserObjects",
     "data_given",
@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 Call: TypeAlias = tuple[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """What every worker runs: a Trainer, a bound method of it, and the arguments of that method."""
+
+StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
+"""Of each optimizer of a stage the state dict, and the names of the parameters by group."""
 
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
 """The loops of a Trainer that have DataLoaders, by path."""

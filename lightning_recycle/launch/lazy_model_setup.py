@@ -15,8 +15,8 @@ from typing import Any
 from lightning.pytorch.trainer import call
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch.delivery import Call
-from lightning_recycle.launch.results import attach_data
+from lightning_recycle.launch.trainer_results import attach_data
+from lightning_recycle.launch.worker_results import Call
 from lightning_recycle.model.parts import ModelParts
 
 __all__ = ["describe"]

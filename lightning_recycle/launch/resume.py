@@ -1,8 +1,12 @@
-"""Which checkpoint a run starts from: chosen and checked once, so that all workers read the same one.
+"""Checkpoint from which a run starts, and restarts after the loss of a stage.
 
-Contract: "last" and "hpc" are the newest one that is whole; a damaged one is named in a warning. A damaged checkpoint
-that the user named, or the best one, is an error: nothing replaces it silently. What is not on this machine's file
-systems, or was written by the user's own CheckpointIO, is taken as it is.
+The checkpoint is chosen and checked once, so that all workers read the same file. "last" and "hpc" mean the newest
+undamaged one; a damaged one is named in a warning. A damaged checkpoint that the user named, or the best one, is an
+error. Paths that are not on this machine's file systems, and files of the user's own CheckpointIO, are taken unchecked.
+
+A restart does not depend on the processes that are still alive: a new one starts on every device that the engine has. A
+loss that comes back before the run has written a newer checkpoint would come back forever, so the number of such
+restarts is bounded.
 """
 
 from __future__ import annotations
@@ -24,9 +28,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import restored, waiting_aside
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
 
-__all__ = ["newest_saved", "settle_checkpoint", "start_from"]
+__all__ = ["RestartPolicy", "newest_saved", "settle_checkpoint", "start_from"]
 
 log = logging.getLogger(__name__)
 
@@ -192,3 +197,58 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
             return math.inf
 
     return sorted(paths, key=written, reverse=True)
+
+
+# ---------------------------------------------------------------------- restarts
+
+
+class RestartPolicy:
+    """Decides about the restarts of one run.
+
+    Args:
+        grid: the grid that the run began with; no restart has a larger one.
+        max_restarts: how many restarts there may be without a newer checkpoint in between.
+    """
+
+    def __init__(self, grid: Grid, max_restarts: int) -> None:
+        self._grid, self._max_restarts = grid, max_restarts
+        self._newest = -1
+        self._without_progress = 0
+
+    def next_grid(self, saved_step: int | None, devices: int) -> Grid | str:
+        """Returns the grid of the next start, or why there is none.
+
+        Args:
+            saved_step: the step of the newest checkpoint that the run has written; None if no checkpoint can be read.
+            devices: the number of devices that workers can be started on.
+        """
+        if saved_step is None:
+            return (
+                "on_stage_lost='restart' needs a checkpoint of this run that is whole, and there is none:"
+                " ModelCheckpoint(every_n_train_steps=...) writes them more often"
+            )
+        if saved_step > self._newest:
+            self._newest, self._without_progress = saved_step, 0
+        if self._without_progress >= self._max_restarts:
+            return (
+                f"it has been restarted {self._without_progress} times from the checkpoint of step {saved_step} without"
+                " reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
+                " more often"
+            )
+        grid = _largest_grid(self._grid, devices)
+        if grid is None:
+            return (
+                f"{devices} of the {self._grid.num_workers} devices are left, too few for {self._grid.stages} stages"
+                " with the same global batch"
+            )
+        self._without_progress += 1
+        return grid
+
+
+def _largest_grid(grid: Grid, devices: int) -> Grid | None:
+    """The grid with as many pipelines as ``devices`` allow that computes the same global micro-batches, if any."""
+    most = min(devices // grid.stages, grid.pipelines)
+    for pipelines in range(most, 0, -1):
+        if grid.global_microbatches % pipelines == 0:
+            return Grid(pipelines, grid.stages, grid.global_microbatches // pipelines)
+    return None

@@ -1,9 +1,9 @@
-"""Starts two workers, says when they work and which processes they are, and waits: ``crew_script.py``."""
+"""Starts two workers, says when they work and which processes they are, and waits: ``local_workers_script.py``."""
 
 import os
 import time
 
-from lightning_recycle.launch.processes import Crew
+from lightning_recycle.launch.local_workers import Crew
 
 
 def work(_: None) -> None:

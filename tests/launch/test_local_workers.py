@@ -18,7 +18,7 @@ from support.process_tree import is_alive
 from support.sampling import sampled
 from support.waiting import wait_for
 
-from lightning_recycle.launch.processes import Crew, LocalWorker, _ensure_fork_server
+from lightning_recycle.launch.local_workers import Crew, LocalWorker, _ensure_fork_server
 
 SECONDS = 60.0  # more than anything here takes
 
@@ -105,7 +105,7 @@ def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
 STOPPED = """
 import psutil, sys, time
 from multiprocessing import forkserver
-from lightning_recycle.launch.processes import Crew
+from lightning_recycle.launch.local_workers import Crew
 def stop():
     server = psutil.Process(forkserver._forkserver._forkserver_pid)
     server.suspend()
@@ -140,7 +140,7 @@ def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when: str,
 LOADS = """
 import multiprocessing, sys, time
 import torch
-from lightning_recycle.launch.processes import Crew
+from lightning_recycle.launch.local_workers import Crew
 from lightning_recycle.parent import die_with_parent
 from torch.utils.data import DataLoader
 def init(_):
@@ -193,7 +193,7 @@ def test_an_exit_status_of_255_is_one() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("server_dies", sampled([False, True], 1))
 def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies: bool) -> None:
-    script = Path(__file__).with_name("crew_script.py")
+    script = Path(__file__).with_name("local_workers_script.py")
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         workers = [int(launcher.stdout.readline()) for _ in range(2)]
@@ -226,7 +226,7 @@ def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path: 
     folder.mkdir()
     code = (
         "from lightning_recycle.errors import WorkerStartError\n"
-        "from lightning_recycle.launch.processes import _ensure_fork_server\n"
+        "from lightning_recycle.launch.local_workers import _ensure_fork_server\n"
         "try:\n    _ensure_fork_server()\n"
         "except WorkerStartError as error:\n    print(error)\n"
     )

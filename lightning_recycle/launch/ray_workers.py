@@ -24,8 +24,8 @@ from lightning_recycle.engines.ray_actors import describe_process, environment_o
 from lightning_recycle.engines.ray_cluster import Seat, Seats
 from lightning_recycle.engines.ray_placement import room
 from lightning_recycle.errors import WorkerStartError
-from lightning_recycle.launch.inherited import dump, load, not_sent
-from lightning_recycle.launch.members import Members
+from lightning_recycle.launch.worker_group import Members
+from lightning_recycle.launch.worker_payload import dump, load, not_sent
 from lightning_recycle.main_module import MainModule
 from lightning_recycle.planning.grid import Grid
 
@@ -132,7 +132,7 @@ class RayWorker:
 
 
 class RayCrew:
-    """All workers that one run has on Ray; see :class:`~lightning_recycle.launch.crews.AnyCrew`.
+    """All workers that one run has on Ray; see :class:`~lightning_recycle.launch.worker_group.AnyCrew`.
 
     A replacement counts as started when Ray has found room for it, however long that takes.
 

@@ -1,0 +1,289 @@
+"""Payload of a worker process: environment, global settings, and the pickled Trainer with its function.
+
+- The environment is that of the launching process when the run starts. The fork server has the environment of the first
+  run, so the variables of each run travel with every worker of it, also with one that is started later. A worker has
+  them before it imports the user's script. A library that read a variable when the fork server imported it does not
+  follow; ``OMP_NUM_THREADS`` does, see :func:`set_num_threads`.
+- Global settings decide what is computed (dtype, precision, determinism, generators, resolvers of OmegaConf) and shown
+  (filters of warnings, levels of loggers). Those made under the script's main guard, or in a notebook, reach the
+  launching process alone.
+- The Trainer and its function are pickled once, in a file that no folder has. Workers inherit its descriptor;
+  replacements do so at any time of the run. It is gone with the last process that holds it. Which parts of the user's
+  script are in it, and which workers find for themselves, is the subject of :mod:`lightning_recycle.main_module`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import pickle
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import IO, Any
+
+import cloudpickle
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from omegaconf.basecontainer import BaseContainer
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
+from lightning_recycle.lightning_names import name_here
+from lightning_recycle.main_module import MainModule, MainPickler, enter_main
+
+__all__ = [
+    "Inherited",
+    "NameWithEnvironment",
+    "Payload",
+    "Settings",
+    "dump",
+    "ignore_untrue_warnings",
+    "load",
+    "modules_found",
+    "not_sent",
+    "set_num_threads",
+]
+
+_THREADS = "OMP_NUM_THREADS"
+_threads_at_import = os.environ.get(_THREADS)  # in a worker: what torch has gone by in the fork server
+_has_entered = False
+
+
+class NameWithEnvironment(str):
+    """The name of a worker process, on whose way there its environment arrives.
+
+    A process is sent its name first, before what makes it import the main module (``multiprocessing.spawn.prepare``);
+    there is no other place for what it must have by then.
+
+    Args:
+        name: the name.
+        environment: all of the variables that the worker is to have.
+    """
+
+    environment: Mapping[str, str]
+
+    def __new__(cls, name: str, environment: Mapping[str, str]) -> NameWithEnvironment:
+        made = super().__new__(cls, name)
+        made.environment = environment
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _enter, (str(self), dict(self.environment))
+
+
+def _enter(name: str, environment: dict[str, str]) -> str:
+    """Runs in the worker. Its name comes twice, but what the script sets when it is imported stays."""
+    global _has_entered
+    if not _has_entered:
+        _has_entered = True
+        for variable in os.environ.keys() - environment.keys():
+            del os.environ[variable]
+        os.environ.update(environment)
+    return name
+
+
+def set_num_threads() -> None:
+    """Lets torch use as many threads as the environment of this worker says, if the fork server's said otherwise."""
+    wanted = os.environ.get(_THREADS)
+    if wanted is not None and wanted != _threads_at_import:
+        with contextlib.suppress(ValueError):  # a list, or nonsense, which OpenMP itself takes or leaves
+            torch.set_num_threads(int(wanted))
+
+
+@contextlib.contextmanager
+def modules_found() -> Iterator[None]:
+    """Python processes that start in the block find the modules that this one finds.
+
+    The fork server needs that: it is not told ``sys.path`` before Python 3.13, so of a package that only the script's
+    own ``sys.path`` leads to it would import nothing.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+# ---------------------------------------------------------------------- settings
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a process: :meth:`capture` takes them there, :meth:`restore` makes them those of another one."""
+
+    lightning: Any
+    dtype: torch.dtype
+    matmul_precision: str
+    filters: tuple[Any, ...]
+    levels: dict[str, int]
+    disabled: int
+    resolvers: dict[str, Any]
+
+    @classmethod
+    def capture(cls) -> Settings:
+        known = {name: logging.getLogger(name) for name in ["", *logging.root.manager.loggerDict]}
+        return cls(
+            lightning=_GlobalStateSnapshot.capture(),
+            dtype=torch.get_default_dtype(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            filters=tuple(warnings.filters),
+            levels={name: logger.level for name, logger in known.items() if logger.level != logging.NOTSET},
+            disabled=logging.root.manager.disable,
+            resolvers={
+                name: resolver for name, resolver in BaseContainer._resolvers.items() if _is_own(name, resolver)
+            },
+        )
+
+    def restore(self) -> None:
+        self.lightning.restore()
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        # The script's own logger, where multiprocessing has imported the script under another name.
+        logger = logging.root.manager.loggerDict["__main__"] = logging.getLogger("__mp_main__")
+        logger.name = "__main__"
+        for name, level in self.levels.items():
+            logging.getLogger(name_here(name)).setLevel(level)
+        logging.disable(self.disabled)
+        BaseContainer._resolvers.update(self.resolvers)
+        warnings.filters[:] = self.filters  # type: ignore[index]
+        with warnings.catch_warnings():
+            pass  # lets Python know that the filters have changed: it remembers what it has shown
+
+
+def _is_own(name: str, resolver: Any) -> bool:
+    """Whether a resolver is not one of OmegaConf's, and can be sent; workers may not need one that cannot."""
+    if name.startswith("oc."):
+        return False
+    try:
+        cloudpickle.dumps(resolver)
+    except Exception as error:
+        log.debug("The resolver %r stays in this process: %s", name, error)
+        return False
+    return True
+
+
+def ignore_untrue_warnings() -> None:
+    """Hides warnings of Lightning in a worker that do not hold there, whatever the user's filters are."""
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # of Lightning 2.6 itself, on newer torch
+    # Data is addressed: any epoch can resume in the middle.
+    warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
+    # Every PipelineModule has a validation_step, whether or not validation is wanted.
+    warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+
+
+# ---------------------------------------------------------------------- Trainer, module and data
+
+
+class Payload:
+    """A value for all workers; in a worker it arrives as :class:`Inherited`.
+
+    It lies in memory where the system has files there (Linux), whatever room TMPDIR has, else in a file without a name
+    in TMPDIR.
+
+    Args:
+        value: what they are given.
+        main: what they find in the user's script.
+
+    Attributes:
+        logs: receives the log records of the workers.
+
+    Raises:
+        ConfigurationError: if it cannot be pickled, or there is no room for it.
+    """
+
+    def __init__(self, value: Any, main: MainModule) -> None:
+        self._file = _nameless_file()
+        self.logs: LogForwarding | None = None
+        try:
+            dump(value, main, self._file)
+            self._file.flush()
+        except Exception as error:
+            size = self._file.tell()
+            self.close()
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ConfigurationError(
+                    f"The Trainer, model and data do not fit into {tempfile.gettempdir()} (no room after {size:,}"
+                    " bytes): set TMPDIR to a folder with more room, or let the dataset open its files in the workers"
+                    " instead of holding the data."
+                ) from error
+            raise not_sent(error) from error
+        self.logs = LogForwarding()
+
+    def close(self) -> None:
+        """To be called when all workers have ended."""
+        self._file.close()
+        if self.logs is not None:
+            self.logs.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only as an argument of a new process: what travels is the descriptor."""
+        return Inherited, (reduction.DupFd(self._file.fileno()), self.logs)
+
+
+class Inherited:
+    """A :class:`Payload` in a worker."""
+
+    def __init__(self, descriptor: Any, logs: LogSender) -> None:
+        self._descriptor, self.logs = descriptor, logs
+
+    def load(self) -> Any:
+        """The value; may be called once. The position in the file is common to all processes, so it is mapped."""
+        descriptor = self._descriptor.detach()
+        try:
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+                return load(data)
+        finally:
+            os.close(descriptor)
+
+
+def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
+    """Pickles ``value``, and what of the user's script comes with it, for :func:`load`."""
+    pickler = _Pickler(file, main)
+    pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
+
+
+def load(data: Any) -> Any:
+    """The value that was pickled as ``data``, with the user's ``__main__`` around it; once in a process."""
+    enter_main()
+    value, definitions = pickle.loads(data)
+    vars(sys.modules["__main__"]).update(definitions)
+    return value
+
+
+def not_sent(error: Exception) -> ConfigurationError:
+    """The error that says that ``error`` was raised when the Trainer, model and data were pickled."""
+    return ConfigurationError(
+        f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."
+        " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"
+        " global variables that the functions of your script read."
+    )
+
+
+def _nameless_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("lightning_recycle"), "w+b")
+    return tempfile.TemporaryFile(prefix="lightning_recycle_")
+
+
+class _Pickler(MainPickler):
+    """Keeps the identity of the default schedule of ``PyTorchProfiler``, by which it is recognised."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if value is PyTorchProfiler._default_schedule():
+            return PyTorchProfiler._default_schedule, ()
+        return super().reducer_override(value)
