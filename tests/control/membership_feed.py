@@ -66,7 +66,7 @@ def all_losses(step: int, rank: int = 1) -> Losses:
 def running() -> MembershipState:
     """All four workers run step 0 in generation 0."""
     state, _ = feed(initial_state(GRID), *map(Joined, ALL), *reports(ALL, 0))
-    assert (state.generation, state.regrouping) == (0, False)
+    assert (state.generation.number, state.generation.regrouping) == (0, False)
     return state
 
 

@@ -224,14 +224,14 @@ class Promises:
         waiting = {
             (raised.rank, raised.generation)
             for worker in self.members.values()
-            if worker.rank in state.live and (raised := worker.member.returned(**NOBODY).raised) is not None
+            if worker.rank in state.roster.live and (raised := worker.member.returned(**NOBODY).raised) is not None
         }
         self._raised = [one for one in self._raised if one[4] not in waiting]
         self._judged -= waiting
 
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
-        if ranks != state.roster:
-            raise Violation(f"{message} goes to {ranks} instead of {state.roster}")
+        if ranks != state.roster.ranks:
+            raise Violation(f"{message} goes to {ranks} instead of {state.roster.ranks}")
         members = [worker for rank in ranks if (worker := self.members.get(rank)) is not None]
         match message:
             case messages.Regroup():
@@ -261,7 +261,7 @@ class Promises:
                     self._expected.append((message.generation, message.step, message.program))
             case messages.StopVerdict():
                 self._check_stop_verdict(message)
-            case messages.Pause() if state.regrouping:
+            case messages.Pause() if state.generation.regrouping:
                 raise Violation("a pause in the middle of a regroup")
 
     def on_message_again(self, message: Any) -> None:
@@ -323,7 +323,7 @@ class Promises:
         if message.number in self._answered:
             raise Violation(f"collective {message.number} is answered twice")
         self._answered.add(message.number)
-        if message.payloads.keys() != state.live:
+        if message.payloads.keys() != state.roster.live:
             raise Violation(f"collective {message.number} is answered with the parts of {sorted(message.payloads)}")
         if message.leader not in message.payloads:
             raise Violation(f"rank {message.leader} speaks for collective {message.number} without a part in it")
@@ -333,25 +333,28 @@ class Promises:
 
     def on_evictions(self, evicted: Collection[int], state: MembershipState) -> None:
         """``evicted`` are evicted for the broken pairs of ``state``."""
-        if not state.broken_pairs <= self.broken_pairs[state.generation]:
-            raise Violation(f"{evicted} are evicted for {state.broken_pairs}, and nobody found that out")
-        possible = smallest_repairs(state.broken_pairs, state)
+        if not state.generation.broken_pairs <= self.broken_pairs[state.generation.number]:
+            raise Violation(f"{evicted} are evicted for {state.generation.broken_pairs}, and nobody found that out")
+        possible = smallest_repairs(state.generation.broken_pairs, state)
         if set(evicted) not in possible:
-            raise Violation(f"{evicted} are evicted for {state.broken_pairs} instead of one of {possible}")
+            raise Violation(f"{evicted} are evicted for {state.generation.broken_pairs} instead of one of {possible}")
 
     def on_verdict(self, raised: messages.Raised, verdict: Any, state: MembershipState) -> None:
         """``verdict`` follows from what a worker ``raised``."""
         stage, place = raised.rank % self.grid.stages, (raised.step, raised.operation)
         peers = state.holders(stage) - {raised.rank}
         of_stage = [(other, version, done) for of, other, version, done, _ in self._raised if of == stage]
-        before = [done for _, version, done in of_stage if version == state.version]
-        used_up = sum(other == place for other, _, _ in of_stage) >= state.retries or len(before) > state.retries
+        before = [done for _, version, done in of_stage if version == state.steps.version]
+        used_up = (
+            sum(other == place for other, _, _ in of_stage) >= state.faults.retries
+            or len(before) > state.faults.retries
+        )
         can_repeat = raised.exact and not raised.sticky
-        self._raised.append((stage, place, state.version, verdict, (raised.rank, raised.generation)))
+        self._raised.append((stage, place, state.steps.version, verdict, (raised.rank, raised.generation)))
         if (raised.rank, raised.generation) in self._judged:
             raise Violation(f"{raised} is judged twice")
         self._judged.add((raised.rank, raised.generation))
-        if raised.rank in state.joining:
+        if raised.rank in state.roster.joining:
             if verdict != EVICTED:
                 raise Violation(f"{raised}, and nobody needs this worker yet")
         elif verdict == EVICTED:
@@ -374,11 +377,11 @@ class Promises:
             pairs = [(a * self.grid.stages + b, c * self.grid.stages + d) for (a, b), (c, d) in places]
             self._check_irreparable(pairs, state)
         if record.kind == "paused":
-            self._planned[state.generation] = record.step
+            self._planned[state.generation.number] = record.step
         elif record.kind == "step":
             if not (self._revivals and record.step in self._completed):  # the next coordinator counts some again
                 self._completed.append(record.step)
-            for rank in state.roster:
+            for rank in state.roster.ranks:
                 worker = self.members.get(rank)
                 if worker is not None and worker.has_state and worker.version <= record.step:
                     raise Violation(f"step {record.step} is counted before {worker} has applied it")
@@ -399,15 +402,21 @@ class Promises:
 
     def on_event(self, state: MembershipState) -> None:
         """Called after every event, as long as the run goes on."""
-        if not state.joining <= state.live:
-            raise Violation(f"{sorted(state.joining)} join without being live")
-        if state.pause is not None and state.regrouping:
+        if not state.roster.joining <= state.roster.live:
+            raise Violation(f"{sorted(state.roster.joining)} join without being live")
+        if state.generation.pause is not None and state.generation.regrouping:
             raise Violation("a pause in the middle of a regroup")
-        if state.ready & state.live:
-            raise Violation(f"{sorted(state.ready & state.live)} are members and wait to be let in")
-        busy = state.generation < 0 or state.regrouping or state.joining or state.pause is not None or state.becomes
-        if not busy and state.ready - state.moves.keys():
-            raise Violation(f"{sorted(state.ready)} wait to be let in, and nobody is asked to stop")
+        if state.roster.ready & state.roster.live:
+            raise Violation(f"{sorted(state.roster.ready & state.roster.live)} are members and wait to be let in")
+        busy = (
+            state.generation.number < 0
+            or state.generation.regrouping
+            or state.roster.joining
+            or state.generation.pause is not None
+            or state.generation.becomes
+        )
+        if not busy and state.roster.ready - state.roster.moves.keys():
+            raise Violation(f"{sorted(state.roster.ready)} wait to be let in, and nobody is asked to stop")
 
     def on_end(self, outcome: Any, state: MembershipState) -> None:
         if isinstance(outcome, StageLost):
@@ -416,17 +425,19 @@ class Promises:
                 raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")
             return
         if isinstance(outcome, Ended):
-            held = {tuple(self.members[rank].parameters) for rank in state.live if rank in self.members}
-            if held - {(self.full,) * state.version} or (state.version == 0 and state.generation >= 0):
-                raise Violation(f"the run ends after {state.version} steps, and workers have saved {held}")
+            held = {tuple(self.members[rank].parameters) for rank in state.roster.live if rank in self.members}
+            if held - {(self.full,) * state.steps.version} or (
+                state.steps.version == 0 and state.generation.number >= 0
+            ):
+                raise Violation(f"the run ends after {state.steps.version} steps, and workers have saved {held}")
             return
         if isinstance(outcome, Failed):
-            if state.broken_pairs:
-                self._check_irreparable(state.broken_pairs, state)
+            if state.generation.broken_pairs:
+                self._check_irreparable(state.generation.broken_pairs, state)
             if self._cannot_be_repaired:
                 return
-            strayed = [w for w in self.members.values() if w.strayed is not None and w.rank in state.live]
-            if any(sum(rank % self.grid.stages == w.stage for rank in state.live) < 3 for w in strayed):
+            strayed = [w for w in self.members.values() if w.strayed is not None and w.rank in state.roster.live]
+            if any(sum(rank % self.grid.stages == w.stage for rank in state.roster.live) < 3 for w in strayed):
                 return  # nothing says who is right
         if isinstance(outcome, Crashed) and self._is_own:
             return
@@ -444,7 +455,7 @@ class Promises:
             raise Violation(f"the steps counted are {self._completed}")
         if self._summed != list(range(self.steps)):
             raise Violation(f"the losses told are those of steps {self._summed}")
-        for rank in state.live:
+        for rank in state.roster.live:
             worker = self.members.get(rank)
             if worker is not None and tuple(worker.parameters) != everything:
                 raise Violation(f"{worker} ends with parameters {worker.parameters}")
@@ -469,7 +480,11 @@ def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[se
 def _can_recover(state: MembershipState, evicted: set[int]) -> bool:
     """Whether the others' reports are of the same step in all stages, or of adjacent steps."""
     best = [
-        max(r.status.version + r.status.reduced for rank, r in state.reports.items() if rank in held - evicted)
+        max(
+            r.status.version + r.status.reduced
+            for rank, r in state.generation.reports.items()
+            if rank in held - evicted
+        )
         for held in map(state.holders, range(state.grid.stages))
     ]
     return max(best) - min(best) <= 1

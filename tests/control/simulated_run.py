@@ -45,6 +45,7 @@ from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.fault_attribution import Pair
+from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
 from lightning_recycle.control.protocol.message_validation import objection, objection_to_return
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
@@ -185,7 +186,7 @@ class Run:
         self._down: dict[int, float] = defaultdict(float)
         self._cut: set[int] = set()  # processes whose connection is broken
         self._waiters: dict[Fact, list[tuple[SimulatedWorker, set[Fact]]]] = {}
-        self._disturbances_left = membership.MAX_DISTURBANCES
+        self._disturbances_left = MAX_DISTURBANCES
         for rank in range(self.grid.num_workers):
             self._start(rank, joins=False)
         for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
@@ -273,7 +274,8 @@ class Run:
 
     def _situation(self) -> str:
         waits = [f"{w} v{w.version} g{w.generation} at {w.position}" for w in self._workers if w.alive]
-        return f"generation {self.state.generation}, live {self.state.roster}, pause {self.state.pause}; {waits}"
+        current, live = self.state.generation, self.state.roster.ranks
+        return f"generation {current.number}, live {live}, pause {current.pause}; {waits}"
 
     # ------------------------------------------------------------------ the network, as the workers see it
 
@@ -311,7 +313,7 @@ class Run:
         self.promises.on_entry(worker)
 
     def begins(self, worker: SimulatedWorker, step: int) -> None:
-        if self.state.becomes and worker.generation == self.state.generation:
+        if self.state.generation.becomes and worker.generation == self.state.generation.number:
             raise Violation(f"worker {worker.rank} begins step {step} while layers are under way")
         self.promises.on_begin(worker, step)
 
@@ -319,7 +321,7 @@ class Run:
         if (worker.stage, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
             self._follow_ups -= 1  # the first of its stage, before the others
             self._at(self.delay() * 0.5, self._fault)
-        self.promises.on_applied(worker, step, gradient, self.state.summed if self._is_up else step + 1)
+        self.promises.on_applied(worker, step, gradient, self.state.steps.summed if self._is_up else step + 1)
         self.promises.on_shared(worker, step, shared, self.shares)
 
     def has(self, worker: SimulatedWorker, fact: Fact) -> bool:
@@ -371,7 +373,7 @@ class Run:
             return
         worker.late = False
         worker.waiting = None
-        if worker.rank in self.state.live:
+        if worker.rank in self.state.roster.live:
             self._progressed = self.now
         try:
             wait = next(worker.thread) if error is None else worker.thread.throw(error())
@@ -584,7 +586,7 @@ class Run:
         written = coordinator_restart.kept(self.state)
         if written != self._paper.kept:
             self._paper.kept = written
-            holders = {rank: self._connections[rank] for rank in self.state.live if rank in self._connections}
+            holders = {rank: self._connections[rank] for rank in self.state.roster.live if rank in self._connections}
             self._paper.processes = {rank: Process(str(one.process), 0, "") for rank, one in holders.items()}
 
     def _kill_coordinator(self) -> None:
@@ -592,7 +594,7 @@ class Run:
         self.met["coordinator killed"] += 1
         if self.state.returned is not None:
             self.met["coordinator killed again"] += 1
-        if self.state.pause is not None:
+        if self.state.generation.pause is not None:
             self.met["coordinator killed during a pause"] += 1
         self._is_down = True
         self._deferred = []
@@ -609,7 +611,7 @@ class Run:
         self._connections.clear()
         self._plans.clear()
         self.promises.on_revival()
-        if self.state.generation < 0:
+        if self.state.generation.number < 0:
             self._at_coordinator(LAST_HOLDER_SILENCE, self._end_start)
         for worker in self._workers:
             if worker.alive and worker.process not in self._cut:
@@ -668,8 +670,8 @@ class Run:
 
     def _end_start(self) -> None:
         """Who has not joined by now is not waited for."""
-        for rank in sorted(self.state.live - self.state.joined):
-            if self.state.generation < 0:
+        for rank in sorted(self.state.roster.live - self.state.roster.joined):
+            if self.state.generation.number < 0:
                 self._handle(Lost(rank, "it did not start"))
 
     def _await_return(self) -> None:
@@ -680,7 +682,7 @@ class Run:
             return
         for rank, cause in self._readmission.late(self.now, self.state).items():
             self.met["did not return"] += 1
-            if rank in self.state.live:
+            if rank in self.state.roster.live:
                 self._handle(Lost(rank, cause))
         if self.state.outcome is None and self.state.returned is not None:
             self._at_coordinator(SILENCE / 8, self._await_return)
@@ -694,8 +696,8 @@ class Run:
 
     def _replan(self, number: int, seconds: float) -> None:
         """Begins to make plan ``number`` for the current workers, which takes ``seconds``."""
-        if self.state.generation >= 0 and not self._is_down:
-            self._at_coordinator(seconds, self._adopt, self.state.roster, number)
+        if self.state.generation.number >= 0 and not self._is_down:
+            self._at_coordinator(seconds, self._adopt, self.state.roster.ranks, number)
 
     def _adopt(self, roster: tuple[int, ...], number: int) -> None:
         self._plans[roster] = number
@@ -703,10 +705,10 @@ class Run:
 
     def _move_layers(self) -> None:
         """The layers are to lie in another way: as a user wants, or as the planner does for the current workers."""
-        if self.state.generation >= 0 and not self._is_down:
+        if self.state.generation.number >= 0 and not self._is_down:
             parts = range(1, first_layout(self.grid)[-1])
             cuts = (0, *sorted(self._layouts.sample(parts, self.grid.stages - 1)), parts.stop)
-            roster = self.state.roster if self._layouts.random() < 0.5 else ()
+            roster = self.state.roster.ranks if self._layouts.random() < 0.5 else ()
             self._at_coordinator(self.delay(), self._handle, LayoutReady(roster, cuts))
 
     def _reconnects(self, schedule: Schedule) -> bool:
@@ -743,11 +745,11 @@ class Run:
                 self._end(worker)
             else:
                 self._post(worker, STOP)
-        if self.state.pause is not None:
+        if self.state.generation.pause is not None:
             self.met["loss during a pause"] += 1
         if any(other.alive and other.member.plans for other in self._workers):
             self.met["loss during a change of plan"] += 1
-        if worker.rank in self.state.live:
+        if worker.rank in self.state.roster.live:
             self._handle(Lost(worker.rank, cause))
         else:
             self.met["candidate lost"] += 1
@@ -757,7 +759,7 @@ class Run:
     def _fill(self) -> None:
         """Starts a process for an empty position, sometimes on the device of a worker that has to move for it."""
         vacant = [rank for rank in self.state.vacant if rank not in self._connections]
-        if self.outcome is not None or self.state.generation < 0 or not vacant or not self._spawns_left:
+        if self.outcome is not None or self.state.generation.number < 0 or not vacant or not self._spawns_left:
             return
         if self._is_down or self.state.returned is not None:
             self._at(0.1, self._fill)
@@ -769,11 +771,11 @@ class Run:
             if self._with_kills
             else [  # only a launching process plans moves, and its coordinator ends with it
                 r
-                for r in self.state.roster
+                for r in self.state.roster.ranks
                 if r % self.grid.stages != rank % self.grid.stages and r in self._connections
             ]
         )
-        if movers and not self.state.moves and self.random() < 0.3:
+        if movers and not self.state.roster.moves and self.random() < 0.3:
             mover = self._connections[self.chance.choice(movers)]
             self._handle(MovePlanned(rank, mover.rank))
             self.promises.moves.append((self._start(rank, joins=True), mover))
@@ -822,7 +824,7 @@ class Run:
                 self._at_coordinator(SILENCE, self._gone, worker, "it was silent")
         elif kind == "disturb":
             self._disturb(worker, self.chance.choice(victims))
-        elif worker.position or worker.rank in self.state.joining:
+        elif worker.position or worker.rank in self.state.roster.joining:
             worker.ask_to_leave()
 
     def _follow_up(self, message: Any) -> None:
@@ -903,7 +905,7 @@ class Run:
         if self._disturbances_left and one is not other and one.generation == other.generation >= 0:
             self._disturbances_left -= 1
             if self.random() < 0.3:  # nobody noticed, but everybody waits
-                self._handle(GraceElapsed(self.state.generation, "reset"))
+                self._handle(GraceElapsed(self.state.generation.number, "reset"))
                 return
             self._reset(one, other.rank, one.generation)
             self._reset(other, one.rank, one.generation)
@@ -930,7 +932,7 @@ class Run:
     def errs(self, worker: SimulatedWorker, step: int) -> bool:
         """Whether what it hands on in this attempt is wrong, which it will find out."""
         assert self._checking is not None
-        often = 0.1 if self.state.generation == 0 else 0.3
+        often = 0.1 if self.state.generation.number == 0 else 0.3
         if len(self.state.holders(worker.stage)) < 2 or self._checking.random() > often:
             return False
         self._say(f"fault: {worker} computes step {step} wrong")
@@ -970,7 +972,7 @@ class Run:
 
     def _cut_link(self) -> None:
         """Nothing passes any more between two positions, and nobody is told."""
-        ranks = sorted(self.state.live)
+        ranks = sorted(self.state.roster.live)
         if len(ranks) < 2:
             return
         low, high = sorted(self._links.sample(ranks, 2))
@@ -1012,9 +1014,13 @@ class Run:
         """Checks, while a link is cut, whether everybody waits."""
         if not self._cuts:
             return
-        if self.now - self._progressed > DEADLOCK and not self.state.regrouping and self.state.generation >= 0:
+        if (
+            self.now - self._progressed > DEADLOCK
+            and not self.state.generation.regrouping
+            and self.state.generation.number >= 0
+        ):
             self.met["deadlock"] += 1
-            self._handle(GraceElapsed(self.state.generation, "reset"))
+            self._handle(GraceElapsed(self.state.generation.number, "reset"))
         self._at(DEADLOCK / 4, self._judge)
 
 

@@ -108,7 +108,7 @@ def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> Non
     state = readmission.state()
     assert not readmission.late(1e6, state), "nobody has returned yet: the network may be slow"
     readmission.heard(100.0)
-    state = replace(state, returned={1: returned(journal, 1)})
+    state = state.updated(returned={1: returned(journal, 1)})
     assert not readmission.late(104.0, state)
     assert readmission.late(106.0, state).keys() == {3}, "nobody else may hold stage 0"
     assert readmission.late(401.0, state).keys() == {0, 3}
@@ -134,5 +134,5 @@ def test_a_run_of_which_nobody_returns_is_over_when_others_want_to_begin(tmp_pat
     assert not readmission.is_deserted(110.0, others_wait=True)
     assert readmission.is_deserted(131.0, others_wait=True)
     run = journal.run
-    assert readmission.begin_anew().generation == -1
+    assert readmission.begin_anew().generation.number == -1
     assert journal.run != run

@@ -49,7 +49,7 @@ def arrive_and_step(member: Member) -> Mapping[int, Any]:
 def test_arrive_survives_a_loss_in_the_middle(plane: ControlPlane) -> None:
     members = plane.members()
     waiting = [in_thread(arrive_and_step, m) for m in members[:3]]
-    plane.until(lambda: len(plane.coordinator._state.collectives.get(0, ())) == 3)
+    plane.until(lambda: len(plane.coordinator._state.collectives.open.get(0, ())) == 3)
     die(plane, members[3])
     assert [future.result(PATIENCE) for future in waiting] == [{0: 0, 1: 1, 2: 2}] * 3
     assert all(member.client.generation == 1 for member in members[:3])
@@ -58,7 +58,7 @@ def test_arrive_survives_a_loss_in_the_middle(plane: ControlPlane) -> None:
 def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane: ControlPlane) -> None:
     members = plane.members()
     waiting = [in_thread(member.step) for member in members[:3]]
-    plane.until(lambda: len(plane.coordinator._state.commits) == 3)
+    plane.until(lambda: len(plane.coordinator._state.generation.commits) == 3)
     die(plane, members[3])
     for future in waiting:
         future.result(PATIENCE)

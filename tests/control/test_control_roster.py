@@ -29,7 +29,7 @@ def run_to(version: int, members: list[Member]) -> list[Future[Any]]:
 
 def has_boundary(plane: ControlPlane) -> bool:
     """Whether all have been asked to stop, and have heard it."""
-    pause = plane.coordinator._state.pause
+    pause = plane.coordinator._state.generation.pause
     return pause is not None and pause.boundary is not None
 
 

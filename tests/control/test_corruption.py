@@ -78,8 +78,8 @@ def running(checks: Checks, live: tuple[int, ...] = ALL) -> s.MembershipState:
     )
     for number, gone in enumerate(sorted(set(ALL) - set(live)), 1):
         state, _ = feed(state, s.Lost(gone, "gone"))
-        state, _ = feed(state, *(status_report(rank, number, 0) for rank in state.roster))
-    return state.updated(summed=100)  # all losses are known
+        state, _ = feed(state, *(status_report(rank, number, 0) for rank in state.roster.ranks))
+    return state.with_steps(summed=100)  # all losses are known
 
 
 def told(rank: int, step: int, parameters: bytes | None = A) -> m.Applied:
@@ -88,7 +88,7 @@ def told(rank: int, step: int, parameters: bytes | None = A) -> m.Applied:
 
 
 def checked(state: s.MembershipState, step: int, wrong: dict[int, bytes]) -> tuple[s.MembershipState, list[s.Command]]:
-    return feed(state, *(told(rank, step, wrong.get(rank, A)) for rank in state.roster))
+    return feed(state, *(told(rank, step, wrong.get(rank, A)) for rank in state.roster.ranks))
 
 
 def test_a_worker_that_holds_other_bits_than_its_peers_is_evicted_when_all_have_told() -> None:
@@ -130,12 +130,12 @@ def test_two_that_differ_are_both_distrusted() -> None:
 
 def at_boundary(state: s.MembershipState, step: int) -> tuple[s.MembershipState, list[s.Command]]:
     """All answer the pause in ``step`` - 1 and stop at ``step``."""
-    assert state.pause is not None
-    generation, number = state.generation, state.pause.number
-    state, _ = feed(state, *(m.Paused(rank, generation, step - 1, number) for rank in state.roster))
-    state, _ = feed(state, *(told(rank, step - 1, None) for rank in state.roster))
-    state, _ = feed(state, *(m.AtBoundary(rank, generation, step) for rank in state.roster))
-    return feed(state, *(status_report(rank, state.generation, step) for rank in state.roster))
+    assert state.generation.pause is not None
+    generation, number = state.generation.number, state.generation.pause.number
+    state, _ = feed(state, *(m.Paused(rank, generation, step - 1, number) for rank in state.roster.ranks))
+    state, _ = feed(state, *(told(rank, step - 1, None) for rank in state.roster.ranks))
+    state, _ = feed(state, *(m.AtBoundary(rank, generation, step) for rank in state.roster.ranks))
+    return feed(state, *(status_report(rank, state.generation.number, step) for rank in state.roster.ranks))
 
 
 def test_a_worker_is_healed_by_a_peer_at_the_next_boundary_and_holds_no_stage_before() -> None:
@@ -160,7 +160,7 @@ def test_a_loss_before_the_boundary_heals_as_well_but_only_between_two_steps() -
     assert state.checks.healing == {0}
     assert len(messages(commands, m.Pause)) == 1
     state, _ = feed(state, s.Lost(3, "gone"))
-    _, commands = feed(state, *(status_report(rank, 2, 1) for rank in state.roster))
+    _, commands = feed(state, *(status_report(rank, 2, 1) for rank in state.roster.ranks))
     assert messages(commands, m.Resume)[0].heals == {0: 2}
 
 
@@ -177,14 +177,14 @@ def test_who_errs_again_and_again_is_evicted() -> None:
 def test_if_all_right_ones_are_lost_before_it_is_healed_the_stage_is() -> None:
     state, _ = checked(running(Checks("heal"), live=(0, 1, 2, 3, 4)), 0, {0: B})
     state, _ = feed(state, s.Lost(2, "gone"), s.Lost(4, "gone"))
-    state, _ = feed(state, *(status_report(rank, state.generation, 1) for rank in state.roster))
+    state, _ = feed(state, *(status_report(rank, state.generation.number, 1) for rank in state.roster.ranks))
     assert isinstance(state.outcome, s.StageLost)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, 5), (7, 7)])
 def test_the_next_check_is_announced_with_the_loss_of_the_step_before(every: int, steps: int) -> None:
     state, _ = feed(running(Checks(every=every)), all_losses(0))
-    state = state.updated(grid=replace(GRID, microbatches=1), summed=1)
+    state = state.updated(grid=replace(GRID, microbatches=1)).with_steps(summed=1)
     state, _ = checked(state, 0, {})
     announced = []
     for step in range(1, 20):
@@ -233,7 +233,7 @@ def test_whoever_claimed_other_bits_than_the_majority_gets_was_wrong(claims: Any
 
 
 def disputed(rank: int, other: int, state: s.MembershipState, step: int = 0) -> m.Disputed:
-    return m.Disputed(rank, state.generation, step, 3, other, X, Y, "cuda:1")
+    return m.Disputed(rank, state.generation.number, step, 3, other, X, Y, "cuda:1")
 
 
 def vote_under_way(policy: str = "evict") -> s.MembershipState:
@@ -247,7 +247,7 @@ def vote_under_way(policy: str = "evict") -> s.MembershipState:
 
 
 def voted(state: s.MembershipState, sums: dict[int, Any]) -> list[m.Voted]:
-    return [m.Voted(rank, state.generation, one, True, f"cuda:{rank}") for rank, one in sums.items()]
+    return [m.Voted(rank, state.generation.number, one, True, f"cuda:{rank}") for rank, one in sums.items()]
 
 
 def test_a_vote_evicts_who_was_wrong_and_its_loss_begins_the_next_generation() -> None:
@@ -275,7 +275,7 @@ def test_who_got_something_else_twice_is_evicted_without_a_vote() -> None:
     assert "and got something else twice" in record.details["cause"]
     _, commands = feed(state, s.Lost(2, "evicted"))
     assert len(messages(commands, m.Regroup)) == 1
-    assert feed(state, replace(disputed(4, 4, state), generation=state.generation + 1))[1] == []
+    assert feed(state, replace(disputed(4, 4, state), generation=state.generation.number + 1))[1] == []
 
 
 def test_with_raise_a_vote_ends_the_run() -> None:
@@ -288,7 +288,7 @@ def test_with_raise_a_vote_ends_the_run() -> None:
 def test_if_a_voter_is_lost_the_others_vote_again() -> None:
     state = vote_under_way()
     state, _ = feed(state, *voted(state, {0: X}), s.Lost(4, "gone"))
-    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster))
+    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster.ranks))
     assert messages(commands, m.Resume)[0].vote == m.Vote(0, 0, (0, 2))
     state, commands = feed(state, *voted(state, {0: X, 2: X}))
     assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
@@ -298,7 +298,7 @@ def test_if_a_voter_is_lost_the_others_vote_again() -> None:
 def test_if_one_of_the_two_is_lost_there_is_no_dispute_any_more(lost: int) -> None:
     state = vote_under_way()
     state, _ = feed(state, s.Lost(lost, "gone"))
-    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster))
+    state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster.ranks))
     assert messages(commands, m.Resume)[0].vote is None
     assert state.checks.dispute is None
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_compared_is_not_compared_any_more_and_everybody_goes_on(
 def test_of_two_that_stay_with_different_results_the_run_says_so() -> None:
     state = running(Checks(), live=(0, 1, 2, 3))
     state, _ = feed(state, disputed(0, 2, state))
-    state, _ = feed(state, *(status_report(rank, state.generation, 0) for rank in state.roster))
+    state, _ = feed(state, *(status_report(rank, state.generation.number, 0) for rank in state.roster.ranks))
     state, _ = feed(state, *voted(state, {0: X, 2: Y}))
     assert isinstance(state.outcome, s.Failed)
     assert "nothing says which of them is right" in state.outcome.reason
@@ -327,16 +327,16 @@ def test_of_two_that_stay_with_different_results_the_run_says_so() -> None:
 
 
 def checked_losses(state: s.MembershipState, step: int, loss: float = 0.5) -> m.Losses:
-    return m.Losses(1, step, dict.fromkeys(range(GRID.global_microbatches), loss), generation=state.generation)
+    return m.Losses(1, step, dict.fromkeys(range(GRID.global_microbatches), loss), generation=state.generation.number)
 
 
 def passed(state: s.MembershipState, step: int, *ranks: int) -> list[m.Passed]:
-    return [m.Passed(rank, state.generation, step) for rank in ranks]
+    return [m.Passed(rank, state.generation.number, step) for rank in ranks]
 
 
 @pytest.mark.parametrize("losses_come", [0, 3, 6])
 def test_nobody_may_apply_a_step_before_all_have_passed_it(losses_come: int) -> None:
-    state = running(Checks()).updated(summed=0)
+    state = running(Checks()).with_steps(summed=0)
     events = passed(state, 0, *ALL)
     before, after = events[:losses_come], events[losses_come:]
     told_losses = []
@@ -350,19 +350,19 @@ def test_nobody_may_apply_a_step_before_all_have_passed_it(losses_come: int) -> 
 
 
 def test_what_was_made_of_a_step_that_not_all_have_passed_is_forgotten() -> None:
-    state = running(Checks()).updated(summed=0)
+    state = running(Checks()).with_steps(summed=0)
     state, _ = feed(state, checked_losses(state, 0, 7.0), *passed(state, 0, 0, 1, 2, 3, 4))
     late = [*passed(state, 0, 5), checked_losses(state, 0, 7.0)]
     state, commands = feed(state, disputed(5, 3, state), *late)
-    state, rest = feed(state, *(status_report(rank, state.generation, 0) for rank in ALL), *late)
+    state, rest = feed(state, *(status_report(rank, state.generation.number, 0) for rank in ALL), *late)
     assert not messages(commands + rest, m.StepLoss)
     state, commands = feed(state, *passed(state, 0, *ALL), checked_losses(state, 0, 0.5))
     assert [one.loss for one in messages(commands, m.StepLoss)] == [0.5]
 
 
 def test_who_is_lost_is_not_waited_for() -> None:
-    state = running(Checks()).updated(summed=0)
+    state = running(Checks()).with_steps(summed=0)
     state, _ = feed(state, checked_losses(state, 0), *passed(state, 0, 0, 1, 2, 3, 4), s.Lost(5, "gone"))
-    state, _ = feed(state, *(status_report(rank, state.generation, 0) for rank in state.roster))
+    state, _ = feed(state, *(status_report(rank, state.generation.number, 0) for rank in state.roster.ranks))
     state, commands = feed(state, checked_losses(state, 0), *passed(state, 0, 0, 1, 2, 3, 4))
     assert len(messages(commands, m.StepLoss)) == 1

@@ -61,12 +61,12 @@ def test_it_ends_after_the_first_step_if_all_are_told_before() -> None:
 
 def test_the_run_ends_once_all_leave_with_it() -> None:
     state, _ = feed(running(), *(m.Leave(rank, with_run=True) for rank in (0, 1, 2)))
-    assert state.after_step is GO_ON
-    assert feed(state, m.Leave(3, with_run=True))[0].after_step is END
-    assert feed(state, s.Lost(3, "gone"))[0].after_step is END
-    assert feed(state, m.Leave(3))[0].after_step is GO_ON  # one goes on until somebody replaces it
+    assert state.steps.after_step is GO_ON
+    assert feed(state, m.Leave(3, with_run=True))[0].steps.after_step is END
+    assert feed(state, s.Lost(3, "gone"))[0].steps.after_step is END
+    assert feed(state, m.Leave(3))[0].steps.after_step is GO_ON  # one goes on until somebody replaces it
 
 
 def test_the_last_holders_stay_if_they_do_not_leave_with_the_run() -> None:
     state, _ = feed(running(), *(m.Leave(rank) for rank in ALL))
-    assert state.after_step is GO_ON
+    assert state.steps.after_step is GO_ON

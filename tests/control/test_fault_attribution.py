@@ -104,7 +104,7 @@ def test_the_last_holder_of_a_stage_does_the_work_again_in_a_new_generation_of_t
 
 def test_a_worker_that_raised_before_it_saw_a_new_generation_needs_no_other() -> None:
     state, _ = feed(running(), s.Lost(2, "gone"))
-    assert state.generation == 1
+    assert state.generation.number == 1
     _state, commands = feed(state, raised(0, 0, step=0))
     assert messages(commands, m.Judged) == [m.Judged(0, own=False)]
     assert messages(commands, m.Regroup) == []
@@ -126,9 +126,9 @@ def test_a_worker_that_joins_is_always_evicted() -> None:
     begun = [m.Paused(rank, 1, 0) for rank in (0, 1, 2)]
     state, _ = feed(state, *begun, *applied((0, 1, 2), 0), *(m.AtBoundary(rank, 1, 1) for rank in (0, 1, 2)))
     state, _ = feed(state, *reports((0, 1, 2), 2, 1), *reports((3,), 2, -1))
-    assert state.joining == {3}
+    assert state.roster.joining == {3}
     for past in ((), (Remembered(1, 1, 1, (5, "F 0"), 1),)):
-        _, commands = feed(replace(state, raised=past), raised(3, 2, exact=True))
+        _, commands = feed(state.with_faults(raised=past), raised(3, 2, exact=True))
         assert [type(command) for command in commands] == [s.Evict]
 
 

@@ -10,11 +10,11 @@ from lightning_recycle.control.monitoring import history as module
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.protocol.detection import Waited
 from lightning_recycle.control.protocol.messages import FaultInjected
-from lightning_recycle.control.protocol.state import MembershipState, Record
+from lightning_recycle.control.protocol.state import Generation, MembershipState, Record, Roster, Steps
 from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(2, 2, 1)
-STATE = MembershipState(GRID, frozenset({0, 1, 2}), generation=4, version=7)
+STATE = MembershipState(GRID, Roster(frozenset({0, 1, 2})), Generation(4), Steps(version=7))
 
 
 class Recorder:

@@ -79,7 +79,7 @@ def test_a_message_that_no_worker_sends_costs_its_sender_and_nobody_else(plane: 
 def test_a_checkpoint_after_the_first_step_costs_its_sender_and_nobody_else(plane: ControlPlane) -> None:
     members = plane.members()
     together(*(member.step for member in members))
-    assert wait_for(lambda: 3 in plane.coordinator._state.applied, PATIENCE)
+    assert wait_for(lambda: 3 in plane.coordinator._state.steps.applied, PATIENCE)
     say(members[3], m.Restored(3, 732))
     together(*(member.step for member in members[:3]))
     (failure,) = plane.events("failure")
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_no_news_after_a_generation_that_began_while_it_was_read
     members = plane.members()
     for member in members:
         say(member, m.Restored(member.client.rank, 6))
-    assert wait_for(lambda: plane.coordinator._state.version == 6, PATIENCE)
+    assert wait_for(lambda: plane.coordinator._state.steps.version == 6, PATIENCE)
     assert not plane.events("failure")
 
 

@@ -5,7 +5,6 @@ from test_step_boundaries import stop_at
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.layout_change import is_for
 
 CUTS = (0, 1, 6)
 
@@ -16,7 +15,7 @@ def under_way() -> s.MembershipState:
     state, _ = stop_at(state, 2)
     state, commands = feed(state, *reports(ALL, 1, 2))
     (resume,) = messages(commands, m.Resume)
-    assert (state.becomes, resume.becomes, resume.cuts) == (CUTS, CUTS, ())
+    assert (state.generation.becomes, resume.becomes, resume.cuts) == (CUTS, CUTS, ())
     return state
 
 
@@ -33,25 +32,26 @@ def test_all_may_want_the_same() -> None:
 
 def test_a_wish_while_workers_stop_at_a_boundary_is_kept() -> None:
     state, _ = feed(running(), m.Ready(0), m.Leave(3))
-    assert state.pause is not None
+    assert state.generation.pause is not None
     state, _ = feed(state, s.LayoutReady(ALL, CUTS))
-    assert state.layout is not None
+    assert state.layout.wanted is not None
 
 
 def test_a_user_wants_a_layout_also_after_a_loss_and_the_planner_for_its_workers_only() -> None:
     state, _ = feed(running(), m.LayoutWanted(0, CUTS), s.Lost(3, "killed"))
-    assert is_for(state.layout, (0, 1, 2))
+    assert state.layout.wanted is not None
+    assert state.layout.wanted.is_for((0, 1, 2))
     state, commands = feed(state, *reports((0, 1, 2), 1, 0))
     assert messages(commands, m.Pause)
     state, _ = feed(running(), s.LayoutReady(ALL, CUTS), s.Lost(3, "killed"))
-    assert state.layout is None
+    assert state.layout.wanted is None
 
 
 def test_it_is_decided_when_all_hold_their_layers() -> None:
     state, commands = feed(under_way(), *(m.LayersHeld(rank, 1) for rank in ALL))
     (record,) = records(commands, "layers_moved")
     assert record.details["cuts"] == CUTS
-    assert (state.cuts, state.becomes, state.generation) == (CUTS, (), 2)
+    assert (state.layout.cuts, state.generation.becomes, state.generation.number) == (CUTS, (), 2)
 
 
 def test_connections_stay_while_all_wait_for_it() -> None:
@@ -67,7 +67,7 @@ def test_connections_stay_while_all_wait_for_it() -> None:
 
 def test_layers_of_another_generation_do_not_count() -> None:
     state, _ = feed(under_way(), *(m.LayersHeld(rank, 1) for rank in ALL[:-1]), m.LayersHeld(ALL[-1], 0))
-    assert (state.cuts, state.becomes) == ((), CUTS)
+    assert (state.layout.cuts, state.generation.becomes) == ((), CUTS)
 
 
 def test_a_move_that_breaks_connections_is_given_up() -> None:
@@ -75,5 +75,5 @@ def test_a_move_that_breaks_connections_is_given_up() -> None:
     (record,) = records(commands, "disturbance")
     assert record.details["layers_stay"] == CUTS
     state, commands = feed(state, *reports(ALL, 2, 2))
-    assert (state.cuts, state.becomes, state.layout) == ((), (), None)
+    assert (state.layout.cuts, state.generation.becomes, state.layout.wanted) == ((), (), None)
     assert not messages(commands, m.Pause)

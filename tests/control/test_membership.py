@@ -20,7 +20,8 @@ from membership_feed import (
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.membership import MAX_DISTURBANCES, transition
+from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
+from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import Adoption, Decision, WorkerStatus
 
 # ---------------------------------------------------------------------- start
@@ -28,10 +29,10 @@ from lightning_recycle.control.protocol.recovery import Adoption, Decision, Work
 
 def test_the_first_generation_begins_when_the_last_worker_has_joined() -> None:
     state, commands = feed(s.initial_state(GRID), s.Joined(2), s.Joined(0), s.Joined(3))
-    assert (state.generation, commands) == (-1, [])
+    assert (state.generation.number, commands) == (-1, [])
     state, commands = feed(state, s.Joined(1))
     assert commands == [s.Send(ALL, m.Regroup(0, ALL, 1))]
-    assert state.regrouping
+    assert state.generation.regrouping
 
 
 def test_a_worker_lost_during_the_start_is_left_out_of_the_first_generation() -> None:
@@ -65,7 +66,7 @@ def test_a_loss_while_running_tells_all_survivors_to_regroup_in_the_next_generat
     assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 1, 3), 1)]
     assert [c.ranks for c in commands if isinstance(c, s.Send)] == [(0, 1, 3)]
     assert records(commands, "failure") == [s.Record("failure", 0, 2, {"cause": "killed by SIGKILL"})]
-    assert state.regrouping
+    assert state.generation.regrouping
 
 
 def test_survivors_resume_together_with_what_the_decision_says() -> None:
@@ -78,7 +79,7 @@ def test_survivors_resume_together_with_what_the_decision_says() -> None:
     assert (sent.message.generation, sent.message.roster) == (1, (0, 1, 2))
     assert sent.message.decision == Decision(1, frozenset(), (Adoption(0, 0, 0),))
     assert sent.message.commits == {0: "commit of 0", 1: "commit of 1"}
-    assert state.version == 0, "a step is complete when it is applied, not when it could be"
+    assert state.steps.version == 0, "a step is complete when it is applied, not when it could be"
 
 
 def test_a_step_that_one_stage_lacks_runs_again() -> None:
@@ -209,7 +210,7 @@ def test_a_commit_is_answered_when_all_live_workers_are_there_with_one_payload_p
     assert commands == []
     state, commands = feed(state, *commits((2,), 0, 0))
     assert commands == [s.Send(ALL, m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}))]
-    assert state.commits == {}
+    assert state.generation.commits == {}
 
 
 def test_a_death_does_not_complete_a_commit_the_step_is_settled_by_the_reports() -> None:
@@ -239,7 +240,7 @@ def test_a_wrong_guess_begins_a_generation_with_the_same_workers_once() -> None:
     state, commands = feed(running(), *commits((0, 1, 2, 3), 0, 0), m.Undo(2, 0, 0), m.Undo(1, 0, 0))
     assert [(r.generation, r.roster) for r in messages(commands, m.Regroup)] == [(1, (0, 1, 2, 3))]
     assert records(commands, "undone") == [s.Record("undone", 0)]
-    assert state.disturbances == 0
+    assert state.faults.disturbances == 0
     _, commands = feed(state, *reports((0, 1, 2, 3), 1), m.Undo(1, 0, 0))
     assert not messages(commands, m.Regroup)
 
@@ -280,7 +281,7 @@ def test_a_step_is_complete_once_every_live_worker_has_applied_it() -> None:
     assert commands == []
     state, commands = feed(state, *applied((2,), 0))
     assert commands == [s.Record("step", 0)]
-    assert state.version == 1
+    assert state.steps.version == 1
 
 
 def test_a_step_is_completed_by_the_death_of_the_one_that_has_not_applied_it() -> None:
@@ -326,7 +327,7 @@ def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_l
         state, *(holds(rank, {"epoch": step}, {"lr": 0.2}, step) for step in range(9) for rank in (0, 1, 2))
     )
     assert state.outcome is None
-    assert (state.version, state.facts) == (9, {})
+    assert (state.steps.version, state.steps.facts) == (9, {})
 
 
 def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() -> None:
@@ -357,7 +358,7 @@ def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> Non
     assert commands == []
     state, commands = feed(state, m.Arrive(1, 0, "barrier", 10))
     assert commands == [s.Send(ALL, m.Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1))]
-    assert state.collectives == {}
+    assert state.collectives.open == {}
 
 
 def test_a_collective_is_completed_by_the_death_of_the_one_it_waits_for() -> None:
@@ -368,7 +369,7 @@ def test_a_collective_is_completed_by_the_death_of_the_one_it_waits_for() -> Non
 
 def test_a_collective_that_the_leaders_death_completes_names_a_leader_who_has_a_part_in_it() -> None:
     state, _ = feed(running(), *(m.Arrive(rank, 0, "broadcast", rank) for rank in (0, 2, 3)))
-    assert state.leader == 1
+    assert state.roster.leader == 1
     _, commands = feed(state, s.Lost(1, "gone"))
     assert messages(commands, m.Answer) == [m.Answer(0, {0: 0, 2: 2, 3: 3}, 3)]
     assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 2, 3), 3)]
@@ -482,10 +483,10 @@ def test_an_exception_of_the_infrastructure_is_a_loss() -> None:
 
 def disturb(state: s.MembershipState) -> tuple[s.MembershipState, list[s.Command]]:
     """A connection breaks between live workers and all of them report again."""
-    generation = state.generation
+    generation = state.generation.number
     state, commands = feed(state, m.Broken(0, generation, "connection reset"), s.GraceElapsed(generation, "reset"))
     if state.outcome is None:
-        state, more = feed(state, *reports(state.roster, generation + 1, state.version))
+        state, more = feed(state, *reports(state.roster.ranks, generation + 1, state.steps.version))
         commands += more
     return state, commands
 
@@ -502,7 +503,7 @@ def test_without_a_death_the_same_workers_regroup() -> None:
     assert commands[0] == s.StartGrace(0, "worker (0, 0): connection reset")
     assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, check_links=True)]
     assert records(commands, "disturbance") == [s.Record("disturbance", 0, None, {"cause": "reset"})]
-    assert (state.regrouping, state.disturbances) == (False, 1)
+    assert (state.generation.regrouping, state.faults.disturbances) == (False, 1)
 
 
 def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() -> None:
@@ -522,7 +523,7 @@ def test_disturbances_are_forgotten_after(relief: str) -> None:
     for _ in range(MAX_DISTURBANCES):
         state, _ = disturb(state)
     if relief == "a loss":
-        state, _ = feed(state, s.Lost(3, "gone"), *reports((0, 1, 2), state.generation + 1))
+        state, _ = feed(state, s.Lost(3, "gone"), *reports((0, 1, 2), state.generation.number + 1))
     else:
         state, _ = feed(state, *applied(ALL, 0))
     state, _ = disturb(state)
@@ -548,7 +549,7 @@ def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: l
     assert commands == [s.Evict(2, "it and worker (0, 0) cannot reach each other")]
     state, commands = feed(state, s.Lost(2, "it and worker (0, 0) cannot reach each other"))
     assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 3), 1)]
-    assert (state.disturbances, state.broken_pairs) == (0, frozenset())
+    assert (state.faults.disturbances, state.generation.broken_pairs) == (0, frozenset())
 
 
 def test_a_worker_that_reaches_nobody_is_evicted_for_all_of_them() -> None:
@@ -582,7 +583,7 @@ def test_a_link_that_heals_costs_nobody() -> None:
     state, _ = feed(state, *applied(ALL, 0))
     state, commands = disturb(state)
     assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 1, check_links=True)]
-    assert state.disturbances == 1
+    assert state.faults.disturbances == 1
 
 
 def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
@@ -592,14 +593,14 @@ def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
     assert records(commands, "disturbance") == [
         s.Record("disturbance", 0, None, {"cause": "reset", "broken_pairs": pairs})
     ]
-    assert state.broken_pairs == frozenset()
+    assert state.generation.broken_pairs == frozenset()
 
 
 def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
     """Worker 3 is lost, so worker 1 is all that stage 1 has, and worker 0 cannot reach it; then 2 cannot, either."""
     state = running_without_3()
     for number in range(MAX_DISTURBANCES + 1):
-        generation = state.generation
+        generation = state.generation.number
         unreachable = m.Broken(1, generation, "no connection", (0, 2)) if number else m.Broken(1, generation, "reset")
         state, commands = feed(state, unreachable, s.GraceElapsed(generation, "reset"))
         assert not any(isinstance(command, s.Evict) for command in commands)

@@ -17,7 +17,7 @@ from lightning_recycle.control.protocol.detection import (
 )
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.control.protocol.state import Generation, MembershipState, Roster
 from lightning_recycle.planning.grid import Grid, OpKind
 
 TIMEOUT = 5.0
@@ -120,7 +120,11 @@ OPTIONS = CoordinatorOptions(
 
 
 def state(**changes: object) -> MembershipState:
-    return MembershipState(GRID, **{"live": ALL, "joined": ALL, "generation": 1, **changes})  # type: ignore[arg-type]
+    """In generation 1; ``changes`` of the roster, or else of the generation."""
+    of_roster = {name: value for name, value in changes.items() if name in ("live", "joined", "joining")}
+    of_generation = {name: value for name, value in changes.items() if name not in of_roster}
+    roster = Roster(ALL, joined=ALL).updated(**of_roster)
+    return MembershipState(GRID, roster, Generation(1).updated(**of_generation))
 
 
 def regrouping(*reported: int) -> MembershipState:
@@ -142,7 +146,7 @@ def all_wait_but(watch: FailureDetector, culprit: int | None, seconds: float, at
 def ruling(
     watch: FailureDetector, now: float, case: MembershipState, seconds: Mapping[int, Mapping[str, float]]
 ) -> Ruling:
-    return watch.review(now, case, dict.fromkeys(sorted(case.live), 0.0), seconds)
+    return watch.review(now, case, dict.fromkeys(sorted(case.roster.live), 0.0), seconds)
 
 
 def stuck(
@@ -155,7 +159,7 @@ def silent(watch: FailureDetector, now: float, *ranks: int) -> dict[int, str]:
     """The causes for which those of ``ranks`` are given up that are; all others are well."""
     for rank in ALL.difference(ranks):
         watch.heard(rank, now)
-    return {rank: given_up.cause for rank, given_up in ruling(watch, now, state(generation=-1), {}).evict.items()}
+    return {rank: given_up.cause for rank, given_up in ruling(watch, now, state(number=-1), {}).evict.items()}
 
 
 @pytest.fixture
@@ -210,16 +214,16 @@ def test_a_heartbeat_is_a_sign_of_life_as_any_message_is(watch: FailureDetector)
 
 def test_only_who_is_connected_can_be_silent(watch: FailureDetector) -> None:
     watch.heard(0, 100.0)
-    assert watch.review(100.0, state(generation=-1), {0: 0.0}, {}).evict == {}
-    assert watch.review(100.0, state(generation=-1), {0: 0.0, 2: 0.0}, {}).evict.keys() == {2}
+    assert watch.review(100.0, state(number=-1), {0: 0.0}, {}).evict == {}
+    assert watch.review(100.0, state(number=-1), {0: 0.0, 2: 0.0}, {}).evict.keys() == {2}
 
 
 def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch: FailureDetector) -> None:
     for rank in ALL:
         watch.heard(rank, 10.0)
-    one = watch.review(10.0, state(generation=-1), {0: 5.1, 1: 0.0, 2: 0.0, 3: 0.0}, {})
+    one = watch.review(10.0, state(number=-1), {0: 5.1, 1: 0.0, 2: 0.0, 3: 0.0}, {})
     assert {rank: given_up.cause for rank, given_up in one.evict.items()} == {0: "it took no message for more than 5 s"}
-    both = watch.review(10.0, state(generation=-1), {0: 5.1, 1: 0.0, 2: 5.1, 3: 0.0}, {})
+    both = watch.review(10.0, state(number=-1), {0: 5.1, 1: 0.0, 2: 5.1, 3: 0.0}, {})
     assert both.evict == {}
     assert both.waits.keys() == {0, 2}
 
@@ -298,7 +302,7 @@ def test_all_replicas_of_a_stage_that_are_silent_are_waited_for_and_named_once(w
     assert silent(watch, 6.0, 0, 2) == {}
     watch.heard(1, 7.0)
     watch.heard(3, 7.0)
-    watch_again = ruling(watch, 7.0, state(generation=-1), {})
+    watch_again = ruling(watch, 7.0, state(number=-1), {})
     assert (dict(watch_again.evict), dict(watch_again.waits)) == ({}, {})
     assert silent(watch, 61.0, 0, 2).keys() == {0, 2}, "but not for ever"
 
@@ -308,7 +312,7 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
 ) -> None:
     for rank in (1, 2, 3):
         watch.heard(rank, 6.0)
-    joining = state(generation=-1, joining=frozenset({2}))
+    joining = state(number=-1, joining=frozenset({2}))
     found = ruling(watch, 6.0, joining, {})
     assert found.evict == {}
     assert found.waits == {
@@ -322,7 +326,7 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
 def test_who_does_not_start_in_time_is_late(now: float, joined: frozenset[int], late: set[int]) -> None:
     watch = FailureDetector(GRID, OPTIONS)
     watch.begin_start(0.0)
-    found = watch.late(now, state(generation=-1, joined=frozenset(joined)))
+    found = watch.late(now, state(number=-1, joined=frozenset(joined)))
     assert found == dict.fromkeys(late, "it did not start within 100 s")
 
 
@@ -400,7 +404,7 @@ def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch: Fail
 
 @pytest.mark.parametrize(
     ("case", "beating"),
-    [(state(generation=-1), 4), (state(), 3)],
+    [(state(number=-1), 4), (state(), 3)],
     ids=["before the first generation", "one never beat"],
 )
 def test_nobodys_progress_is_judged(watch: FailureDetector, case: MembershipState, beating: int) -> None:

@@ -43,10 +43,12 @@ def finish(ranks: tuple[int, ...], steps: Iterable[int]) -> list[s.MembershipEve
 
 def stop_at(state: s.MembershipState, step: int) -> tuple[s.MembershipState, list[s.Command]]:
     """The pause that is under way, to its end: all stop at ``step``."""
-    assert state.pause is not None
-    ranks = state.roster
-    state, _ = feed(state, *finish(ranks, range(state.version, step)), *paused(ranks, state.generation, step - 1))
-    return feed(state, *arrived(ranks, state.generation, step))
+    assert state.generation.pause is not None
+    ranks = state.roster.ranks
+    state, _ = feed(
+        state, *finish(ranks, range(state.steps.version, step)), *paused(ranks, state.generation.number, step - 1)
+    )
+    return feed(state, *arrived(ranks, state.generation.number, step))
 
 
 def without_state(rank: int, generation: int) -> m.Report:
@@ -58,7 +60,7 @@ def joining_3(step: int = 2) -> s.MembershipState:
     state, _ = feed(running_without_3(), m.Ready(3))
     state, _ = stop_at(state, step)
     state, _ = feed(state, *reports(THREE, 2, step), without_state(3, 2))
-    assert state.joining == {3}
+    assert state.roster.joining == {3}
     return state
 
 
@@ -72,7 +74,7 @@ def rejoined_3(step: int = 2) -> s.MembershipState:
 def test_nobody_is_asked_to_stop_while_nobody_is_ready() -> None:
     state, commands = feed(running_without_3(), *finish(THREE, range(3)), m.Arrive(0, 0, "log", None))
     assert messages(commands, m.Pause) == []
-    assert state.pause is None
+    assert state.generation.pause is None
 
 
 def test_all_are_asked_to_stop_when_a_worker_is_ready() -> None:
@@ -108,7 +110,12 @@ def test_a_generation_with_who_is_ready_begins_when_all_wait_at_the_boundary() -
     assert commands == []
     state, commands = feed(state, *arrived((1,), 1, 2))
     assert commands == [s.Record("paused", 2), s.Send(ALL, m.Regroup(2, ALL, 1))]
-    assert (state.live, state.joining, state.ready, state.pause) == ({0, 1, 2, 3}, {3}, frozenset(), None)
+    assert (state.roster.live, state.roster.joining, state.roster.ready, state.generation.pause) == (
+        {0, 1, 2, 3},
+        {3},
+        frozenset(),
+        None,
+    )
 
 
 def test_the_state_comes_from_the_lowest_peer_that_has_it_and_nothing_is_redone() -> None:
@@ -137,7 +144,7 @@ def test_several_workers_join_together() -> None:
 def test_who_has_joined_is_recorded_once_it_has_its_state() -> None:
     state, commands = feed(joining_3(), m.Entered(3, 2))
     assert commands == [s.Record("rejoined", 2, 3)]
-    assert state.joining == frozenset()
+    assert state.roster.joining == frozenset()
     assert state.holders(1) == {1, 3}
 
 
@@ -185,9 +192,9 @@ def test_the_leader_leads_as_long_as_it_lives_also_when_a_lower_pipeline_comes_b
 
 def test_a_worker_without_its_state_does_not_become_leader() -> None:
     grid = Grid(3, 1, 1)
-    state = s.MembershipState(
-        grid, frozenset({0, 1, 2}), frozenset({0, 1, 2}), 1, leader=2, joining=frozenset({0}), applied={1: 0, 2: 0}
-    )
+    live = frozenset({0, 1, 2})
+    roster = s.Roster(live, joined=live, leader=2, joining=frozenset({0}))
+    state = s.MembershipState(grid, roster, s.Generation(1), s.Steps(applied={1: 0, 2: 0}))
     _, commands = feed(state, s.Lost(2, "gone"))
     assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)]
 
@@ -206,7 +213,7 @@ def test_a_worker_that_was_told_to_end_leaves_at_the_boundary_and_is_no_failure(
     assert commands == [s.Send(ALL, m.Pause(0))]
     state, commands = stop_at(state, 3)
     assert commands == [s.Record("paused", 3), s.Record("left", 3, 3), s.Send(THREE, m.Regroup(1, THREE, 1))]
-    assert 3 not in state.live | state.leaving
+    assert 3 not in state.roster.live | state.roster.leaving
     _, commands = feed(state, *reports(THREE, 1, 3))
     assert messages(commands, m.Resume)[0].decision.version == 3
 
@@ -214,14 +221,14 @@ def test_a_worker_that_was_told_to_end_leaves_at_the_boundary_and_is_no_failure(
 def test_the_last_holder_of_a_stage_stays() -> None:
     state, commands = feed(running_without_3(), m.Leave(1))
     assert messages(commands, m.Pause) == []
-    assert state.leaving == {1}
+    assert state.roster.leaving == {1}
 
 
 def test_of_two_that_want_to_leave_one_stage_the_last_one_stays() -> None:
     state, _ = feed(running(), m.Leave(1), m.Leave(3))
     state, commands = stop_at(state, 1)
     assert [record.rank for record in records(commands, "left")] == [1]
-    assert state.leaving == {3}
+    assert state.roster.leaving == {3}
     _, commands = feed(state, *reports((0, 2, 3), 1, 1))
     assert messages(commands, m.Pause) == []
 
@@ -245,7 +252,7 @@ def test_a_worker_that_dies_before_it_could_leave_is_a_failure_and_is_waited_for
     assert len(records(commands, "failure")) == 1
     state, commands = feed(state, *reports(THREE, 1))
     assert messages(commands, m.Pause) == []
-    assert state.leaving == frozenset()
+    assert state.roster.leaving == frozenset()
 
 
 # ---------------------------------------------------------------------- moving
@@ -256,7 +263,8 @@ WIDE = Grid(3, 2, 1)  # ranks 0, 2, 4 are stage 0, ranks 1, 3, 5 stage 1
 def wide_without(*lost: int) -> s.MembershipState:
     """A run on WIDE whose workers ``lost`` are vacant; the others run in generation 1."""
     live = frozenset(range(6)).difference(lost)
-    state = s.MembershipState(WIDE, live, live, generation=0, leader=min(live & {1, 3, 5}))
+    roster = s.Roster(live, joined=live, leader=min(live & {1, 3, 5}))
+    state = s.MembershipState(WIDE, roster, s.Generation(0))
     return feed(state, s.GraceElapsed(0, "reset"), *wide_reports(sorted(live), 1))[0]
 
 
@@ -274,18 +282,18 @@ def test_who_moves_leaves_its_stage_in_the_generation_in_which_it_enters_the_oth
     assert records(commands, "moved") == [s.Record("moved", 1, 4, {"to": (1, 1)})]
     assert records(commands, "left") == []
     assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 2, 3, 5), 5)]
-    assert state.moves == {}
+    assert state.roster.moves == {}
 
 
 def test_nobody_moves_away_from_a_stage_that_would_be_lost() -> None:
     state, commands = feed(wide_without(1, 2, 4), s.MovePlanned(1, 0), m.Ready(1))
     assert messages(commands, m.Pause) == []
-    assert state.ready == {1}, "two processes on one device would fight for its memory"
+    assert state.roster.ready == {1}, "two processes on one device would fight for its memory"
 
 
 def test_a_move_is_off_when_the_new_process_dies() -> None:
     state, commands = feed(wide_without(1, 3), s.MovePlanned(3, 4), s.CandidateLost(3))
-    assert (state.moves, state.ready, commands) == ({}, frozenset(), [])
+    assert (state.roster.moves, state.roster.ready, commands) == ({}, frozenset(), [])
 
 
 def test_the_new_process_enters_although_the_one_that_was_to_move_dies() -> None:
@@ -305,7 +313,7 @@ def test_a_candidate_lost_during_the_pause_is_not_let_in() -> None:
     state, commands = feed(state, *applied(THREE, 0), *arrived(THREE, 1, 1))
     (regroup,) = messages(commands, m.Regroup)
     assert regroup == m.Regroup(2, THREE, 1, keeps_connections=True), "all go on together from where they stopped"
-    assert state.joining == frozenset()
+    assert state.roster.joining == frozenset()
 
 
 def test_a_candidate_lost_before_the_pause_begins_is_forgotten() -> None:
@@ -327,10 +335,10 @@ def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_ne
     events: list[s.MembershipEvent],
 ) -> None:
     state, _ = feed(running_without_3(), m.Ready(3), *events)
-    assert state.pause is not None
+    assert state.generation.pause is not None
     state, commands = feed(state, s.Lost(2, "gone"))
     assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)], "worker 3 does not enter in the middle of a step"
-    assert state.pause is None
+    assert state.generation.pause is None
     state, commands = feed(state, *reports((0, 1), 2))
     assert [type(c.message) for c in commands if isinstance(c, s.Send)] == [m.Resume, m.Pause]
     state, commands = feed(state, *paused((0, 1), 2, 0), *applied((0, 1), 0), *arrived((0, 1), 2, 1))
@@ -443,7 +451,12 @@ def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_th
     assert commands == []
     state, commands = feed(state, m.Paused(1, 1, 3))
     assert commands == [s.Send(THREE, m.Boundary(1, 5), "a plan"), s.Record("replanned", 5, None, {"gain": 0.3})]
-    assert (state.generation, state.pause, state.plan, state.regrouping) == (1, None, None, False)
+    assert (state.generation.number, state.generation.pause, state.generation.plan, state.generation.regrouping) == (
+        1,
+        None,
+        None,
+        False,
+    )
 
 
 def test_a_plan_for_other_workers_or_in_the_middle_of_a_regroup_is_dropped() -> None:
@@ -456,7 +469,7 @@ def test_a_failure_before_the_change_makes_the_plan_the_next_generation_s_busine
     state, _ = feed(running_without_3(), PLAN, *paused((0, 1), 1, 4))
     state, commands = feed(state, s.Lost(2, "gone"))
     assert [type(message) for message in messages(commands, m.Regroup)] == [m.Regroup]
-    assert (state.plan, state.pause) == (None, None)
+    assert (state.generation.plan, state.generation.pause) == (None, None)
     _, commands = feed(state, m.Paused(2, 1, 4), *reports((0, 1), 2))
     assert messages(commands, m.Boundary) == []
     assert len(messages(commands, m.Resume)) == 1
@@ -470,7 +483,7 @@ def test_who_waits_to_be_let_in_goes_before_a_plan() -> None:
     assert messages(commands, m.Boundary) == [m.Boundary(1, 5)]
     state, commands = feed(state, *arrived(THREE, 1, 5))
     assert messages(commands, m.Regroup)[0].roster == ALL
-    assert state.plan is None
+    assert state.generation.plan is None
 
 
 def test_a_plan_that_needs_other_connections_begins_with_a_generation_at_the_boundary() -> None:
@@ -481,7 +494,7 @@ def test_a_plan_that_needs_other_connections_begins_with_a_generation_at_the_bou
     state, commands = feed(state, *arrived(THREE, 1, 5))
     assert commands[:2] == [s.Record("paused", 5), s.Record("replanned", 5, None, {"gain": 0.3})]
     assert [(r.generation, r.roster) for r in messages(commands, m.Regroup)] == [(2, THREE)]
-    assert state.plan is None
+    assert state.generation.plan is None
     _, commands = feed(state, *reports(THREE, 2, 5))
     (resume,) = messages(commands, m.Resume)
     assert (resume.decision.version, resume.decision.adoptions) == (5, ()), "nothing is redone"

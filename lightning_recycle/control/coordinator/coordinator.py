@@ -157,7 +157,7 @@ class Coordinator:
         self._next_review = 0.0
         self._review_seconds = max(_TICK, grid.num_workers * _REVIEW_SECONDS)
         self._fills = False  # whether a vacancy may be filled, or a spare be placed
-        self._filled = self._state.live  # the workers when that was last tried
+        self._filled = self._state.roster.live  # the workers when that was last tried
         self._order = sorted(range(grid.num_workers), key=lambda rank: (grid.worker(rank).stage, rank))
         self._sign_seconds = min(SIGN_SECONDS, self.options.coordinator_timeout / _SIGNS)
         self._next_sign = 0.0
@@ -173,7 +173,7 @@ class Coordinator:
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
     def _with_policy(self, state: protocol.MembershipState) -> protocol.MembershipState:
-        return replace(state, checks=Checks(self.options.on_corruption, self.options.check_every))
+        return state.updated(checks=Checks(self.options.on_corruption, self.options.check_every))
 
     @property
     def address(self) -> tuple[str, int]:
@@ -181,7 +181,7 @@ class Coordinator:
 
     @property
     def roster(self) -> tuple[int, ...]:
-        return self._state.roster
+        return self._state.roster.ranks
 
     @property
     def state(self) -> protocol.MembershipState:
@@ -213,7 +213,11 @@ class Coordinator:
     def counters(self) -> Mapping[str, float]:
         """Totals of the run so far, besides those of the history its committed steps and live workers."""
         state = self._state
-        return {"steps": float(state.version), "live_workers": float(len(state.live)), **self._history.counters}
+        return {
+            "steps": float(state.steps.version),
+            "live_workers": float(len(state.roster.live)),
+            **self._history.counters,
+        }
 
     def start(self, processes: Mapping[int, WorkerProcess], absent: Mapping[int, str] = MappingProxyType({})) -> None:
         """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
@@ -237,7 +241,7 @@ class Coordinator:
     @property
     def has_begun(self) -> bool:
         """Whether the workers have met; callable from any thread."""
-        return self._state.generation >= 0
+        return self._state.generation.number >= 0
 
     @property
     def is_deserted(self) -> bool:
@@ -318,7 +322,7 @@ class Coordinator:
             self._loop.flush_all(_LAST_WORDS_SECONDS)  # the answer with the results, and that the run is over
         except SupersededError as error:
             log.error("This coordinator ends without a word to its workers: %s.", error)
-            self._state = replace(self._state, outcome=protocol.Failed(str(error)))
+            self._state = self._state.updated(outcome=protocol.Failed(str(error)))
             self._done.set()
         except Exception as error:
             self._fail(error)
@@ -348,8 +352,8 @@ class Coordinator:
             if now > deadline:
                 del self._graces[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
-        if self._entrance.take_new_spare() or self._fills or self._state.live is not self._filled:
-            self._fills, self._filled = False, self._state.live
+        if self._entrance.take_new_spare() or self._fills or self._state.roster.live is not self._filled:
+            self._fills, self._filled = False, self._state.roster.live
             self._fill_vacancies(now)
 
     def _await_return(self, now: float) -> None:
@@ -387,7 +391,7 @@ class Coordinator:
         self._history.digest.goodput.spares_are(len(self._vacancies.spares), time.time())
         if self._watch.everybody_waits(now, self._state, seconds):
             reason = "a message was lost: all wait for each other, and nobody works."
-            self._handle(protocol.GraceElapsed(self._state.generation, reason))
+            self._handle(protocol.GraceElapsed(self._state.generation.number, reason))
 
     def _thread_states(self, rank: int) -> str:
         """What the threads of a worker's process do, if it is one of this machine."""
@@ -465,13 +469,13 @@ class Coordinator:
         self._starts.connected(rank, time.monotonic())
         if joining:
             self._watch.expect(rank, time.monotonic())
-        elif self._state.generation < 0:
+        elif self._state.generation.number < 0:
             self._watch.begin_start(time.monotonic())
         with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
             connection.send(messages.Alive(self.options.coordinator_timeout))  # so it knows the limit at once
         self._loop.watch(connection, partial(self._on_readable, rank))
         self._loop.watch_unsent(connection)
-        if returned is not None and self._state.returned is not None and rank in self._state.live:
+        if returned is not None and self._state.returned is not None and rank in self._state.roster.live:
             self._handle(returned)
             if self._state.returned is None:  # what they have said meanwhile
                 self._unread.extend(self._connections)
@@ -484,11 +488,13 @@ class Coordinator:
             return
         if self._readmission is not None and not self._readmission.may_place(time.monotonic()):
             return
-        joining = self._state.generation >= 0
+        joining = self._state.generation.number >= 0
         if joining:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
         else:
-            free = [r for r in sorted(self._state.live) if r not in self._processes and r not in self._connections]
+            free = [
+                r for r in sorted(self._state.roster.live) if r not in self._processes and r not in self._connections
+            ]
         while placed := self._vacancies.place_spare(free):
             rank, connection, process = placed
             free.remove(rank)
@@ -514,7 +520,7 @@ class Coordinator:
         """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
         self._place_spares()
         self._tell_positions()
-        if self._state.generation < 0:
+        if self._state.generation.number < 0:
             return
         for rank in self._state.vacant:
             if self._has_candidate(rank) or rank in self._absent or not self._vacancies.may_start(rank, now):
@@ -523,7 +529,7 @@ class Coordinator:
                 self._history.add("restarting", self._state, rank)
                 self._vacancies.start(rank)
                 self._watch.expect(rank, now)
-            elif self._vacancies.may_move and not self._state.moves:
+            elif self._vacancies.may_move and not self._state.roster.moves:
                 mover = self._plans.propose_move(self._failed(), self.grid.worker(rank))
                 if mover is not None:
                     self._handle(protocol.MovePlanned(rank, self.grid.rank(mover)))
@@ -614,7 +620,7 @@ class Coordinator:
         self._starts.forget(rank)
         self._shown.discard(rank)
         self._vacancies.leave_node(rank)
-        if rank in self._state.live:
+        if rank in self._state.roster.live:
             self._handle(protocol.Lost(rank, cause))
         elif process is not None or connection is not None:
             self._candidate_gone(rank)
@@ -626,7 +632,7 @@ class Coordinator:
     def _evict(self, rank: int, cause: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Declares dead a worker that did not end by itself."""
         self._history.add("suspected", self._state, rank, {"cause": cause, **details})
-        if rank in self._state.live:
+        if rank in self._state.roster.live:
             self._history.add("evicted", self._state, rank, {"cause": cause, **details})
         self._gone(rank, cause)
 
@@ -655,7 +661,7 @@ class Coordinator:
         match message:
             case messages.Heartbeat():
                 self._watch.beat(rank, message, now)
-                if not self._state.collectives:
+                if not self._state.collectives.open:
                     return
             case messages.Connected():
                 self._on_connected(message)
@@ -687,7 +693,7 @@ class Coordinator:
                 self._history.add("saved", self._state, rank, {"path": message.path}, step=message.step)
                 return
             case messages.Confirm():
-                if rank in self._state.live:
+                if rank in self._state.roster.live:
                     if self._journal is not None:
                         self._journal.check()
                     self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
@@ -720,7 +726,7 @@ class Coordinator:
 
     def _on_leave(self, wish: messages.Leave) -> None:
         """A worker, or who was about to join, has been told to end."""
-        if wish.rank in self._state.live:
+        if wish.rank in self._state.roster.live:
             self._handle(wish)
         else:
             self._dismiss(wish.rank)
@@ -732,10 +738,10 @@ class Coordinator:
         self._evict_unreachable()
 
     def _on_connected(self, message: messages.Connected) -> None:
-        if message.generation != self._state.generation:
+        if message.generation != self._state.generation.number:
             return
         self._connected.add(message.rank)
-        if self._connected >= self._state.live:
+        if self._connected >= self._state.roster.live:
             self._history.connected(self._state)
 
     # ------------------------------------------------------------------ commands
@@ -801,9 +807,9 @@ class Coordinator:
         message, schedule = command.message, command.schedule
         if isinstance(message, messages.Resume):
             self._divide_time()
-            joining = [self.grid.worker(rank) for rank in self._state.joining]
+            joining = [self.grid.worker(rank) for rank in self._state.roster.joining]
             try:
-                schedule = self._plans.begin_generation(self._failed(), joining, self._state.version)
+                schedule = self._plans.begin_generation(self._failed(), joining, self._state.steps.version)
             except Exception as error:  # whoever sent the last report is not to blame
                 self._fail(error)
                 return
@@ -817,8 +823,8 @@ class Coordinator:
             self._rendezvous.begin(message.generation)
             self._plan_is_ready(self._state)  # if not, it is made while the workers stop and report
         elif isinstance(message, messages.StepLoss):
-            counters = {"live_workers": float(len(self._state.live)), **self._history.counters}
-            newest = self._state.applied.get(self._state.leader, -1)
+            counters = {"live_workers": float(len(self._state.roster.live)), **self._history.counters}
+            newest = self._state.steps.applied.get(self._state.roster.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
             self._history.add_loss(message.step, message.loss)
         verify = self.options.verify if self._state.checks.comparable else 0.0
@@ -833,7 +839,7 @@ class Coordinator:
 
     def _plan_is_ready(self, state: protocol.MembershipState) -> bool:
         """Whether there is a plan for a generation of those that are in; if not, it is being made."""
-        joining = [self.grid.worker(rank) for rank in state.joining]
+        joining = [self.grid.worker(rank) for rank in state.roster.joining]
         try:
             return self._plans.is_ready(self._failed(state), joining)
         except Exception:  # whoever asks for the plan itself meets the same error, and tells it
@@ -841,7 +847,7 @@ class Coordinator:
             return True
 
     def _failed(self, state: protocol.MembershipState | None = None) -> frozenset[Worker]:
-        live = (state or self._state).live
+        live = (state or self._state).roster.live
         return frozenset(self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in live)
 
     def _divide_time(self) -> None:
@@ -877,8 +883,8 @@ class Coordinator:
         if record.kind == "revived":
             known = record.details["counters"].items()
             self._history.counters.update({name: value for name, value in known if name != "live_workers"})
-            if self._state.cuts:
-                self._plans.layout_is(self._state.cuts)
+            if self._state.layout.cuts:
+                self._plans.layout_is(self._state.layout.cuts)
         if record.kind in ("left", "moved") and record.rank is not None:
             self._dismiss(record.rank)
         if record.kind == "layers_moved":
@@ -902,7 +908,7 @@ class Coordinator:
 
     def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:
-            self._state = replace(self._state, outcome=outcome)
+            self._state = self._state.updated(outcome=outcome)
             self._write_down()
         self._history.ended(self._state)
         # Also after a success: a worker may be waiting for a generation that nobody needs any more.

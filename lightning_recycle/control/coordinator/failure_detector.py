@@ -148,33 +148,35 @@ class FailureDetector:
                 has taken no message.
             seconds: the usual times of operations, by stage and kind.
         """
-        begun = state.generation >= 0 and state.live <= self._beats.keys()
+        begun = state.generation.number >= 0 and state.roster.live <= self._beats.keys()
         standings = {}
         for rank, unable in stalled.items():
             silence = self._silence(now, rank)
             computes = self._computes(now, rank, max(silence.seconds, unable) > silence.limit / 2)
             silence = replace(silence, computes=computes)
             others = []
-            if begun and rank in state.live and Standing(silence).is_heard:  # of a silent worker nothing else is known
+            if (
+                begun and rank in state.roster.live and Standing(silence).is_heard
+            ):  # of a silent worker nothing else is known
                 others.append(self._work(now, rank, state, seconds))
             if unable > 0:
                 others.append(replace(self._stalled(unable), computes=computes))
             standings[rank] = Standing(silence, tuple(sign for sign in others if sign is not None))
-        holders = state.live - state.joining
-        self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.version)
+        holders = state.roster.live - state.roster.joining
+        self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.steps.version)
         return ruling
 
     def everybody_waits(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
         """Whether a message was lost: all wait for each other in this generation, and have for too long."""
-        if state.generation < 0 or state.regrouping or not state.live <= self._beats.keys():
+        if state.generation.number < 0 or state.generation.regrouping or not state.roster.live <= self._beats.keys():
             return False
-        for rank in state.live:
+        for rank in state.roster.live:
             beat, _ = self._beats[rank]
             # What was waited for in an earlier generation says nothing about this one, nor does what a silent one said.
-            current = beat.generation == state.generation and Standing(self._silence(now, rank)).is_heard
+            current = beat.generation == state.generation.number and Standing(self._silence(now, rank)).is_heard
             if not beat.activity.waiting_for or not current:
                 return False
-        observations = {rank: self._observe(now, rank, state) for rank in state.live}
+        observations = {rank: self._observe(now, rank, state) for rank in state.roster.live}
         return everybody_waits(
             observations, lambda rank, kind: self._usual(rank, kind, seconds), self._options.heartbeat_timeout
         )
@@ -189,13 +191,13 @@ class FailureDetector:
         if self._deadline is None or now <= self._deadline:
             return {}
         self._deadline = None
-        if state.generation < 0:
+        if state.generation.number < 0:
             cause = f"it did not start within {self._options.start_timeout:g} s"
-            return dict.fromkeys(sorted(state.live - state.joined), cause)
-        if not state.regrouping:
+            return dict.fromkeys(sorted(state.roster.live - state.roster.joined), cause)
+        if not state.generation.regrouping:
             return {}
         cause = f"it did not stop for a regroup within {self._options.report_timeout:g} s"
-        return dict.fromkeys(sorted(self._have_reported & state.live - state.reports.keys()), cause)
+        return dict.fromkeys(sorted(self._have_reported & state.roster.live - state.generation.reports.keys()), cause)
 
     def _silence(self, now: float, rank: int) -> Sign:
         timeout = self._options.heartbeat_timeout
@@ -229,7 +231,7 @@ class FailureDetector:
         return Observation(
             activity.operation,
             activity.kind,
-            (state.regrouping and rank in state.reports) or bool(activity.waiting_for),
+            (state.generation.regrouping and rank in state.generation.reports) or bool(activity.waiting_for),
             min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
             beat.debugged,
             activity.coordinated,
@@ -241,7 +243,7 @@ class FailureDetector:
     ) -> Sign | None:
         """For how long a member has been at the same work, or has not heard that it should regroup."""
         seen = self._observe(now, rank, state)
-        if state.regrouping and rank in self._have_reported and rank not in state.reports:
+        if state.generation.regrouping and rank in self._have_reported and rank not in state.generation.reports:
             deaf = self._deaf(rank)
             if deaf is not None:
                 return deaf

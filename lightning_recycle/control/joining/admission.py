@@ -173,7 +173,7 @@ class Admission:
             return True
         if not 0 <= hello.rank < self._grid.num_workers or hello.rank in self._inside.connections:
             return False
-        return (hello.rank in self._inside.state.live) is not hello.joining
+        return (hello.rank in self._inside.state.roster.live) is not hello.joining
 
     def _greet_returned(self, connection: NonBlockingConnection, returned: messages.Returned) -> None:
         """A worker that has lost its coordinator, or thinks so."""
@@ -251,7 +251,7 @@ class Readmission:
         self._written = dict(journal.processes)
         self._since: float | None = None  # when the newest worker returned
         self._others_since: float | None = None  # since when others wait, and nobody has returned
-        self._holds_until = float("inf") if journal.is_continued and self.state().generation < 0 else 0.0
+        self._holds_until = float("inf") if journal.is_continued and self.state().generation.number < 0 else 0.0
 
     def state(self) -> MembershipState:
         """The state with which this coordinator begins."""
@@ -285,9 +285,9 @@ class Readmission:
         if returned.epoch > self._journal.epoch:
             raise SupersededError(f"worker {self._grid.worker(rank)} has met a newer coordinator of this run")
         is_free = rank not in taken
-        if state.generation < 0:
-            return Place.STARTER if is_free and rank in state.live and returned.generation < 0 else Place.LOST
-        if rank in state.live:
+        if state.generation.number < 0:
+            return Place.STARTER if is_free and rank in state.roster.live and returned.generation < 0 else Place.LOST
+        if rank in state.roster.live:
             is_it = state.returned is not None and is_free and self._holds(rank, returned.token)
             return Place.MEMBER if is_it else Place.LEFT if returned.leave else Place.LOST
         if returned.leave:
@@ -299,7 +299,9 @@ class Readmission:
         """The position that the worker was given, which it has not heard of; None if there is none."""
         if state.returned is None or not hello.token:
             return None
-        return next((r for r, one in self._written.items() if one.token == hello.token and r in state.live), None)
+        return next(
+            (r for r, one in self._written.items() if one.token == hello.token and r in state.roster.live), None
+        )
 
     def _holds(self, rank: int, token: str) -> bool:
         return rank in self._written and self._written[rank].token == token
@@ -330,8 +332,8 @@ class Readmission:
         if state.returned is None or self._since is None:
             return {}
         options, late = self._options, {}
-        there = {state.stage_of(rank) for rank in state.returned if rank in state.live - state.joining}
-        for rank in sorted(state.live - state.returned.keys()):
+        there = {state.stage_of(rank) for rank in state.returned if rank in state.roster.live - state.roster.joining}
+        for rank in sorted(state.roster.live - state.returned.keys()):
             has_peer = state.stage_of(rank) in there
             limit = options.heartbeat_timeout if has_peer else options.last_holder_timeout
             process = self._written.get(rank)

@@ -198,8 +198,8 @@ class History:
         event = Event(
             kind,
             time.time(),
-            state.generation,
-            state.version if step is None else step,
+            state.generation.number,
+            state.steps.version if step is None else step,
             worker,
             seconds,
             dict(details or {}),
@@ -207,7 +207,7 @@ class History:
             pid,
         )
         self.events.append(event)
-        self.digest.add(event, len(state.live), bool(state.joining))
+        self.digest.add(event, len(state.roster.live), bool(state.roster.joining))
         if kind == "step":
             self._count_step()
         level = logging.DEBUG if kind == "step" else logging.INFO
@@ -238,7 +238,7 @@ class History:
                     record.step,
                     details["cause"],
                     self._process(record.rank),
-                    len(state.live),
+                    len(state.roster.live),
                     self._grid.num_workers,
                 )
             case "corruption":
@@ -306,7 +306,7 @@ class History:
         log.warning(
             "Worker %s is suspected at step %d: %s. It is waited for until %g s have passed, because %s.",
             self._grid.worker(rank),
-            state.version,
+            state.steps.version,
             waited.cause,
             waited.limit,
             waited.reason,
@@ -324,7 +324,7 @@ class History:
     def connected(self, state: MembershipState) -> None:
         """All workers of the generation are connected."""
         seconds = time.time() - self._failure_time if self._failure_time is not None else None
-        self.add("regrouped", state, details={"roster": state.roster}, seconds=seconds)
+        self.add("regrouped", state, details={"roster": state.roster.ranks}, seconds=seconds)
 
     def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
         self.counters["failures"] += 1

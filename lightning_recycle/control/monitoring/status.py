@@ -243,19 +243,23 @@ def status_of(
         recovery_seconds: see :class:`Status`.
     """
     grid, counts = state.grid, digest.counts
-    leads = grid.worker(state.leader) if state.generation >= 0 and state.leader in state.live else None
+    leads = (
+        grid.worker(state.roster.leader)
+        if state.generation.number >= 0 and state.roster.leader in state.roster.live
+        else None
+    )
     positions = []
     for rank in range(grid.num_workers):
         worker = grid.worker(rank)
         kind = _state_of(rank, state, digest, candidates)
         since, cause = digest.suspected.get((worker.pipeline, worker.stage), (None, None))
         if kind is PositionState.LOST:
-            cause = state.causes.get(rank)
+            cause = state.roster.causes.get(rank)
         elif kind is not PositionState.SUSPECTED:
             since, cause = None, None
         host, pid = processes.get(rank, (None, None))
         doing, waiting = activities.get(rank, ("", ""))
-        step = state.applied.get(rank, -1)
+        step = state.steps.applied.get(rank, -1)
         positions.append(
             Position(
                 *(worker.pipeline, worker.stage, rank, kind, host or None, pid, incarnations.get(rank, 0), step),
@@ -269,7 +273,7 @@ def status_of(
         phase="over" if state.outcome is not None else digest.phase.value,
         outcome=None if state.outcome is None else type(state.outcome).__name__,
         grid={"pipelines": grid.pipelines, "stages": grid.stages, "microbatches": grid.microbatches},
-        generation=state.generation,
+        generation=state.generation.number,
         leader=None if leads is None else (leads.pipeline, leads.stage),
         step=digest.step,
         loss=digest.loss,
@@ -298,15 +302,15 @@ def status_of(
 
 def _state_of(rank: int, state: MembershipState, digest: Digest, candidates: frozenset[int]) -> PositionState:
     worker = state.grid.worker(rank)
-    if rank in state.live:
+    if rank in state.roster.live:
         if (worker.pipeline, worker.stage) in digest.suspected:
             return PositionState.SUSPECTED
-        if rank in state.joining:
+        if rank in state.roster.joining:
             return PositionState.JOINING
         return PositionState.STARTING if digest.phase is Phase.STARTING else PositionState.LIVE
-    if rank in candidates or rank in state.ready:
+    if rank in candidates or rank in state.roster.ready:
         return PositionState.JOINING
-    return PositionState.LOST if rank in state.causes else PositionState.VACANT
+    return PositionState.LOST if rank in state.roster.causes else PositionState.VACANT
 
 
 def _plan(number: int, schedule: Schedule, found_by: str) -> Plan:

@@ -1,4 +1,8 @@
-"""Agreements of the workers through the coordinator: early stops, and keys to connect. Pure.
+"""Agreements of the workers through the coordinator: collectives, early stops, keys to connect. Pure.
+
+Control collectives are numbered by the workers' own program order, outlive generations, and complete when every live
+worker has arrived. A worker that does another thing instead, or has begun a later step than those that wait, has left
+one out and never comes: the run ends.
 
 Early stops: Lightning looks at ``trainer.should_stop`` at a few places after each step, its *stop points*, which all
 workers pass in the same order. A worker whose flag is set there asks and waits (RequestStop). A worker whose flag is
@@ -26,19 +30,127 @@ from enum import IntEnum
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep, Found, LookUp, Publish
-from lightning_recycle.control.protocol.state import Command, MembershipState, Record, Send, StopRound
+from lightning_recycle.control.protocol.state import (
+    ENDED,
+    RESULT,
+    Command,
+    Ended,
+    Failed,
+    Finished,
+    MembershipState,
+    Next,
+    Record,
+    Send,
+    StopRound,
+    end,
+)
 
 __all__ = [
     "Rendezvous",
     "StopPlace",
     "add_answer",
+    "add_arrival",
     "add_request",
+    "check_attendance",
+    "forget_retracted",
     "last_point",
-    "settle_stop",
+    "settle",
     "stop_point",
 ]
 
-_Next = tuple[MembershipState, tuple[Command, ...]]
+
+_ON_ALL = (
+    "Whatever waits for all workers (self(x) with several stages, all_gather, reduce, broadcast, barrier, saving a"
+    " checkpoint) must be called on all of them, not behind trainer.is_global_zero or rank_zero_only"
+)
+
+
+# ---------------------------------------------------------------------- control collectives
+
+
+def settle(state: MembershipState) -> Next:
+    """After a worker is gone: completes what waited only for it."""
+    state, commands = _settle_stop(state)
+    for number in sorted(state.collectives.open):
+        state, answer = _answer_if_complete(state, number)
+        commands += answer
+    return state, commands
+
+
+def forget_retracted(state: MembershipState) -> MembershipState:
+    """When a generation begins: drops the parts of collectives that count in one generation only, and those of workers
+    that are gone. One of them may have gone on where all others stop.
+    """
+    live = state.roster.live
+    kept = {
+        number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None and rank in live}
+        for number, arrived in state.collectives.open.items()
+    }
+    return state.with_collectives(open={number: arrived for number, arrived in kept.items() if arrived})
+
+
+def add_arrival(state: MembershipState, event: messages.Arrive) -> Next:
+    """A worker has arrived at a control collective."""
+    if event.number < state.collectives.next:
+        return state, ()
+    if event.generation is not None and not state.generation.runs(event.generation):
+        return state, ()
+    arrived = {**state.collectives.open.get(event.number, {}), event.rank: event}
+    others = {arrive.name for arrive in arrived.values()}
+    if len(others) > 1:
+        return end(
+            state,
+            Failed(
+                f"The workers disagree about what to do next: control collective {event.number} is called"
+                f" {' and '.join(sorted(map(repr, others)))}. Hooks and callbacks must take the same decisions on all"
+                f" workers; decide on values that are the same everywhere, such as trainer.callback_metrics. {_ON_ALL}."
+            ),
+        )
+    state = state.with_collectives(open={**state.collectives.open, event.number: arrived})
+    return _answer_if_complete(state, event.number)
+
+
+def check_attendance(state: MembershipState, event: messages.Heartbeat) -> Next:
+    """A worker reports which step it has begun. Ends the run if others wait before that step for it to arrive."""
+    for _, arrived in sorted(state.collectives.open.items()):
+        waiting = next((one for rank, one in sorted(arrived.items()) if one.begun < event.begun), None)
+        if event.rank in arrived or waiting is None:
+            continue
+        there, gone = state.grid.worker(waiting.rank), state.grid.worker(event.rank)
+        return end(
+            state,
+            Failed(
+                f"Worker {there} waits for all others in {waiting.name!r}, and worker {gone} does not come: it has gone"
+                f" on to step {event.begun}. {_ON_ALL}, nor where values decide that differ between them."
+            ),
+        )
+    return state, ()
+
+
+def _answer_if_complete(state: MembershipState, number: int) -> Next:
+    """Answers a collective with the payloads of the live workers once all of them have arrived."""
+    arrived = state.collectives.open[number]
+    if not state.roster.live <= arrived.keys():
+        return state, ()
+    payloads = {rank: arrived[rank].payload for rank in state.roster.ranks}
+    others = {other: value for other, value in state.collectives.open.items() if other != number}
+    state = state.with_collectives(open=others, next=number + 1)
+    name = next(iter(arrived.values())).name
+    if name == ENDED:
+        return end(state, Ended())
+    if name != RESULT:
+        return state, (Send(state.roster.ranks, messages.Answer(number, payloads, state.roster.leader)),)
+    # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
+    delivered = {rank: payload is not None for rank, payload in payloads.items()}
+    answer = Send(state.roster.ranks, messages.Answer(number, delivered, state.roster.leader))
+    stages = {state.stage_of(rank) for rank, yes in delivered.items() if yes}
+    if len(stages) < state.grid.stages:
+        return state, (answer,)  # a stage's speaker died meanwhile: the workers ask again with the new one
+    state, stop = end(state, Finished({rank: p for rank, p in payloads.items() if p is not None}))
+    return state, (answer, *stop)
+
+
+# ---------------------------------------------------------------------- early stops
 
 
 class StopPlace(IntEnum):
@@ -61,10 +173,10 @@ def last_point(step: int) -> int:
     return stop_point(step, max(StopPlace))
 
 
-def add_request(state: MembershipState, event: messages.RequestStop) -> _Next:
+def add_request(state: MembershipState, event: messages.RequestStop) -> Next:
     """A worker wants to stop at ``event.point`` and waits."""
-    stop = state.stop_round
-    if state.after_step is AfterStep.STOP or (stop is not None and event.point < stop.point):
+    stop = state.collectives.stop_round
+    if state.steps.after_step is AfterStep.STOP or (stop is not None and event.point < stop.point):
         return _stop_later(state, event.point, event.rank)  # somebody is past this point
     ask: tuple[Command, ...] = ()
     if stop is None or event.point > stop.point:
@@ -73,41 +185,41 @@ def add_request(state: MembershipState, event: messages.RequestStop) -> _Next:
             state, own = _stop_later(state, event.point, event.rank)
             return state, earlier + own
         stop = StopRound(event.point)
-        ask = (Send(state.roster, messages.StopRequested(event.point)),)
-    state, verdict = settle_stop(replace(state, stop_round=replace(stop, wanted=stop.wanted | {event.rank})))
+        ask = (Send(state.roster.ranks, messages.StopRequested(event.point)),)
+    state, verdict = _settle_stop(state.with_collectives(stop_round=replace(stop, wanted=stop.wanted | {event.rank})))
     return state, ask + verdict
 
 
-def add_answer(state: MembershipState, event: messages.GoesOn) -> _Next:
+def add_answer(state: MembershipState, event: messages.GoesOn) -> Next:
     """A worker is past ``event.point``, where another one wants to stop."""
-    stop = state.stop_round
+    stop = state.collectives.stop_round
     if stop is None or stop.is_over or stop.point != event.point:
         return state, ()
     return _stop_later(state, stop.point, min(stop.wanted))
 
 
-def settle_stop(state: MembershipState) -> _Next:
+def _settle_stop(state: MembershipState) -> Next:
     """Ends the round if all want to stop; forgets it if those that do are lost: the others want what they want."""
-    stop = state.stop_round
+    stop = state.collectives.stop_round
     if stop is None or stop.is_over:
         return state, ()
-    if not stop.wanted & state.live:
-        return replace(state, stop_round=None), ()
-    if not state.live <= stop.wanted:
+    if not stop.wanted & state.roster.live:
+        return state.with_collectives(stop_round=None), ()
+    if not state.roster.live <= stop.wanted:
         return state, ()
-    state = replace(state, stop_round=replace(stop, is_over=True, agreed=True))
-    return state, (Send(state.roster, messages.StopVerdict(stop.point, True)),)
+    state = state.with_collectives(stop_round=replace(stop, is_over=True, agreed=True))
+    return state, (Send(state.roster.ranks, messages.StopVerdict(stop.point, True)),)
 
 
-def _stop_later(state: MembershipState, point: int, rank: int) -> _Next:
+def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
     """Nobody stops at ``point``, where ``rank`` wants to, but all after a later step."""
-    stop = state.stop_round
+    stop = state.collectives.stop_round
     if stop is not None and stop.point <= point:
-        state = replace(state, stop_round=replace(stop, is_over=True))
-    commands: tuple[Command, ...] = (Send(state.roster, messages.StopVerdict(point, False)),)
-    if state.after_step is AfterStep.GO_ON:
-        commands += (Record("stop_requested", state.version, rank),)
-        state = replace(state, after_step=AfterStep.STOP)
+        state = state.with_collectives(stop_round=replace(stop, is_over=True))
+    commands: tuple[Command, ...] = (Send(state.roster.ranks, messages.StopVerdict(point, False)),)
+    if state.steps.after_step is AfterStep.GO_ON:
+        commands += (Record("stop_requested", state.steps.version, rank),)
+        state = state.with_steps(after_step=AfterStep.STOP)
     return state, commands
 
 

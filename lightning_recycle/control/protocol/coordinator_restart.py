@@ -28,21 +28,28 @@ getting ready for; a better plan; the record, which begins anew, but for its cou
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, StopReason
 from lightning_recycle.control.protocol.state import (
+    Collectives,
     Command,
     Ended,
     Failed,
+    Faults,
     Finished,
+    Generation,
+    Layout,
     MembershipState,
+    Next,
     Outcome,
     Record,
     Resend,
+    Roster,
+    Steps,
     StopRound,
     initial_state,
 )
@@ -120,52 +127,53 @@ class Kept:
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
     """What :func:`kept` is made of: as long as these are the same objects, there is nothing new to write down."""
+    roster = state.roster
     return (
-        state.generation,
-        state.live,
-        state.leader,
-        state.joining,
-        state.causes,
+        state.generation.number,
+        roster.live,
+        roster.leader,
+        roster.joining,
+        roster.newcomers,
+        roster.outvoted,
+        roster.causes,
         state.has_resumed,
-        state.raised,
-        state.disturbances,
-        state.stop_round,
-        state.after_step,
+        state.faults.raised,
+        state.faults.disturbances,
+        state.collectives.stop_round,
+        state.steps.after_step,
+        state.layout.cuts,
         state.outcome,
-        state.cuts,
-        state.newcomers,
-        state.outvoted,
     )
 
 
 def kept(state: MembershipState) -> Kept:
     """What must be written down of ``state``, if it has changed, before the commands that came with it are obeyed."""
-    stop = state.stop_round
+    stop = state.collectives.stop_round
     is_decided = stop is not None and stop.is_over
     return Kept(
-        state.generation,
-        state.roster,
-        state.leader,
-        tuple(sorted(state.joining)),
-        state.causes,
+        state.generation.number,
+        state.roster.ranks,
+        state.roster.leader,
+        tuple(sorted(state.roster.joining)),
+        state.roster.causes,
         state.has_resumed,
-        state.raised,
-        state.disturbances,
+        state.faults.raised,
+        state.faults.disturbances,
         stop.point if stop is not None and is_decided else -1,
         stop is not None and is_decided and stop.agreed,
-        state.after_step,
+        state.steps.after_step,
         None if state.outcome is None else _over(state, state.outcome),
-        state.cuts,
-        tuple(sorted(state.newcomers)),
-        state.outvoted,
+        state.layout.cuts,
+        tuple(sorted(state.roster.newcomers)),
+        state.roster.outvoted,
     )
 
 
 def _over(state: MembershipState, outcome: Outcome) -> Over:
     answer = None
     if isinstance(outcome, Finished):
-        delivered = {rank: rank in outcome.results for rank in state.roster}
-        answer = messages.Answer(state.next_collective - 1, delivered, state.leader)
+        delivered = {rank: rank in outcome.results for rank in state.roster.ranks}
+        answer = messages.Answer(state.collectives.next - 1, delivered, state.roster.leader)
     words = outcome.reason if isinstance(outcome, Failed) else f"It ended before: {type(outcome).__name__}"
     return Over(StopReason.of(outcome), words, answer)
 
@@ -173,29 +181,30 @@ def _over(state: MembershipState, outcome: Outcome) -> Over:
 def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
     """The state of a coordinator that is started again: it waits for all workers of the roster to return."""
     state = initial_state(grid, retries)
+    live, number = frozenset(written.live), written.generation
     if written.over is not None:
-        return replace(state, generation=written.generation, outcome=written.over.outcome)
-    if written.generation < 0:
-        return replace(state, live=frozenset(written.live), causes=written.causes, after_step=written.after_step)
-    return replace(
-        state,
-        live=frozenset(written.live),
-        joined=frozenset(written.live),
-        generation=written.generation,
-        leader=written.leader,
-        regrouping=True,
-        joining=frozenset(written.joining),
-        causes=written.causes,
+        return state.with_generation(number=number).updated(outcome=written.over.outcome)
+    steps = Steps(after_step=written.after_step)
+    if number < 0:
+        return state.with_roster(live=live, causes=written.causes).updated(steps=steps)
+    stop = StopRound(written.stop_point, is_over=True, agreed=written.stop_agreed) if written.stop_point >= 0 else None
+    return MembershipState(
+        grid,
+        Roster(
+            live,
+            joined=live,
+            leader=written.leader,
+            joining=frozenset(written.joining),
+            newcomers=frozenset(written.newcomers),
+            outvoted=written.outvoted,
+            causes=written.causes,
+        ),
+        Generation(number, regrouping=True),
+        steps,
+        Collectives(stop_round=stop),
+        Layout(cuts=written.cuts),
+        Faults(retries, written.raised, written.disturbances),
         has_resumed=written.has_resumed,
-        raised=written.raised,
-        disturbances=written.disturbances,
-        stop_round=StopRound(written.stop_point, is_over=True, agreed=written.stop_agreed)
-        if written.stop_point >= 0
-        else None,
-        after_step=written.after_step,
-        cuts=written.cuts,
-        newcomers=frozenset(written.newcomers),
-        outvoted=written.outvoted,
         returned={},
     )
 
@@ -233,14 +242,14 @@ def adopted(said: Collection[messages.Returned]) -> tuple[Kept | None, dict[int,
     ), members
 
 
-def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...]]:
+def rebuilt(state: MembershipState) -> Next:
     """All have returned: the state without what :func:`events` adds, and what some were told and others not."""
     assert state.returned is not None
-    members = {rank: state.returned[rank] for rank in state.roster}
-    generation = max(state.generation, *(member.generation for member in members.values()))
+    members, roster = {rank: state.returned[rank] for rank in state.roster.ranks}, state.roster
+    generation = max(state.generation.number, *(member.generation for member in members.values()))
     applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
-    newest = [one.applied for rank, one in members.items() if rank not in state.joining or one.applied >= 0]
-    for rank in state.joining - applied.keys():
+    newest = [one.applied for rank, one in members.items() if rank not in roster.joining or one.applied >= 0]
+    for rank in roster.joining - applied.keys():
         # The others cannot go on without it. If they are lost, what it was about to get may have arrived.
         applied[rank] = min(newest, default=members[rank].joins_after)
     restored = max(one.restored for one in members.values())
@@ -252,22 +261,26 @@ def rebuilt(state: MembershipState) -> tuple[MembershipState, tuple[Command, ...
         default=None,
     )
     summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
+    doubted = max((steps[-1] + 1 for steps in roster.outvoted.values()), default=-1)
     unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
-    state = replace(
-        state,
-        generation=generation,
-        applied=applied,
-        version=version,
-        passed=0,
-        summed=summed,
-        next_collective=max(one.next_collective for one in members.values()),
-        unproven=summed if state.unproven >= 0 else max((s[-1] + 1 for s in state.outvoted.values()), default=-1),
-        answered=state.answered if known is None else (known.step, known.payloads),
-        raised=tuple(one for one in state.raised if (one.rank, one.generation) not in unanswered),
+    state = state.updated(
+        generation=state.generation.updated(number=generation),
+        steps=state.steps.updated(
+            version=version,
+            passed=0,
+            applied=applied,
+            answered=state.steps.answered if known is None else (known.step, known.payloads),
+            summed=summed,
+            unproven=summed if state.steps.unproven >= 0 else doubted,
+        ),
+        collectives=state.collectives.updated(next=max(one.next_collective for one in members.values())),
+        faults=state.faults.updated(
+            raised=tuple(one for one in state.faults.raised if (one.rank, one.generation) not in unanswered)
+        ),
         returned=None,
     )
     counters = told[max(told)].counters if told else {}
-    record = Record("revived", version, None, {"roster": state.roster, "counters": counters})
+    record = Record("revived", version, None, {"roster": state.roster.ranks, "counters": counters})
     return state, (record, *_repeated(state, members, told))
 
 
@@ -276,14 +289,14 @@ def _repeated(
 ) -> Iterator[Command]:
     """What an earlier coordinator has told some, for the others."""
     answers = {one.answer.number: one.answer for one in members.values() if one.answer is not None}
-    newest = answers.get(state.next_collective - 1)
+    newest = answers.get(state.collectives.next - 1)
     if newest is not None:
         lack = tuple(rank for rank, one in members.items() if one.next_collective <= newest.number)
         yield Resend(lack, newest)
     for step, loss in sorted(told.items()):
         lack = tuple(r for r, one in members.items() if one.applied < step and step not in {s.step for s in one.told})
         yield Resend(lack, loss)
-    stop = state.stop_round
+    stop = state.collectives.stop_round
     if stop is not None:
         asked = {r for r, one in members.items() if one.request is not None and one.request.point == stop.point}
         yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))

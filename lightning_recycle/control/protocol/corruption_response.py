@@ -32,12 +32,14 @@ from lightning_recycle.control.protocol.corruption import (
     judge,
     own_error,
 )
+from lightning_recycle.control.protocol.generation import begin_unless_over
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import (
     Command,
     Evict,
     Failed,
     MembershipState,
+    Next,
     Outcome,
     Record,
     StageLost,
@@ -45,21 +47,15 @@ from lightning_recycle.control.protocol.state import (
 
 __all__ = [
     "add_checked",
-    "add_dispute",
-    "add_not_finite",
-    "add_own_error",
-    "add_vote",
     "call_vote",
     "choose_healers",
     "compare",
-    "excuse",
-    "give_up_comparing",
-    "is_about_numbers",
-    "settle",
-    "who_made_it",
+    "on_disputed",
+    "on_incomparable",
+    "on_not_finite",
+    "on_voted",
+    "settle_inspection",
 ]
-
-_Next = tuple[MembershipState, tuple[Command, ...]]
 
 
 def add_checked(state: MembershipState, event: messages.Applied) -> MembershipState:
@@ -69,20 +65,20 @@ def add_checked(state: MembershipState, event: messages.Applied) -> MembershipSt
     return state.updated(checks=state.checks.add(event.rank, event.step, event.facts.checked))
 
 
-def compare(state: MembershipState) -> _Next:
+def compare(state: MembershipState) -> Next:
     """Compares what workers told of the steps that all live ones have applied."""
     commands: tuple[Command, ...] = ()
-    for step in sorted(step for step in state.checks.told if step < state.version):
-        told = {rank: one for rank, one in state.checks.told[step].items() if rank in state.live}
+    for step in sorted(step for step in state.checks.told if step < state.steps.version):
+        told = {rank: one for rank, one in state.checks.told[step].items() if rank in state.roster.live}
         rest = {other: value for other, value in state.checks.told.items() if other != step}
-        state = state.updated(checks=replace(state.checks, told=rest))
+        state = state.with_checks(told=rest)
         found: list[Culprit] = []
         for stage in range(state.grid.stages):
             of_stage = {rank: one for rank, one in told.items() if state.stage_of(rank) == stage}
             verdict = judge(of_stage)
             if isinstance(verdict, Undecided):
                 record, outcome = _nobody_knows(state, step, stage, verdict)
-                return replace(state, outcome=outcome), (*commands, record, outcome)
+                return state.updated(outcome=outcome), (*commands, record, outcome)
             found += verdict
         since = state.checks.agreed
         for culprit in found:
@@ -91,11 +87,11 @@ def compare(state: MembershipState) -> _Next:
             if state.outcome is not None:
                 return state, commands
         checks = state.checks if found else replace(state.checks, agreed=step)
-        state = state.updated(checks=checks.plan(step, state.summed, told))
+        state = state.updated(checks=checks.plan(step, state.steps.summed, told))
     return state, commands
 
 
-def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> _Next:
+def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> Next:
     """``culprit`` holds wrong bits after ``step``; after ``since`` it did not."""
     rank, what = culprit.rank, " and ".join(culprit.kinds)
     peers = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
@@ -112,9 +108,9 @@ def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) ->
     record = Record("corruption", step, rank, details)
     if state.checks.policy == "raise":
         outcome = Failed(f"Worker {state.grid.worker(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
-        return replace(state, outcome=outcome), (record, outcome)
+        return state.updated(outcome=outcome), (record, outcome)
     if heals:
-        return replace(state, checks=state.checks.heal(rank)), (record,)
+        return state.updated(checks=state.checks.heal(rank)), (record,)
     return state, (record, Evict(rank, cause))
 
 
@@ -132,7 +128,7 @@ def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecide
     if state.checks.policy == "raise":
         return record, Failed(f"{cause}. {_contaminated(since, step)}")
     why = f"its {what} differ from its peer's, and nothing says whose are right"
-    return record, StageLost(stage, {rank: why for rank in state.live if state.stage_of(rank) == stage})
+    return record, StageLost(stage, {rank: why for rank in state.roster.live if state.stage_of(rank) == stage})
 
 
 def _contaminated(since: int, step: int) -> str:
@@ -144,6 +140,45 @@ def _contaminated(since: int, step: int) -> str:
         " ReCycleStrategy(on_corruption='evict') or 'heal' goes on without the worker, or with a peer's state, where"
         " a majority says what is right."
     )
+
+
+# ---------------------------------------------------------------------- handlers
+
+
+def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
+    """A worker got other bits than a peer, or than itself before."""
+    if event.other == event.rank and event.mine != event.theirs:
+        return _begin_if_decided(state, _add_own_error(state, event))
+    return begin_unless_over(state, _add_dispute(state, event))
+
+
+def on_voted(state: MembershipState, event: messages.Voted) -> Next:
+    """A worker has computed what is disputed."""
+    return _begin_if_decided(state, _add_vote(state, event))
+
+
+def on_not_finite(state: MembershipState, event: messages.NotFinite) -> Next:
+    """A worker has met a value that is not finite."""
+    return begin_unless_over(state, _add_not_finite(state, event))
+
+
+def on_incomparable(state: MembershipState, event: messages.Incomparable) -> Next:
+    """A worker reports that computations cannot be compared."""
+    if not state.checks.comparable:
+        return state, ()
+    found = _give_up_comparing(state, event.cause)
+    return found if state.generation.regrouping else begin_unless_over(state, found)
+
+
+def _begin_if_decided(state: MembershipState, found: Next | None) -> Next:
+    """Begins a generation after a vote, unless votes are missing, or a loss begins the one that the voters wait for."""
+    is_open = found is not None and found[0].checks.dispute is not None
+    if found is None or is_open or any(isinstance(command, Evict) for command in found[1]):
+        return (state, ()) if found is None else found
+    return begin_unless_over(state, found)
+
+
+# ---------------------------------------------------------------------- healing
 
 
 def choose_healers(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> dict[int, int]:
@@ -162,26 +197,26 @@ def choose_healers(state: MembershipState, statuses: Mapping[int, WorkerStatus],
 # ---------------------------------------------------------------------- computations
 
 
-def add_dispute(state: MembershipState, event: messages.Disputed) -> _Next | None:
+def _add_dispute(state: MembershipState, event: messages.Disputed) -> Next | None:
     """A worker got other bits than the peer that it checked. None if that is of no interest any more; else a generation
     must begin, as the step cannot be committed.
     """
-    if event.generation != state.generation or state.regrouping or event.other not in state.live:
+    if not state.generation.runs(event.generation) or event.other not in state.roster.live:
         return None
     claims = {event.rank: event.mine, event.other: event.theirs}
     dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.rank: event.device})
     details = {
-        "of": _place(state, event.other),
+        "of": state.place(event.other),
         "microbatch": event.microbatch,
         "kind": _kinds(event.mine, event.theirs),
     }
     record = Record("disputed", event.step, event.rank, details)
-    return replace(state, checks=replace(state.checks, dispute=dispute)), (record,)
+    return state.with_checks(dispute=dispute), (record,)
 
 
-def add_own_error(state: MembershipState, event: messages.Disputed) -> _Next | None:
+def _add_own_error(state: MembershipState, event: messages.Disputed) -> Next | None:
     """A worker got other bits twice than at first: no peer has to be asked. None if that is of no interest any more."""
-    if event.generation != state.generation or state.regrouping:
+    if not state.generation.runs(event.generation):
         return None
     dispute = Dispute(event.step, event.microbatch, event.rank, event.rank, {event.rank: event.theirs})
     return _convict_of_computing(state, dispute, own_error(event))
@@ -199,32 +234,34 @@ def call_vote(
     voters = sorted(state.holders(state.stage_of(dispute.recorder)))
     able = all((statuses[rank].version, statuses[rank].tells_of) == (version, None) for rank in voters)
     if dispute.step != version or not able or not {dispute.recorder, dispute.accused} <= set(voters):
-        state = replace(state, checks=replace(state.checks, dispute=None))
+        state = state.with_checks(dispute=None)
         if is_about_numbers(dispute) and dispute.accused in voters:
             state, kept = excuse(state, dispute.step, "its stage has gone on, and cannot tell")
             return state, None, kept
         return state, None, ()
-    state = replace(state, checks=replace(state.checks, dispute=replace(dispute, votes={})))
+    state = state.with_checks(dispute=replace(dispute, votes={}))
     return state, messages.Vote(version, dispute.recorder, tuple(voters)), ()
 
 
-def add_vote(state: MembershipState, event: messages.Voted) -> _Next | None:
+def _add_vote(state: MembershipState, event: messages.Voted) -> Next | None:
     """A worker has computed what is disputed. None if that is of no interest. When all have, a generation must begin,
     unless a loss begins one: they wait for it.
     """
     dispute = state.checks.dispute
-    if event.generation != state.generation or state.regrouping or dispute is None:
+    if not state.generation.runs(event.generation) or dispute is None:
         return None
     votes = {**dispute.votes, event.rank: (event.sums, event.repeats)}
     dispute = replace(dispute, votes=votes, devices={**dispute.devices, event.rank: event.device})
     if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
-        return replace(state, checks=replace(state.checks, dispute=dispute)), ()
-    state = replace(state, checks=replace(state.checks, dispute=None))
+        return state.with_checks(dispute=dispute), ()
+    state = state.with_checks(dispute=None)
     if is_about_numbers(dispute):
         return _settle_numbers(state, dispute)
     finding = decide(dispute)
     if finding is Finding.INCOMPARABLE:
-        return give_up_comparing(state, "the workers of a stage do not agree with themselves, or none with another one")
+        return _give_up_comparing(
+            state, "the workers of a stage do not agree with themselves, or none with another one"
+        )
     if finding is Finding.UNDECIDED:
         return _nobody_computes_right(state, dispute)
     assert not isinstance(finding, Finding)
@@ -237,18 +274,18 @@ def add_vote(state: MembershipState, event: messages.Voted) -> _Next | None:
     return state, commands
 
 
-def _settle_numbers(state: MembershipState, dispute: Dispute) -> _Next:
+def _settle_numbers(state: MembershipState, dispute: Dispute) -> Next:
     found = who_made_it(dispute)
     if isinstance(found, str):
-        return excuse(state, dispute.step, f"worker {_place(state, dispute.accused)} made it, and {found}")
+        return excuse(state, dispute.step, f"worker {state.place(dispute.accused)} made it, and {found}")
     # The step runs again without the culprit, or with none if the run ends.
-    state = replace(state, checks=replace(state.checks, inspects=-1))
+    state = state.with_checks(inspects=-1)
     return _convict_of_computing(state, dispute, found, "made a value that is not finite of finite ones in the")
 
 
 def _convict_of_computing(
     state: MembershipState, dispute: Dispute, culprit: Culprit, did: str = "computed a wrong"
-) -> _Next:
+) -> Next:
     rank, what = culprit.rank, " and ".join(culprit.kinds)
     others = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
     says = f"says {others}" if culprit.right != (rank,) else "and got something else twice"
@@ -264,11 +301,11 @@ def _convict_of_computing(
             f"Worker {state.grid.worker(rank)} computes wrong results: {cause}. That step was not committed. Its device"
             " may be broken; ReCycleStrategy(on_corruption='evict') goes on without it."
         )
-        return replace(state, outcome=outcome), (record, outcome)
+        return state.updated(outcome=outcome), (record, outcome)
     return state, (record, Evict(rank, cause))
 
 
-def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> _Next:
+def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
     names = " and ".join(str(state.grid.worker(rank)) for rank in sorted(dispute.claims))
     what = _kinds(*dispute.claims.values())
     cause = (
@@ -288,37 +325,32 @@ def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> _Next:
         f"{cause}. Steps before this one may have taken wrong gradients, too. A third pipeline would decide; the newest"
         " checkpoints are as good as the checks before them."
     )
-    return replace(state, outcome=outcome), (Record("corruption", dispute.step, None, details), outcome)
+    return state.updated(outcome=outcome), (Record("corruption", dispute.step, None, details), outcome)
 
 
-def give_up_comparing(state: MembershipState, why: str) -> _Next:
+def _give_up_comparing(state: MembershipState, why: str) -> Next:
     """Computations are not compared any more."""
     if not state.checks.comparable:
         return state, ()
-    state = replace(state, checks=replace(state.checks, comparable=False, dispute=None))
-    return state, (Record("incomparable", state.version, None, {"cause": why}),)
+    state = state.with_checks(comparable=False, dispute=None)
+    return state, (Record("incomparable", state.steps.version, None, {"cause": why}),)
 
 
 def _kinds(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str:
     return " and ".join(sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)))
 
 
-def _place(state: MembershipState, rank: int) -> tuple[int, int]:
-    worker = state.grid.worker(rank)
-    return worker.pipeline, worker.stage
-
-
-def add_not_finite(state: MembershipState, event: messages.NotFinite) -> _Next | None:
+def _add_not_finite(state: MembershipState, event: messages.NotFinite) -> Next | None:
     """A worker has met a value that is not finite. None if that is of no interest any more; else a generation must
     begin, as that worker waits for one.
     """
-    if event.generation != state.generation or state.regrouping:
+    if not state.generation.runs(event.generation):
         return None
     if state.checks.inspects == event.step:
         return excuse(state, event.step, "no worker makes it of finite values")
     which = f"the loss of micro-batch {event.microbatch}" if event.microbatch >= 0 else "the gradient of its stage"
     details = {"cause": f"{which} is not finite", "then": "inspected"}
-    state = replace(state, checks=replace(state.checks, inspects=event.step))
+    state = state.with_checks(inspects=event.step)
     return state, (Record("not_finite", event.step, event.rank, details),)
 
 
@@ -342,21 +374,21 @@ def who_made_it(dispute: Dispute) -> Culprit | str:
     return Culprit(accused, kinds, finite, dispute.devices.get(accused, ""))
 
 
-def excuse(state: MembershipState, step: int, why: str) -> _Next:
+def excuse(state: MembershipState, step: int, why: str) -> Next:
     """What ``step`` has of such values is the model's, or the data's."""
     count = state.checks.excuses + 1
     until = step if count < MAX_EXCUSED else EXCUSES_ALL
     checks = replace(state.checks, inspects=-1, excused=until, excuses=count)
     cause = f"what is not finite is the model's or the data's: {why}"
     then = "kept" if count < MAX_EXCUSED else "kept, and not asked for again"
-    return replace(state, checks=checks), (Record("not_finite", step, None, {"cause": cause, "then": then}),)
+    return state.updated(checks=checks), (Record("not_finite", step, None, {"cause": cause, "then": then}),)
 
 
-def settle(state: MembershipState) -> _Next:
+def settle_inspection(state: MembershipState) -> Next:
     """If all have applied the inspected step, the value has not come again."""
     step = state.checks.inspects
-    if not 0 <= step < state.version:
+    if not 0 <= step < state.steps.version:
         return state, ()
-    state = replace(state, checks=replace(state.checks, inspects=-1))
+    state = state.with_checks(inspects=-1)
     details = {"cause": "all values are finite now; no worker made the other one again", "then": "gone"}
     return state, (Record("not_finite", step, None, details),)

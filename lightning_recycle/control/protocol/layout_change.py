@@ -13,21 +13,24 @@ Must not know: what a layer is.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_recycle.control.protocol.messages import Cuts
-from lightning_recycle.control.protocol.state import LayoutReady, MembershipState
+from lightning_recycle.control.protocol import generation
+from lightning_recycle.control.protocol.messages import Cuts, LayersHeld, LayoutWanted
+from lightning_recycle.control.protocol.state import Layout, LayoutReady, MembershipState, Next, Record, after
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.fractional_cuts import are_bounds, held_ranges
 
 __all__ = [
     "Transfer",
     "has_ties",
-    "is_for",
     "is_layout",
+    "on_layers_held",
+    "on_layout_ready",
+    "on_layout_wanted",
     "ranges",
     "transfers",
-    "wanted",
 ]
 
 
@@ -59,20 +62,37 @@ def has_ties(groups: Iterable[Iterable[int]], cuts: Cuts) -> bool:
     return any(len(set().union(*(stages[part] for part in group))) > 1 for group in groups)
 
 
-def wanted(state: MembershipState, event: LayoutReady) -> MembershipState:
-    """The state in which the layout changes at the next step boundary, if it has to."""
-    if state.generation < 0 or event.cuts in (state.cuts, state.becomes) or not is_for(event, state.roster):
-        return state
-    if state.cuts and state.cuts[-1] != event.cuts[-1]:
-        return state
-    if state.layout is not None and state.layout.cuts == event.cuts and state.layout.roster in ((), event.roster):
-        return state  # each worker that wants it sends this
-    return replace(state, layout=event)
+def on_layout_wanted(state: MembershipState, event: LayoutWanted) -> Next:
+    """A user wants another layout."""
+    return on_layout_ready(state, LayoutReady((), event.cuts))
 
 
-def is_for(layout: LayoutReady | None, roster: tuple[int, ...]) -> bool:
-    """Whether these workers are to have ``layout``: one that a user wants is for all."""
-    return layout is not None and layout.roster in ((), roster)
+def on_layout_ready(state: MembershipState, event: LayoutReady) -> Next:
+    """The layout changes at the next step boundary, if it has to."""
+    layout = state.layout
+    if state.generation.number < 0 or event.cuts in (layout.cuts, state.generation.becomes):
+        return state, ()
+    if not event.is_for(state.roster.ranks) or (layout.cuts and layout.cuts[-1] != event.cuts[-1]):
+        return state, ()
+    if layout.wanted is not None and layout.wanted.cuts == event.cuts and layout.wanted.is_for(event.roster):
+        return state, ()  # each worker that wants it sends this
+    return state.with_layout(wanted=event), ()
+
+
+def on_layers_held(state: MembershipState, event: LayersHeld) -> Next:
+    """A worker has what it needs of the layout to come; when all have, it holds, whoever is lost from now on."""
+    becomes, wanted = state.generation.becomes, state.layout.wanted
+    if not becomes or not state.generation.runs(event.generation):
+        return state, ()
+    state = state.with_generation(held=state.generation.held | {event.rank})
+    if state.generation.held != state.roster.live:
+        return state, ()
+    details: dict[str, Any] = {"before": state.layout.cuts, "cuts": becomes}
+    if wanted is not None and wanted.cuts == becomes:
+        details.update(wanted.details)
+        wanted = None
+    state = state.updated(layout=Layout(becomes, wanted))
+    return after((Record("layers_moved", state.steps.version, None, details),), generation.begin(state, idle=True))
 
 
 def transfers(grid: Grid, roster: Collection[int], before: Cuts, after: Cuts) -> tuple[Transfer, ...]:

@@ -70,10 +70,10 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """Why the worker at ``rank`` cannot have sent ``message``; None if it can."""
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
-    if isinstance(message, _OF_MEMBERS) and rank not in state.live:
+    if isinstance(message, _OF_MEMBERS) and rank not in state.roster.live:
         return "it is not a member"
     generation = getattr(message, "generation", None)
-    if generation is not None and not -1 <= generation <= state.generation:
+    if generation is not None and not -1 <= generation <= state.generation.number:
         return f"generation {generation} has not begun"
     return _no_amount(message) or _out_of_range(state, rank, message)
 
@@ -115,7 +115,7 @@ def objection_to_return(grid: Grid, returned: messages.Returned) -> str | None:
 
 
 def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None:
-    applied = state.applied.get(rank, state.version - 1)
+    applied = state.steps.applied.get(rank, state.steps.version - 1)
     newest = applied + _AHEAD
     match message:
         case messages.Applied():
@@ -132,7 +132,7 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             if state.stage_of(rank) != state.grid.stages - 1:
                 return "it has no losses: it is not of the last stage"
             # It applies a step only once the loss of that step is known.
-            return _unless(0 <= message.step <= state.summed, f"step {message.step} cannot have begun")
+            return _unless(0 <= message.step <= state.steps.summed, f"step {message.step} cannot have begun")
         case (
             messages.Commit()
             | messages.Undo()
@@ -155,11 +155,11 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             )
         case messages.Restored():
             # Not judged by the generation: loading a checkpoint has collectives, in which the first one may begin.
-            if state.applied or message.version < 0:
+            if state.steps.applied or message.version < 0:
                 return f"it cannot go on from version {message.version}: the training has begun"
         case messages.Arrive():
             number = message.number
-            return _unless(0 <= number <= state.next_collective, f"collective {number} cannot be the next one")
+            return _unless(0 <= number <= state.collectives.next, f"collective {number} cannot be the next one")
         case messages.Heartbeat():
             return _unless(-1 <= message.begun <= newest, f"step {message.begun} cannot have begun")
         case messages.RequestStop() | messages.GoesOn():
@@ -199,7 +199,7 @@ def _impossible(state: MembershipState, rank: int, status: WorkerStatus, applied
     """Why the worker cannot hold what it reports. It reports the next version from within the hooks of a step."""
     if status.stage != state.stage_of(rank):
         return f"it is of stage {state.stage_of(rank)}, not {status.stage}"
-    if status.version == -1 and rank in state.joining:
+    if status.version == -1 and rank in state.roster.joining:
         return None
     possible = range(applied + 1, applied + 1 + _AHEAD)
     return _unless(status.version in possible, f"it has applied {applied + 1} steps, not {status.version}")

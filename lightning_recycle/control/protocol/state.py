@@ -6,10 +6,10 @@ functions over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.corruption import Checks
@@ -91,6 +91,10 @@ class LayoutReady:
     roster: tuple[int, ...]
     cuts: messages.Cuts
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_for(self, roster: tuple[int, ...]) -> bool:
+        """Whether the workers ``roster`` are to have it: a layout that a user wants is for all."""
+        return self.roster in ((), roster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +235,79 @@ Command: TypeAlias = Send | Resend | StartGrace | Evict | Record | Outcome
 
 # ---------------------------------------------------------------------- state
 
-Told: TypeAlias = tuple[int, Mapping[str, float]]
-"""A rank, and values by name that it told after a step, and that others must hold as well."""
+_Part = TypeVar("_Part", bound="_Updatable")
+
+Reported: TypeAlias = tuple[int, Mapping[str, float]]
+"""A rank, and values by name that it reported after a step, and that others must hold as well."""
 
 
-@dataclass(frozen=True, slots=True)
-class PauseState:
-    """The live workers are being stopped at a step boundary.
+class _Updatable:
+    """Parts of the state: frozen dataclasses without slots, as every message of every worker replaces some."""
+
+    def updated(self: _Part, **changes: Any) -> _Part:
+        """``dataclasses.replace``, ten times faster."""
+        assert changes.keys() <= self.__dict__.keys()
+        part = object.__new__(type(self))
+        part.__dict__.update(self.__dict__, **changes)
+        return part
+
+
+@dataclass(frozen=True)
+class Roster(_Updatable):
+    """Workers by position: who is in, who comes and who goes.
+
+    Args:
+        live: the ranks that are not lost.
+        joined: the ranks that said hello.
+        leader: the rank that speaks for the run; it does not change while that worker lives.
+        joining: live ranks that do not have the state of their stage yet.
+        newcomers: live ranks that joined while the training was going on.
+        ready: ranks of workers that wait to be let in.
+        leaving: live ranks that want to leave.
+        ending: those of them after which the run may end: once all live ranks are among them, it does.
+        moves: for each rank that is to join, the live rank that leaves for it.
+        outvoted: by position, the steps after which workers were evicted because most others held other values.
+        causes: why workers were lost, by rank.
+    """
+
+    live: frozenset[int]
+    joined: frozenset[int] = frozenset()
+    leader: int = -1
+    joining: frozenset[int] = frozenset()
+    newcomers: frozenset[int] = frozenset()
+    ready: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
+    ending: frozenset[int] = frozenset()
+    moves: Mapping[int, int] = field(default_factory=dict)
+    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    causes: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The live ranks in order."""
+        return tuple(sorted(self.live))
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Positions that stay empty: their workers were wrong again and again."""
+        return frozenset(rank for rank, steps in self.outvoted.items() if len(steps) >= MAX_OUTVOTED)
+
+    def without(self, ranks: Collection[int]) -> Roster:
+        """The roster without the workers ``ranks``."""
+        return self.updated(
+            live=self.live.difference(ranks),
+            joined=self.joined.difference(ranks),
+            joining=self.joining.difference(ranks),
+            newcomers=self.newcomers.difference(ranks),
+            leaving=self.leaving.difference(ranks),
+            ending=self.ending.difference(ranks),
+            moves={rank: mover for rank, mover in self.moves.items() if mover not in ranks},
+        )
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Pause of the live workers at a step boundary, for a change there.
 
     Args:
         number: its number among the pauses of the generation.
@@ -252,16 +322,84 @@ class PauseState:
     arrived: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class Generation(_Updatable):
+    """What counts in one generation only: each begins with a new one.
+
+    Args:
+        number: its number; -1 before the first.
+        regrouping: whether it still waits for reports.
+        reports: the reports, by rank.
+        commits: the commits of the current step, by rank.
+        committed: the newest step whose commit was answered; -1 if there is none.
+        passes: the ranks that have passed step :attr:`Steps.summed`.
+        broken_pairs: live workers of which one reported that it cannot reach the other.
+        pause: the pause for a change at a step boundary, if one is under way.
+        pauses: how many earlier ones there were.
+        plan: what all are to run from a step boundary on.
+        becomes: the layout that all get ready for; empty if no layers move.
+        held: the ranks that have what they need of it.
+    """
+
+    number: int = -1
+    regrouping: bool = False
+    reports: Mapping[int, messages.Report] = field(default_factory=dict)
+    commits: Mapping[int, messages.Commit] = field(default_factory=dict)
+    committed: int = -1
+    passes: frozenset[int] = frozenset()
+    broken_pairs: frozenset[Pair] = frozenset()
+    pause: Pause | None = None
+    pauses: int = 0
+    plan: PlanReady | None = None
+    becomes: messages.Cuts = ()
+    held: frozenset[int] = frozenset()
+
+    def runs(self, number: int) -> bool:
+        """Whether what counts in generation ``number`` only counts now: all have resumed in it."""
+        return number == self.number and not self.regrouping
+
+
+@dataclass(frozen=True)
+class Steps(_Updatable):
+    """Losses, commits and applied steps.
+
+    Args:
+        version: the number of steps that every live worker has applied.
+        passed: all live workers of lower ranks have applied step ``version``.
+        applied: the newest step that each worker has applied, by rank; -1 before the first.
+        answered: step and payloads, by stage, of the newest commit that was answered.
+        facts: for steps that not every live worker has applied: step -> stage, or None for what must be the same on
+            all -> values by the rank that reported them; only the first of equal ones, while there are no newcomers.
+        losses: for steps that are not complete: step -> global micro-batch -> loss.
+        outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
+        summed: the number of steps whose loss is known.
+        unproven: the newest step with losses that count once all live workers have passed it, or that a worker with
+            wrong values has taken part in; -1 for none.
+        after_step: what all are to do after the next step whose losses become complete.
+    """
+
+    version: int = 0
+    passed: int = 0
+    applied: Mapping[int, int] = field(default_factory=dict)
+    answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
+    facts: Mapping[int, Mapping[int | None, tuple[Reported, ...]]] = field(default_factory=dict)
+    losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
+    summed: int = 0
+    unproven: int = -1
+    after_step: AfterStep = AfterStep.GO_ON
+
+
 @dataclass(frozen=True, slots=True)
 class StopRound:
-    """Some asked to stop training early at a stop point
+    """A stop point at which some workers asked to stop training early
     (:mod:`~lightning_recycle.control.protocol.control_collectives`).
 
     Args:
         point: the stop point.
-        wanted: the ranks that did.
-        is_over: whether those that asked were answered.
-        agreed: whether they were told that all stop there.
+        wanted: the ranks that asked.
+        is_over: whether they have been answered.
+        agreed: whether the answer was that all stop there.
     """
 
     point: int
@@ -271,149 +409,148 @@ class StopRound:
 
 
 @dataclass(frozen=True)
-class MembershipState:
-    """Everything the coordinator knows about the run.
+class Collectives(_Updatable):
+    """Control collectives, and the newest question for an early stop.
 
     Args:
-        grid: the positions.
-        live: the ranks that are not lost.
-        joined: the ranks that said hello.
-        generation: the current generation; -1 before the first.
-        leader: the rank that speaks for the run; it does not change while that worker lives.
-        regrouping: whether the generation still waits for reports.
-        reports: the reports of the current generation, by rank.
-        joining: live ranks that do not have the state of their stage yet.
-        newcomers: live ranks that joined while the training was going on.
-        outvoted: by position, the steps after which workers were evicted because most others held other values.
-        ready: ranks of workers that wait to be let in.
-        leaving: live ranks that want to leave.
-        ending: those of them after which the run may end: once all live ranks are among them, it does.
-        moves: for each rank that is to join, the live rank that leaves for it.
-        pause: the pause for a change at a step boundary, if one is under way.
-        pauses: how many earlier ones the generation had.
-        plan: what all are to run from a step boundary on.
+        open: number -> rank -> contribution.
+        next: the lowest number that is not answered yet.
+        stop_round: the newest stop point at which some asked to stop.
+    """
+
+    open: Mapping[int, Mapping[int, messages.Arrive]] = field(default_factory=dict)
+    next: int = 0
+    stop_round: StopRound | None = None
+
+
+@dataclass(frozen=True)
+class Layout(_Updatable):
+    """Layout of the layers.
+
+    Args:
         cuts: the layout with which all train.
-        layout: the one that all are to have from a step boundary on.
-        becomes: the layout that they get ready for in the current generation; empty in any other.
-        held: the ranks that have the layers that they need for it.
-        commits: the commits of the current generation and step, by rank.
-        committed: the newest step whose commit was answered in the current generation; -1 if there is none.
-        answered: step and payloads, by stage, of the newest commit that was answered.
-        applied: the newest step that each worker has applied, by rank; -1 before the first.
-        facts: for steps that not every live worker has applied: step -> stage, or None for what must be the same on
-            all -> who told what; only who told something first, while there are no newcomers.
-        losses: for steps that are not complete: step -> global micro-batch -> loss.
-        outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
-        summed: the number of steps whose loss is known.
-        unproven: the newest step with losses that count once all live workers have passed it, or that a worker with
-            wrong values has taken part in; -1 for none.
-        passes: the ranks that have passed step ``summed`` in the current generation.
-        collectives: open control collectives: number -> rank -> contribution.
-        next_collective: the lowest number that is not answered yet.
-        causes: why workers were lost, by rank.
-        version: the number of steps that every live worker has applied.
-        passed: all live workers of lower ranks have applied step ``version``.
-        has_resumed: whether a generation has been resumed. Before, code runs that only one worker runs, such as
-            ``prepare_data``.
+        wanted: the one that all are to have from a step boundary on.
+    """
+
+    cuts: messages.Cuts = ()
+    wanted: LayoutReady | None = None
+
+
+@dataclass(frozen=True)
+class Faults(_Updatable):
+    """Faults that may be a machine's, the network's or the user's.
+
+    Args:
         retries: how often work that raised a suspected exception is run again.
         raised: the suspected exceptions, the oldest first.
         disturbances: regroups in a row without a loss or a commit.
-        broken_pairs: live workers of which one reported, in the current generation, that it cannot reach the other.
-        stop_round: the newest stop point at which some asked to stop.
-        after_step: what all are to do after the next step whose losses become complete.
-        returned: after the coordinator was started again, until all live workers have returned or are lost: what each
-            of them holds, by rank; None otherwise.
+    """
+
+    retries: int = 1
+    raised: tuple[Remembered, ...] = ()
+    disturbances: int = 0
+
+
+@dataclass(frozen=True)
+class MembershipState(_Updatable):
+    """State of the coordinator, in parts.
+
+    Args:
+        grid: the positions.
+        roster: the workers.
+        generation: what counts in the current generation only.
+        steps: losses, commits and applied steps.
+        collectives: what workers agree on besides.
+        layout: where the layers are.
+        faults: exceptions and disturbances.
         checks: the checks of what workers hold.
+        has_resumed: whether a generation has been resumed. Before, code runs that only one worker runs, such as
+            ``prepare_data``.
+        returned: after a restart of the coordinator, until all live workers have returned or are lost: what each of
+            them holds, by rank; None otherwise.
         outcome: how the run ended, once it has.
     """
 
     grid: Grid
-    live: frozenset[int]
-    joined: frozenset[int] = frozenset()
-    generation: int = -1
-    leader: int = -1
-    regrouping: bool = False
-    reports: Mapping[int, messages.Report] = field(default_factory=dict)
-    joining: frozenset[int] = frozenset()
-    newcomers: frozenset[int] = frozenset()
-    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    ready: frozenset[int] = frozenset()
-    leaving: frozenset[int] = frozenset()
-    ending: frozenset[int] = frozenset()
-    moves: Mapping[int, int] = field(default_factory=dict)
-    pause: PauseState | None = None
-    pauses: int = 0
-    plan: PlanReady | None = None
-    cuts: messages.Cuts = ()
-    layout: LayoutReady | None = None
-    becomes: messages.Cuts = ()
-    held: frozenset[int] = frozenset()
-    commits: Mapping[int, messages.Commit] = field(default_factory=dict)
-    committed: int = -1
-    answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
-    applied: Mapping[int, int] = field(default_factory=dict)
-    facts: Mapping[int, Mapping[int | None, tuple[Told, ...]]] = field(default_factory=dict)
-    losses: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    outputs: Mapping[int, Mapping[int, bytes]] = field(default_factory=dict)
-    summed: int = 0
-    unproven: int = -1
-    passes: frozenset[int] = frozenset()
-    collectives: Mapping[int, Mapping[int, messages.Arrive]] = field(default_factory=dict)
-    next_collective: int = 0
-    causes: Mapping[int, str] = field(default_factory=dict)
-    version: int = 0
-    passed: int = 0
-    has_resumed: bool = False
-    retries: int = 1
-    raised: tuple[Remembered, ...] = ()
-    disturbances: int = 0
-    broken_pairs: frozenset[Pair] = frozenset()
-    stop_round: StopRound | None = None
-    after_step: AfterStep = AfterStep.GO_ON
-    returned: Mapping[int, messages.Returned] | None = None
+    roster: Roster
+    generation: Generation = Generation()
+    steps: Steps = Steps()
+    collectives: Collectives = Collectives()
+    layout: Layout = Layout()
+    faults: Faults = Faults()
     checks: Checks = field(default_factory=Checks)
+    has_resumed: bool = False
+    returned: Mapping[int, messages.Returned] | None = None
     outcome: Outcome | None = None
 
-    def updated(self, **changes: Any) -> MembershipState:
-        """``dataclasses.replace``, ten times faster, for what every message of every worker changes."""
-        assert changes.keys() <= self.__dict__.keys()
-        state = object.__new__(MembershipState)
-        state.__dict__.update(self.__dict__, **changes)
-        return state
+    def with_roster(self, **changes: Any) -> MembershipState:
+        return self.updated(roster=self.roster.updated(**changes))
 
-    @property
-    def roster(self) -> tuple[int, ...]:
-        return tuple(sorted(self.live))
+    def with_generation(self, **changes: Any) -> MembershipState:
+        return self.updated(generation=self.generation.updated(**changes))
+
+    def with_steps(self, **changes: Any) -> MembershipState:
+        return self.updated(steps=self.steps.updated(**changes))
+
+    def with_collectives(self, **changes: Any) -> MembershipState:
+        return self.updated(collectives=self.collectives.updated(**changes))
+
+    def with_checks(self, **changes: Any) -> MembershipState:
+        return self.updated(checks=replace(self.checks, **changes))
+
+    def with_layout(self, **changes: Any) -> MembershipState:
+        return self.updated(layout=self.layout.updated(**changes))
+
+    def with_faults(self, **changes: Any) -> MembershipState:
+        return self.updated(faults=self.faults.updated(**changes))
 
     @property
     def vacant(self) -> tuple[int, ...]:
         """Ranks that no worker holds and none is ready to take, and that may be taken."""
-        out = self.live | self.ready | self.barred
+        out = self.roster.live | self.roster.ready | self.roster.barred
         return tuple(rank for rank in range(self.grid.num_workers) if rank not in out)
 
-    @property
-    def barred(self) -> frozenset[int]:
-        """Positions that stay empty: their workers were wrong again and again."""
-        return frozenset(rank for rank, steps in self.outvoted.items() if len(steps) >= MAX_OUTVOTED)
+    def without(self, ranks: Collection[int]) -> MembershipState:
+        """The state without the workers ``ranks``."""
+        return self.updated(roster=self.roster.without(ranks), checks=self.checks.without(ranks))
 
     def stage_of(self, rank: int) -> int:
         return self.grid.worker(rank).stage
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """Pipeline and stage of ``rank``."""
+        worker = self.grid.worker(rank)
+        return worker.pipeline, worker.stage
+
     def lead_of(self, stage: int) -> int | None:
         """The live rank that speaks for ``stage``, see :func:`stage_leads`; None if there is none."""
         ranks = range(stage, self.grid.num_workers, self.grid.stages)
-        return next((rank for rank in ranks if rank in self.live), None)
+        return next((rank for rank in ranks if rank in self.roster.live), None)
 
     def holders(self, stage: int) -> frozenset[int]:
         """The live ranks that have the state of ``stage``."""
-        with_state = self.live - self.joining - self.checks.healing
+        with_state = self.roster.live - self.roster.joining - self.checks.healing
         return frozenset(rank for rank in with_state if self.stage_of(rank) == stage)
 
 
+Next: TypeAlias = tuple[MembershipState, tuple[Command, ...]]
+"""The state after an event, and the commands that follow from it."""
+
+
+def end(state: MembershipState, outcome: Outcome) -> Next:
+    """The run is over."""
+    return state.updated(outcome=outcome), (outcome,)
+
+
+def after(commands: tuple[Command, ...], then: Next) -> Next:
+    """``then``, whose commands come after ``commands``."""
+    return then[0], commands + then[1]
+
+
 def initial_state(grid: Grid, retries: int = 1) -> MembershipState:
-    """The state before anybody has joined; ``retries``: see :class:`MembershipState`."""
+    """The state before any worker has joined; ``retries``: see :class:`Faults`."""
     live = frozenset(range(grid.num_workers))
-    return MembershipState(grid=grid, live=live, leader=leader(grid, live), retries=retries)
+    return MembershipState(grid, Roster(live, leader=leader(grid, live)), faults=Faults(retries))
 
 
 def leader(grid: Grid, roster: Iterable[int]) -> int:

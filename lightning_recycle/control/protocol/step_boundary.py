@@ -1,0 +1,174 @@
+"""Step boundaries: pauses at which workers enter and leave, and at which plans and layouts change. Pure.
+
+A loss changes the roster at once, in the middle of a step. Everything else waits for a *step boundary*, so that nothing
+is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are
+asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
+new generation begins when all are there (AtBoundary). A worker that joins gets the state of its stage from a peer
+in that generation; until then it holds nothing and does not count as a replica (Entered).
+
+Another plan for the same workers (PlanReady) also begins at a step boundary, but no worker stops there: the Boundary
+carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
+holds, which is the shell's business (Resume). A plan that needs other connections is such a generation's: all stop at
+the boundary and connect what is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_recycle.control.protocol import generation, messages
+from lightning_recycle.control.protocol.state import (
+    CandidateLost,
+    Command,
+    MembershipState,
+    MovePlanned,
+    Next,
+    Pause,
+    PlanReady,
+    Record,
+    Send,
+    after,
+)
+
+__all__ = [
+    "on_at_boundary",
+    "on_candidate_lost",
+    "on_entered",
+    "on_leave",
+    "on_move_planned",
+    "on_paused",
+    "on_plan_ready",
+    "on_ready",
+    "pause_if_wanted",
+]
+
+
+def on_ready(state: MembershipState, event: messages.Ready) -> Next:
+    """A worker is set up and waits to be let in."""
+    if event.rank in state.roster.live:
+        return state, ()
+    return state.with_roster(ready=state.roster.ready | {event.rank}), ()
+
+
+def on_candidate_lost(state: MembershipState, event: CandidateLost) -> Next:
+    """A process that was to join is gone, and with it the move to its position."""
+    moves = {rank: mover for rank, mover in state.roster.moves.items() if rank != event.rank}
+    return state.with_roster(ready=state.roster.ready - {event.rank}, moves=moves), ()
+
+
+def on_move_planned(state: MembershipState, event: MovePlanned) -> Next:
+    """A worker leaves for another position when its successor there enters."""
+    return state.with_roster(moves={**state.roster.moves, event.rank: event.mover}), ()
+
+
+def on_leave(state: MembershipState, event: messages.Leave) -> Next:
+    """A worker wants to leave."""
+    ending = state.roster.ending | ({event.rank} if event.with_run else set())
+    return state.with_roster(leaving=state.roster.leaving | {event.rank}, ending=ending), ()
+
+
+def on_plan_ready(state: MembershipState, event: PlanReady) -> Next:
+    """There is a better plan for the workers of this generation."""
+    fits = event.roster == state.roster.ranks and state.generation.number >= 0 and not state.generation.regrouping
+    return (state.with_generation(plan=event) if fits else state), ()
+
+
+def pause_if_wanted(state: MembershipState) -> Next:
+    """Asks all where they are if something is to change, and nothing is changing already."""
+    now = state.generation
+    if now.number < 0 or now.regrouping or now.pause is not None or now.becomes or state.roster.joining:
+        return state, ()
+    is_layout_due = state.layout.wanted is not None
+    if not any(_wanted(state)) and now.plan is None and not is_layout_due and not state.checks.healing:
+        return state, ()
+    state = state.with_generation(pause=Pause(now.pauses))
+    return state, (Send(state.roster.ranks, messages.Pause(now.number, now.pauses)),)
+
+
+def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
+    """Who enters and who leaves at the next step boundary. No stage is left without a worker that has its state."""
+    roster = state.roster
+    enter = roster.ready - roster.live
+    wanted = roster.leaving | {mover for rank, mover in roster.moves.items() if rank in enter}
+    leave: set[int] = set()
+    for rank in sorted(wanted & roster.live):
+        if state.holders(state.stage_of(rank)) - leave - {rank}:
+            leave.add(rank)
+    # A worker that moves must be able to leave; else its device would hold two workers.
+    enter = frozenset(rank for rank in enter if roster.moves.get(rank, -1) in leave or rank not in roster.moves)
+    return enter, frozenset(leave)
+
+
+def on_paused(state: MembershipState, event: messages.Paused) -> Next:
+    """A worker reports the newest step that it has begun; when all have, they learn where to stop."""
+    pause, plan = state.generation.pause, state.generation.plan
+    if pause is None or (event.generation, event.number) != (state.generation.number, pause.number):
+        return state, ()
+    if pause.boundary is not None:
+        return state, ()
+    pause = replace(pause, begun={**pause.begun, event.rank: event.step})
+    state = state.with_generation(pause=pause)
+    if pause.begun.keys() != state.roster.live:
+        return state, ()
+    boundary = max(pause.begun.values()) + 1
+    if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_wanted(state)):
+        return _change_plan(state, plan, boundary)
+    state = state.with_generation(pause=replace(pause, boundary=boundary))
+    message = messages.Boundary(state.generation.number, boundary, None, pause.number)
+    return state, (Send(state.roster.ranks, message),)
+
+
+def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> Next:
+    """All run ``plan`` from ``boundary`` on, without stopping there."""
+    pauses = state.generation.pauses
+    message = messages.Boundary(state.generation.number, boundary, None, pauses)
+    state = state.with_generation(pause=None, pauses=pauses + 1, plan=None)
+    return state, (Send(state.roster.ranks, message, plan.schedule), Record("replanned", boundary, None, plan.details))
+
+
+def on_at_boundary(state: MembershipState, event: messages.AtBoundary) -> Next:
+    """A worker waits at the boundary; when all do, those who enter and leave do so in a new generation."""
+    pause, layout, plan = state.generation.pause, state.layout.wanted, state.generation.plan
+    if pause is None or event.generation != state.generation.number or event.step != pause.boundary:
+        return state, ()
+    pause = replace(pause, arrived=pause.arrived | {event.rank})
+    state = state.with_generation(pause=pause)
+    if pause.arrived != state.roster.live:
+        return state, ()
+    enter, leave = _wanted(state)
+    commands: list[Command] = [Record("paused", event.step)]
+    if layout is not None and not (enter or leave or state.checks.healing):
+        return after(tuple(commands), generation.begin(state, layout.cuts, idle=True))
+    if plan is not None and not (enter or leave):
+        commands.append(Record("replanned", event.step, None, plan.details))
+    moved = {mover: rank for rank, mover in state.roster.moves.items() if rank in enter}
+    for rank in sorted(leave):
+        if rank in moved:
+            commands.append(Record("moved", event.step, rank, {"to": state.place(moved[rank])}))
+        else:
+            commands.append(Record("left", event.step, rank))
+    state = _let_in(state.without(leave), enter, event.step)
+    return after(tuple(commands), generation.begin(state, idle=not (enter or leave)))
+
+
+def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> MembershipState:
+    """The state in which the workers ``enter`` are live, and get the state of their stage at ``step``."""
+    roster = state.roster
+    roster = roster.updated(
+        live=roster.live | enter,
+        joined=roster.joined | enter,
+        joining=enter,
+        newcomers=roster.newcomers | enter,
+        ready=roster.ready - enter,
+        moves={rank: mover for rank, mover in roster.moves.items() if rank not in enter},
+    )
+    applied = {**state.steps.applied, **dict.fromkeys(enter, step - 1)}
+    return state.updated(roster=roster, steps=state.steps.updated(passed=0, applied=applied))
+
+
+def on_entered(state: MembershipState, event: messages.Entered) -> Next:
+    """A worker that joins has the state of its stage."""
+    if event.rank not in state.roster.joining:
+        return state, ()
+    state = state.with_roster(joining=state.roster.joining - {event.rank})
+    return state, (Record("rejoined", state.steps.version, event.rank),)
