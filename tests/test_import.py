@@ -195,8 +195,8 @@ PRIVATE = {
         "lightning.pytorch:LightningModule._on_before_batch_transfer",
         "lightning.pytorch:LightningModule._apply_batch_transfer_handler",
     ],
-    "lightning_recycle.data.addressed": ["torch.utils.data._utils.worker:WorkerInfo"],
-    "lightning_recycle.data.huggingface_streams": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
+    "lightning_recycle.data.map_style": ["torch.utils.data._utils.worker:WorkerInfo"],
+    "lightning_recycle.data.stream_reader": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.launch.worker_payload": [
         "lightning.pytorch.profilers:PyTorchProfiler._default_schedule",

@@ -4,19 +4,25 @@ Any worker must be able to get any sample, even a second time. So the data has a
 IterableDataset that can be indexed), or it is a *stream*: its dataset or its iterator has ``state_dict`` and
 ``load_state_dict`` as in torchdata's protocol, or reading it again gives the same samples. The loader may say so by
 having them itself (torchdata's ``StatefulDataLoader``).
+
+Code that is known to draw no random number is read without seeding the generators of Python, NumPy and torch, which
+would take longer than reading a sample from a tensor: datasets of torch that hold tensors, with torch's own collate
+function.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -24,10 +30,15 @@ from torch.utils.data import (
     IterDataPipe,
     Sampler,
     SequentialSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
 )
 
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.randomness import seeded_everything
 
 __all__ = [
     "AllReplicas",
@@ -35,12 +46,14 @@ __all__ = [
     "batching_of",
     "check_combination",
     "check_dataloader",
+    "draws_nothing",
     "drops_last",
     "is_sequence",
     "is_stateful",
     "is_stream",
     "promises_nothing",
     "samples_in",
+    "seeded_for",
     "yields_batches",
 ]
 
@@ -233,3 +246,28 @@ def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:
             " to, which cannot be repeated. Leave it False (each epoch then begins with the dataset as it was given),"
             " or use num_workers=0 (it continues where it stopped)."
         )
+
+
+def draws_nothing(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether reading samples of ``dataset`` and collating them can draw nothing from any generator."""
+    return collate is default_collate and _holds_tensors(dataset)
+
+
+def _holds_tensors(dataset: Any) -> bool:
+    """Whether the samples of ``dataset`` are rows of tensors; subclasses may have code of the user's."""
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return all(type(tensor) is Tensor for tensor in dataset.tensors)
+    if kind is Subset:
+        return _holds_tensors(dataset.dataset)
+    if kind is ConcatDataset:
+        return all(map(_holds_tensors, dataset.datasets))
+    if kind is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return all(map(_holds_tensors, parts))
+    return False
+
+
+def seeded_for(dataset: Any, collate: Callable[[list[Any]], Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """:func:`~lightning_recycle.randomness.seeded_everything`, or a context that yields None where nothing is drawn."""
+    return nullcontext if draws_nothing(dataset, collate) else seeded_everything

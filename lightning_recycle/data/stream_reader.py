@@ -8,6 +8,12 @@ The state of a part is that of the user's dataset and iterator, if they can save
 from the start and skipped up to its place. A digest of what was read tells whether that gave the same samples. The
 state of a reader holds only what the user's ``state_dict`` methods return, numbers, lists and dicts, so a checkpoint
 can hold it.
+
+Streams of Hugging Face's ``datasets`` (``IterableDataset``, version 5.2) return to a loaded state also at the beginning
+of later passes that have its epoch number, ignore it if they have another one, which the user sets, and leave the
+samples in a shuffle buffer out of it. So a state is reset before the next pass (``load_state_dict(None)``), the epoch
+number is part of the place in the data, and a dataset with a shuffle buffer is read again up to its place, which gives
+the same samples. ``datasets`` must not be imported here: users of other data do not have it.
 """
 
 from __future__ import annotations
@@ -18,14 +24,35 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_recycle.data.addressed import WorkerInit
 from lightning_recycle.data.batching import is_stateful
-from lightning_recycle.data.huggingface_streams import has_shuffle_buffer, is_huggingface
-from lightning_recycle.data.sample_digests import add_sample
+from lightning_recycle.data.map_style import WorkerInit
+from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
-__all__ = ["StreamReader"]
+__all__ = [
+    "StreamReader",
+    "has_shuffle_buffer",
+    "is_huggingface",
+]
+
+
+def is_huggingface(dataset: Any) -> bool:
+    """Whether ``dataset`` is an ``IterableDataset`` of ``datasets``."""
+    return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(dataset).__mro__)
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether samples wait in a buffer of ``dataset``, so that its state does not say where it is."""
+    return _holds_buffer(dataset._ex_iterable)
+
+
+def _holds_buffer(examples: Any) -> bool:
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    sources = [*getattr(examples, "ex_iterables", ()), getattr(examples, "ex_iterable", None)]
+    return any(_holds_buffer(source) for source in sources if source is not None)
+
 
 _Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
 """(part, samples, state of the part after them)."""

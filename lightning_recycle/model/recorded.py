@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_recycle.data.combined import as_one_step
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.steps import StepHandle, as_one_step
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
 __all__ = ["RecordedModule", "as_it_was", "disguised", "recorded"]

@@ -35,9 +35,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.control.protocol.control_collectives import StopPlace
-from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.iterable_style import StreamLoader
+from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
-from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
 

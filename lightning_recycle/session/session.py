@@ -29,13 +29,12 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.control.protocol.layout_change import ranges
 from lightning_recycle.control.protocol.messages import AfterStep, Cuts, Facts, LayoutWanted, Restored
-from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
-from lightning_recycle.data.given import GivenBatchLoader
-from lightning_recycle.data.iterables import BatchIterableLoader
-from lightning_recycle.data.orders import compare
+from lightning_recycle.data.iterable_style import StreamLoader
+from lightning_recycle.data.map_style import MicrobatchLoader
+from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader
+from lightning_recycle.data.sample_order import compare
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
-from lightning_recycle.data.streams import StreamLoader
 from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.cutting import parts_of

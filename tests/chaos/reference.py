@@ -25,7 +25,7 @@ from chaos.training import (
     training_loader,
     validation_loader,
 )
-from lightning_recycle.data.addressed import MicrobatchLoader
+from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.planning.grid import Grid, Microbatch
 
 __all__ = ["reference"]

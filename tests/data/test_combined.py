@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_recycle.data.addressed import MicrobatchLoader
-from lightning_recycle.data.combined import as_one_step
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.map_style import MicrobatchLoader
+from lightning_recycle.data.steps import StepHandle, as_one_step
 from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(2, 1, 2)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lightning_recycle.data.sample_digests import add_sample
+from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.comm.wire import sum_of_tensors
 

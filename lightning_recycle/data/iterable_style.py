@@ -21,9 +21,8 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from lightning_recycle.data.batching import drops_last, is_stateful
-from lightning_recycle.data.huggingface_streams import is_huggingface
 from lightning_recycle.data.steps import SampleLoader, StepHandle
-from lightning_recycle.data.stream_reader import StreamReader
+from lightning_recycle.data.stream_reader import StreamReader, is_huggingface
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import seeded_everything

@@ -26,8 +26,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_recycle.data.addressed import MicrobatchLoader
 from lightning_recycle.data.batching import check_dataloader
+from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
@@ -355,7 +355,7 @@ WORKER = """
     import os, time, torch
     from torch.utils.data import DataLoader, Dataset
     from lightning_recycle.planning.grid import Grid, Microbatch
-    from lightning_recycle.data.addressed import MicrobatchLoader
+    from lightning_recycle.data.map_style import MicrobatchLoader
     from lightning_recycle.data.steps import StepHandle
 
     class WhoRead(Dataset):

@@ -10,8 +10,8 @@ from test_streams import GLOBAL_BATCH, GRIDS, SEED, SIZE, epochs, read
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_recycle.data.huggingface_streams import has_shuffle_buffer
-from lightning_recycle.data.streams import StreamLoader
+from lightning_recycle.data.iterable_style import StreamLoader
+from lightning_recycle.data.stream_reader import has_shuffle_buffer
 from lightning_recycle.planning.grid import Grid
 
 pytestmark = pytest.mark.long

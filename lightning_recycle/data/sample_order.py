@@ -1,14 +1,19 @@
-"""The state of a sampler: its generators, and the plain values among its attributes and those of what it holds.
+"""Order of an epoch's samples: drawn, kept small, compared between workers, and drawn again from a sampler's state.
 
-It is taken before an epoch's order is drawn, so that the order can be drawn again, and travels in checkpoints: it holds
-tensors, numbers, texts, lists and dicts only. Datasets and modules that a sampler refers to are not part of it.
+A :class:`SamplerState` is taken before the order of an epoch is drawn, so that a replacement or a resumed run draws the
+same. It travels in checkpoints, so it holds tensors, numbers, texts, lists and dicts only: the sampler's generators and
+the plain values among its attributes, not the datasets and modules that it refers to.
+
+Digests of what was read show whether two readers have read the same. They depend on tensors, arrays, numbers and texts;
+of any other object only its type counts, since its pickle may differ between processes that hold the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,9 +21,79 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["SamplerState"]
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.tensor_memory import memory_of
+
+__all__ = [
+    "SamplerState",
+    "add_sample",
+    "as_index",
+    "compact",
+    "compare",
+    "different",
+    "digest_of",
+]
+
+
+def as_index(item: Any) -> Any:
+    """An item of an order as the dataset's ``__getitem__`` gets it: an integer, or a list of integers."""
+    if type(item) in (int, np.int64):
+        return int(item)
+    if isinstance(item, (list, tuple)) or (isinstance(item, (np.ndarray, Tensor)) and item.ndim):
+        return [int(index) for index in item]
+    return int(item)
+
+
+def compact(order: list[Any]) -> Sequence[Any]:
+    """``order`` as an array if it holds integers."""
+    if all(type(index) is int for index in order):
+        return np.array(order, np.int64)  # type: ignore[return-value]
+    return order
+
+
+def digest_of(order: Sequence[Any]) -> str:
+    """A digest of an order's indices and their division into batches."""
+    found = blake2b(digest_size=8)
+    if isinstance(order, (range, np.ndarray)):
+        found.update(np.asarray(order, np.int64).data)
+    else:
+        for item in order:
+            found.update(np.asarray(as_index(item), np.int64).tobytes() + b"|")
+    return found.hexdigest()
+
+
+def different(name: str, what: str) -> str:
+    """The message of an error about data that are not the same on all workers."""
+    return (
+        f"The workers have different data: the {what} differ. {name} must be the same in every process. Seed what"
+        " divides or shuffles the data, such as np.random.default_rng(0) or"
+        " random_split(..., generator=torch.Generator().manual_seed(0)), and let nothing in it depend on the time, the"
+        " process or the order of a set. Workers import the script: what it sets under `if __name__ == '__main__':`,"
+        " such as the seed of a library, they do not have; set it at the top of the script."
+    )
+
+
+def compare(facts: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+    """Compares what the workers say of each of their loaders, by name; None is not compared.
+
+    Raises:
+        ConfigurationError: if they differ.
+    """
+    every = list(facts)
+    if len({len(loaders) for loaders in every}) > 1:
+        raise ConfigurationError(different("What returns the DataLoaders", "numbers of DataLoaders"))
+    for said in zip(*every, strict=True):
+        for name in dict.fromkeys(name for own in said for name in own):
+            kind, owner = name.split(" of ")
+            if any(name not in own for own in said):
+                raise ConfigurationError(different(owner, f"classes of what gives the {kind}"))
+            known = {own[name] for own in said if own[name] is not None}
+            if len(known) > 1:
+                raise ConfigurationError(different(owner, name))
+
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -199,3 +274,31 @@ def _set_generator(generator: Any, encoded: dict[str, Any]) -> None:
         generator.set_state(_decode(content))
     else:
         generator.setstate(_decode(content))
+
+
+_EXACT = (bool, int, float, complex, str, bytes, type(None))
+
+
+def add_sample(digest: int, sample: Any) -> int:
+    """The digest (63 bits) of what ``digest`` is of (0: nothing), followed by ``sample``."""
+    found = hashlib.blake2b(digest.to_bytes(8, "little"), digest_size=8)
+    for leaf in tree_leaves(sample):
+        found.update(type(leaf).__qualname__.encode())
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            found.update(_tensor_bytes(leaf))
+        elif isinstance(leaf, (np.ndarray, np.generic)):
+            found.update(f"{leaf.dtype}{leaf.shape}".encode())
+            if not leaf.dtype.hasobject:
+                found.update(leaf.tobytes())
+        elif isinstance(leaf, _EXACT):
+            found.update(repr(leaf).encode())
+    return int.from_bytes(found.digest(), "little") >> 1
+
+
+def _tensor_bytes(tensor: Tensor) -> Any:
+    """What can be hashed of ``tensor``, without a copy where that is possible."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return b""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memory_of(tensor).numpy()

@@ -17,11 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
 from typing_extensions import override
 
-from lightning_recycle.data.batching import batching_of, drops_last
-from lightning_recycle.data.orders import as_index, compact, different, digest_of
-from lightning_recycle.data.sample_digests import add_sample
-from lightning_recycle.data.sampler_states import SamplerState
-from lightning_recycle.data.seeding import seeded_for
+from lightning_recycle.data.batching import batching_of, drops_last, seeded_for
+from lightning_recycle.data.sample_order import SamplerState, add_sample, as_index, compact, different, digest_of
 from lightning_recycle.data.steps import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.parent import die_with_parent, end_with

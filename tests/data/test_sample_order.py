@@ -13,10 +13,9 @@ from support.samplers import Counts
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
-from lightning_recycle.data.addressed import MicrobatchLoader
-from lightning_recycle.data.given import GivenBatchLoader
-from lightning_recycle.data.orders import compare
-from lightning_recycle.data.sampler_states import SamplerState
+from lightning_recycle.data.map_style import MicrobatchLoader
+from lightning_recycle.data.prebatched import GivenBatchLoader
+from lightning_recycle.data.sample_order import SamplerState, compare
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch
 
