@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_recycle import lightning_names
+from lightning_recycle.arguments import __version__ as __version__
 from lightning_recycle.errors import (
     OTHER_LIGHTNING,
     ConfigurationError,
@@ -22,7 +23,6 @@ from lightning_recycle.errors import (
     StageLostError,
     UnsupportedFeatureError,
 )
-from lightning_recycle.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_recycle.control.monitoring.history import Event

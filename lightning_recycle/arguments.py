@@ -1,4 +1,4 @@
-"""Checks of arguments: what counts as an integer or a number, and the error for what does not; parsers of commands.
+"""Checks of arguments, and parsers of commands: what counts as an integer or a number, and the error otherwise.
 
 Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake.
 
@@ -12,9 +12,11 @@ import sys
 from typing import Any, NoReturn, TypeGuard
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.version import __version__
 
-__all__ = ["at_least", "command_parser", "fraction", "is_integer", "is_number", "whole"]
+__all__ = ["__version__", "at_least", "command_parser", "fraction", "is_integer", "is_number", "whole"]
+
+__version__ = "0.1.0"
+"""The version of the package."""
 
 
 def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_recycle.process_spaces import process_space
+from lightning_recycle.processes import process_space
 
 __all__ = [
     "delete",

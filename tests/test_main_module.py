@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.main_module import MainModule, MainPickler, dumps, import_of_main, read_script
+from lightning_recycle.pickling import MainModule, MainPickler, dumps, import_of_main, read_script
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_recycle import numpy_state
-from lightning_recycle.numpy_state import MT19937, quicken
+from lightning_recycle import randomness
+from lightning_recycle.randomness import MT19937, quicken
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +93,6 @@ def test_a_generator_that_the_user_has_chosen_is_left_alone() -> None:
 
 def test_an_unknown_layout_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = np.random.get_bit_generator()
-    monkeypatch.setattr(numpy_state.MT19937, "_memory", lambda _: (numpy_state._Memory)())
+    monkeypatch.setattr(randomness.MT19937, "_memory", lambda _: (randomness._Memory)())
     quicken()
     assert np.random.get_bit_generator() is before

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_recycle.main_module import MainModule, MainPickler
+from lightning_recycle.pickling import MainModule, MainPickler
 
 
 def _again(value: Any) -> Any:

@@ -24,8 +24,8 @@ from omegaconf.errors import (
 )
 from rich.console import Console, RenderableType
 
+from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.version import __version__
 
 __all__ = ["bad_input_ends", "run_application", "run_command"]
 

@@ -39,7 +39,7 @@ from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 from lightning_recycle.planning.program import Program
-from lightning_recycle.process_spaces import process_space
+from lightning_recycle.processes import process_space
 
 __all__ = [
     "EXIT_INTERRUPTED",

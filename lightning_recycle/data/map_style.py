@@ -21,8 +21,8 @@ from lightning_recycle.data.batching import batching_of, drops_last, seeded_for
 from lightning_recycle.data.sample_order import SamplerState, add_sample, as_index, compact, different, digest_of
 from lightning_recycle.data.steps import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.parent import die_with_parent, end_with
 from lightning_recycle.planning.grid import Grid, Microbatch
+from lightning_recycle.processes import die_with_parent, end_with
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
 __all__ = ["MicrobatchLoader", "WorkerInit"]

@@ -30,7 +30,7 @@ from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.engines.restarts import Again, End, Final, Policy, Slot, ended, in_words, is_error, verdict
-from lightning_recycle.parent import die_with_parent
+from lightning_recycle.processes import die_with_parent
 
 __all__ = ["Agent", "Child", "Printer", "Task"]
 

@@ -69,8 +69,8 @@ from lightning_recycle.launch.worker_group import AnyCrew
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, run_outside, worker_main
 from lightning_recycle.launch.worker_results import Call
-from lightning_recycle.main_module import end_import
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
+from lightning_recycle.pickling import end_import
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, load_profile, save_profile

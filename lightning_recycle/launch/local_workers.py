@@ -30,9 +30,8 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_group import Members
 from lightning_recycle.launch.worker_payload import NameWithEnvironment, Payload, modules_found
-from lightning_recycle.main_module import import_of_main, main_module
-from lightning_recycle.parent import die_when_closed, end_with
-from lightning_recycle.process_spaces import process_space, thread_states
+from lightning_recycle.pickling import import_of_main, main_module
+from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
 
 __all__ = ["Crew", "LocalWorker", "process_context"]
 

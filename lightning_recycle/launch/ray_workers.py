@@ -26,7 +26,7 @@ from lightning_recycle.engines.ray_placement import room
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_group import Members
 from lightning_recycle.launch.worker_payload import dump, load, not_sent
-from lightning_recycle.main_module import MainModule
+from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Grid
 
 __all__ = ["RayCrew", "RayWorker", "room_in_cluster"]

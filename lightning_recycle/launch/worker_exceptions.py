@@ -23,7 +23,7 @@ import lightning.fabric
 import lightning.pytorch
 import torch
 
-from lightning_recycle.main_module import MainPickler, dumps
+from lightning_recycle.pickling import MainPickler, dumps
 
 __all__ = ["dump_exception", "from_users_code", "restore_chain"]
 

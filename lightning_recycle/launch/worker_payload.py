@@ -9,7 +9,7 @@
   launching process alone.
 - The Trainer and its function are pickled once, in a file that no folder has. Workers inherit its descriptor;
   replacements do so at any time of the run. It is gone with the last process that holds it. Which parts of the user's
-  script are in it, and which workers find for themselves, is the subject of :mod:`lightning_recycle.main_module`.
+  script are in it, and which workers find for themselves, is the subject of :mod:`lightning_recycle.pickling`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from omegaconf.basecontainer import BaseContainer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
 from lightning_recycle.lightning_names import name_here
-from lightning_recycle.main_module import MainModule, MainPickler, enter_main
+from lightning_recycle.pickling import MainModule, MainPickler, enter_main
 
 __all__ = [
     "Inherited",

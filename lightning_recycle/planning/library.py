@@ -38,7 +38,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_recycle.arguments import at_least
+from lightning_recycle.arguments import __version__, at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.compact_schedule import CodedSchedule
@@ -52,7 +52,6 @@ from lightning_recycle.planning.schedule import BODIES, PLAN_SCHEMA, Schedule, p
 from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
-from lightning_recycle.version import __version__
 
 __all__ = ["LIBRARY_SCHEMA", "PlanLibrary"]
 

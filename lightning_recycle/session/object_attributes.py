@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recorded import RecordedModule
-from lightning_recycle.pickle_reductions import written_class
+from lightning_recycle.pickling import written_class
 
 __all__ = [
     "MISSING",

@@ -42,8 +42,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.main_module import MainModule, MainPickler
-from lightning_recycle.pickle_reductions import parametrize_class, reduced_array
+from lightning_recycle.pickling import MainModule, MainPickler, parametrize_class, reduced_array
 from lightning_recycle.session.object_attributes import (
     MISSING,
     TableKey,

@@ -41,9 +41,8 @@ from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
-from lightning_recycle.numpy_state import quicken
 from lightning_recycle.planning.layouts.fractional_cuts import are_whole, bounds_of
-from lightning_recycle.randomness import layer_randomness, seeded_everything
+from lightning_recycle.randomness import layer_randomness, quicken, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult

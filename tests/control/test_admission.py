@@ -16,7 +16,7 @@ from lightning_recycle.control.protocol.coordinator_restart import Kept, events,
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.messages import EndRun, Hello, Leave, Returned
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.process_spaces import has_ended, process_space
+from lightning_recycle.processes import has_ended, process_space
 
 GRID = Grid(2, 2, 1)
 OPTIONS = CoordinatorOptions(heartbeat_timeout=5.0, last_holder_timeout=300.0)

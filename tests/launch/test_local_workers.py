@@ -141,7 +141,7 @@ LOADS = """
 import multiprocessing, sys, time
 import torch
 from lightning_recycle.launch.local_workers import Crew
-from lightning_recycle.parent import die_with_parent
+from lightning_recycle.processes import die_with_parent
 from torch.utils.data import DataLoader
 def init(_):
     die_with_parent()  # as in a run

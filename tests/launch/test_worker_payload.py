@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_recycle.launch.worker_payload import Settings
-from lightning_recycle.main_module import dumps
+from lightning_recycle.pickling import dumps
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.process_spaces import thread_states
+from lightning_recycle.processes import thread_states
 
 __all__ = ["Coordinator", "CoordinatorOptions", "Positions", "WorkerProcess"]
 

@@ -48,7 +48,7 @@ class FailureDetector:
         grid: the grid of the run.
         options: how long workers may be silent or slow.
         thread_states: the states of the threads of a worker's process, by rank, as
-            :func:`~lightning_recycle.process_spaces.thread_states` returns them.
+            :func:`~lightning_recycle.processes.thread_states` returns them.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from lightning_recycle.control.protocol.message_validation import objection_to_r
 from lightning_recycle.control.protocol.messages import Enrolled, Returned, RunRequest, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.process_spaces import has_ended
+from lightning_recycle.processes import has_ended
 
 __all__ = ["Serving"]
 

@@ -42,7 +42,7 @@ from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.parent import die_with_parent
+from lightning_recycle.processes import die_with_parent
 
 __all__ = ["allow_descriptors", "main"]
 

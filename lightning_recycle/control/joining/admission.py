@@ -36,7 +36,7 @@ from lightning_recycle.control.protocol.message_validation import objection_to_r
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.state import MembershipState, initial_state
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.process_spaces import has_ended
+from lightning_recycle.processes import has_ended
 
 __all__ = [
     "NOBODY_SECONDS",

@@ -22,8 +22,8 @@ import struct
 from collections.abc import Mapping
 from enum import Enum
 
+from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
-from lightning_recycle.version import __version__
 
 __all__ = [
     "KEY_BYTES",

@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.process_spaces import process_space, thread_states
+from lightning_recycle.processes import process_space, thread_states
 
 pytestmark = pytest.mark.skipif(not process_space(), reason="the system shows no processes")
 

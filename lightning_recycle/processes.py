@@ -1,7 +1,11 @@
-"""Ends a process with the one that it works for, whoever forked it."""
+"""Operating-system processes: their end with the one that they work for, and states of others by process id.
+
+A process id means something only among the processes that see it: on one machine, in one boot, in one container.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -10,7 +14,7 @@ import signal
 import threading
 import time
 
-__all__ = ["die_when_closed", "die_with_parent", "end_with"]
+__all__ = ["die_when_closed", "die_with_parent", "end_with", "has_ended", "process_space", "thread_states"]
 
 _LOOK_SECONDS = 0.5
 
@@ -66,3 +70,42 @@ def _await_end(pid: int) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()
+
+
+# ---------------------------------------------------------------------- states of other processes
+
+
+def process_space() -> str:
+    """A name for what a process id means here, the same in all processes that see the same ones; "" if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""  # not Linux
+
+
+def has_ended(pid: int, space: str) -> bool:
+    """Whether process ``pid`` of ``space`` is known to have ended; False where that cannot be seen."""
+    if not space or space != process_space():
+        return False
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except FileNotFoundError:
+        return True
+    except OSError:  # it ends while it is read about
+        return not os.path.exists(f"/proc/{pid}")
+
+
+def thread_states(pid: int, space: str) -> str:
+    """The state of each thread of process ``pid`` of ``space``, a letter each as in proc(5): R runs or waits for a
+    processor, S sleeps, D waits for a disk, T is stopped. "" where that cannot be seen.
+    """
+    if not space or space != process_space():
+        return ""
+    states = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat") as file:  # it may end meanwhile
+                states.append(file.read().rpartition(")")[2].split()[0])
+    return "".join(states)
