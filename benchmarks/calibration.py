@@ -42,14 +42,25 @@ from lightning_recycle.simulation import (
     get_model,
     simulate,
 )
-from lightning_recycle.visualize.report.paper import FAULT_FREE, THROUGHPUT
 
-__all__ = ["Samples", "calibration_tables", "measured", "order_of", "ratio_interval"]
+__all__ = ["THROUGHPUT", "Samples", "calibration_tables", "measured", "order_of", "ratio_interval"]
 
 INTERVALS = ("6h", "2h", "30min")
 DURATION = "6h"
 SEEDS = 400
 POINTS = 5.0
+
+# Samples/s by failure interval on 32 A100; None: out of memory. ReCycle, SOSP'24 (arXiv 2405.14009).
+FAULT_FREE = {"gpt3_medium": 27.58, "gpt3_3_35b": 14.87, "gpt3_6_7b": 5.33}
+THROUGHPUT: dict[str, dict[str, tuple[float, ...] | None]] = {
+    "gpt3_medium": {
+        "Bamboo": (19.47, 18.98, 15.24),
+        "Oobleck": (27.26, 25.37, 19.47),
+        "Recycle": (27.27, 25.42, 22.27),
+    },
+    "gpt3_3_35b": {"Bamboo": None, "Oobleck": (14.55, 13.44, 9.78), "Recycle": (14.59, 14.17, 12.63)},
+    "gpt3_6_7b": {"Bamboo": None, "Oobleck": (4.98, 4.65, 2.78), "Recycle": (5.17, 4.85, 3.53)},
+}
 
 # samples/s of Oobleck on 30 down to 15 nodes; its artifact (SymbioticLab/Oobleck, branch sosp23-artifact,
 # tools/simulator/oobleck_simulator.py). 0: cannot run. 26 to 29 nodes are on a straight line to the origin there.

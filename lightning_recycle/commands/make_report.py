@@ -2,7 +2,7 @@
 
     recycle-report results -o report.html
 
-Reads every ``result.json`` below the folder. Sections without results say how to make some.
+Reads every ``result.json`` below the folder. Sections without results are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from lightning_recycle.arguments import command_parser
 from lightning_recycle.commands.application import bad_input_ends
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.visualize.report import load_results, render_report
+from lightning_recycle.visualize.report.page import render_report
+from lightning_recycle.visualize.report.results import load_results
 
 __all__ = ["main"]
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError as error:
             raise ConfigurationError(f"cannot write {chosen.output}: {error.strerror or error}.") from error
         size = len(page.encode()) / 1e6
-        Console(soft_wrap=True).print(f"wrote {chosen.output}: {results.count} results, {size:.1f} MB", highlight=False)
+        Console(soft_wrap=True).print(f"wrote {chosen.output}: {len(results)} results, {size:.1f} MB", highlight=False)
 
 
 if __name__ == "__main__":

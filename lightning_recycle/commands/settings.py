@@ -26,7 +26,7 @@ from lightning_recycle.planning import (
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 
-__all__ = ["grid_from", "problem_from", "problems_ahead", "workers_from"]
+__all__ = ["problem_from", "problems_ahead"]
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
@@ -77,7 +77,7 @@ def _limited(problem: Problem, measured: bool) -> Problem:
 
 
 def _without_failures(config: Mapping[str, Any]) -> Problem:
-    grid = grid_from(config["grid"])
+    grid = Grid(*(config["grid"][name] for name in ("pipelines", "stages", "microbatches")))
     costs, profile = _costs(config["costs"], grid)
     technique = Technique(**{name: _switch(config, name) for name in ("decoupled", "staggered")})
     limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
@@ -172,28 +172,14 @@ def _in_flight(memory: Mapping[str, Any], grid: Grid) -> tuple[int, ...] | None:
     return limits
 
 
-def grid_from(settings: Mapping[str, Any]) -> Grid:
-    """The grid of a group ``grid``.
-
-    Raises:
-        ConfigurationError: when it is impossible.
-    """
-    return Grid(settings["pipelines"], settings["stages"], settings["microbatches"])
-
-
-def workers_from(name: str, pairs: Any, instead: str = "") -> frozenset[Worker]:
-    """Workers given as [pipeline, stage]; ``instead``: what else the setting ``name`` may be, for the error.
-
-    Raises:
-        ConfigurationError: when they are given in any other form.
-    """
+def _failures(config: Mapping[str, Any]) -> frozenset[Worker]:
+    pairs = config["failures"]
     fine = isinstance(pairs, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
     )
     if not fine:
-        raise ConfigurationError(f"{name}={pairs!r}: give {instead}a list of [pipeline,stage], e.g. '{name}=[[1,2]]'.")
+        raise ConfigurationError(
+            f"failures={pairs!r}: give the number of failed workers, or a list of [pipeline,stage], e.g. "
+            "'failures=[[1,2]]'."
+        )
     return frozenset(Worker(*pair) for pair in pairs)
-
-
-def _failures(config: Mapping[str, Any]) -> frozenset[Worker]:
-    return workers_from("failures", config["failures"], "the number of failed workers, or ")

@@ -8,42 +8,58 @@
 Prints throughput and losses by cause; with ``output=FOLDER``, writes ``result.json`` and a timeline there.
 ``recycle-report`` turns a folder of results into a page. The configuration is ``conf/simulation/``, explained in
 docs/simulation.md.
+
+Experiments: Hydra's ``-m`` makes one cross product; a comparison needs several. An experiment maps names, which become
+folders, to lines such as ``policy=spares policy.spares=0,1,2 failures.mtbf=6h,2h``. Each line is a cross product of its
+own; values from the command line go before those of the lines.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
 
 from lightning_recycle.commands.application import run_command
-from lightning_recycle.commands.experiments import Point, points_of
-from lightning_recycle.commands.simulation_tables import line, overview, single
-from lightning_recycle.commands.simulation_tasks import run_task
+from lightning_recycle.commands.scenario import result_of, scenario_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
+from lightning_recycle.visualize.report.wording import (
+    assumptions_text,
+    cost_text,
+    duration_text,
+    failures_text,
+    policy_text,
+)
 from lightning_recycle.visualize.timeline import save_timeline
 
-__all__ = ["main"]
+__all__ = ["Point", "main", "points_of"]
+
+Result = Mapping[str, Any]
 
 _NAME = "recycle-simulate"
 _ROOT, _CONFIG = str(resources.files("lightning_recycle.conf") / "simulation"), "simulate"
+_BAR = 24  # characters
 
-_sweep: list[dict[str, Any]] = []
+_sweep: list[Result] = []
 """One for each job of this process, for the table at the end of a sweep."""
 
 
 def simulate_and_show(config: DictConfig) -> float:
-    """Run one job; returns a value for sweepers to optimize: throughput, seconds of the planner, or slots of a step."""
+    """Run one job; returns the throughput, which a sweeper can optimize."""
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     console = Console()
@@ -52,40 +68,23 @@ def simulate_and_show(config: DictConfig) -> float:
         raise ConfigurationError("an experiment is for recycle-report: give output=FOLDER for its results.")
     if config.get("experiment"):
         return _experiment(OmegaConf.to_container(config.experiment), given, folder, console)  # type: ignore[arg-type]
-    result, written = _point(config, given, folder)
+    result, written = _simulated(config, given, folder)
     if job.mode is RunMode.MULTIRUN:
-        console.print(f"{job.job.num:>4}  {line(result)}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{job.job.num:>4}  {_line(result)}", soft_wrap=True, highlight=False, markup=False)
     else:
-        console.print(single(result))
+        console.print(Group(_summary(result), "", _losses(result), "", _gpu_time(result)))
         if written:
             console.print(f"\nwrote {', '.join(written)}", soft_wrap=True, highlight=False, markup=False)
     _sweep.append(result)
-    return _objective(result)
+    return float(result["throughput"])
 
 
-def _experiment(sections: Mapping[str, Any], given: Sequence[str], folder: Path, console: Console) -> float:
-    """All points of an experiment, each in a folder of its own; returns their number."""
-    points = points_of(sections, given)
-    for number, point in enumerate(points):
-        target = folder / point.section / f"{number:03d}"
-        result, _ = _point(_composed(point), list(point.overrides), target)
-        progress = f"{number + 1:>4}/{len(points)}  {point.section:<10} {line(result)}"
-        console.print(progress, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"\nwrote {len(points)} results to {folder}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"recycle-report {shlex.quote(str(folder))} -o report.html", soft_wrap=True, highlight=False)
-    return float(len(points))
-
-
-def _composed(point: Point) -> DictConfig:
-    overrides = [*point.overrides, f"section={point.section}", "timeline=false", "output=."]
-    return hydra.compose(_CONFIG, overrides=overrides)
-
-
-def _point(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[Result, list[str]]:
+    """The result, and the files that were written."""
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     if not isinstance(settings["timeline"], bool):
         raise ConfigurationError(f"timeline={settings['timeline']!r}: give true or false.")
-    result = run_task(settings, shlex.join([_NAME, *overrides]))
+    result = result_of(scenario_from(settings), settings["price"], shlex.join([_NAME, *overrides]))
     if settings["output"] is None:
         return result, []
     file = folder / "result.json"
@@ -93,23 +92,151 @@ def _point(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(result, indent=1) + "\n")
         written = [file]
-        if settings["timeline"] and result["task"] == "training":
+        if settings["timeline"]:
             written += save_timeline(folder, result)
     except OSError as error:
         raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}.") from error
     return result, list(map(str, written))
 
 
-def _objective(result: Mapping[str, Any]) -> float:
-    if result["task"] == "planner":
-        return float(result["seconds"])
-    return float(result["slots"]["staggered"] if result["task"] == "techniques" else result["throughput"])
-
-
 def main() -> None:
     """The console script."""
     _sweep.clear()
-    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: overview(_sweep) if len(_sweep) > 1 else None)
+    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: _overview(_sweep) if len(_sweep) > 1 else None)
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of an experiment: the name of its lines, and the overrides to compose it with."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[Point]:
+    """All points in the order of the lines, the last value of a line changing fastest.
+
+    Args:
+        experiment: lines by name.
+        given: overrides from the command line.
+
+    Raises:
+        ConfigurationError: when a name has anything other than lines.
+    """
+    parser = OverridesParser.create()
+    usual = {item.key_or_group: str(item.input_line) for item in parser.parse_overrides(list(given))}
+    usual = {key: line for key, line in usual.items() if key.partition(".")[0] != "experiment"}
+    found = []
+    for name, lines in experiment.items():
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise ConfigurationError(f"experiment.{name}={lines!r}: give a list of lines of overrides.")
+        for line in lines:
+            choices: dict[str, list[str]] = {}
+            for item in parser.parse_overrides(shlex.split(line)):
+                key = item.get_key_element()
+                values = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
+                choices[item.key_or_group] = [f"{key}={value}" for value in values]
+            choices |= {key: [override] for key, override in usual.items()}
+            found += [Point(name, values) for values in itertools.product(*choices.values())]
+    return found
+
+
+def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Path, console: Console) -> float:
+    """All points of an experiment, each in a folder of its own; returns their number."""
+    points = points_of(experiment, given)
+    for number, point in enumerate(points):
+        config = hydra.compose(_CONFIG, overrides=[*point.overrides, "timeline=false", "output=."])
+        result, _ = _simulated(config, list(point.overrides), folder / point.name / f"{number:03d}")
+        progress = f"{number + 1:>4}/{len(points)}  {point.name:<10} {_line(result)}"
+        console.print(progress, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"\nwrote {len(points)} results to {folder}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"recycle-report {shlex.quote(str(folder))} -o report.html", soft_wrap=True, highlight=False)
+    return float(len(points))
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def _line(result: Result) -> str:
+    """A result on a line, for sweeps."""
+    outcome = result["note"] or f"{result['throughput']:.2f} samples/s ({result['ratio']:.3f})"
+    return f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}: {outcome}"
+
+
+def _overview(results: Sequence[Result]) -> Table:
+    """The training runs of a sweep, one per line."""
+    table = Table(title="Sweep", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("model", "policy", "failures"):
+        table.add_column(name)
+    for name in ("samples/s", "/1F1B", "spread"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in results:
+        numbers = (f"{each['throughput']:.2f}", f"{each['ratio']:.3f}", f"{each['deviation']:.3f}")
+        table.add_row(each["model"]["name"], policy_text(each), failures_text(each), *numbers)
+    return table
+
+
+def _summary(result: Result) -> Table:
+    model, cluster, runs = result["model"], result["cluster"], len(result["runs"])
+    table = Table("", "", show_header=False, title="Simulation", title_justify="left")
+    grid = f"{model['pipelines']} pipelines of {model['stages']} stages, {model['microbatches']} micro-batches each"
+    spread = f" (from run to run {result['deviation'] * result['fault_free_throughput']:.2f})" if runs > 1 else ""
+    ratio = f"{result['ratio']:.3f}"
+    if cluster["gpus"] != model["gpus"]:
+        ratio += f"; {result['ratio_per_gpu']:.3f} per GPU of the cluster"
+    for name, value in (
+        ("model", f"{model['name']}, {model['parameters'] / 1e9:.3g} billion parameters; {grid}"),
+        ("cluster", f"{cluster['nodes']} nodes of {cluster['gpus_per_node']} {model['gpu']}"),
+        ("assumed", assumptions_text(result)),
+        ("policy", policy_text(result)),
+        ("failures", f"{failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
+        ("runs", f"{runs} of {duration_text(result['duration'])}"),
+        ("throughput", f"{result['throughput']:.2f} samples/s{spread}"),
+        ("throughput / 1F1B fault-free", ratio),
+        ("of what live GPUs could do", f"{result['fraction_of_ideal']:.3f}"),
+        ("goodput, ETTR, MFU", f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}"),
+        ("cost", cost_text(result)),
+    ):
+        table.add_row(name, value)
+    if result["tainted"]:
+        table.add_row("tainted", f"{100 * result['tainted']:.1f} % of the samples rest on wrong results")
+    if result["note"]:
+        table.add_row("note", f"nothing was trained: {result['note']}")
+    return table
+
+
+def _losses(result: Result) -> Table:
+    total = result["fault_free_throughput"] * result["cluster"]["gpus"] / result["model"]["gpus"]
+    table = _bars("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
+    for cause, lost in sorted(result["losses"].items(), key=lambda item: -item[1]):
+        table.add_row(cause, f"{lost:.3f}", f"{100 * lost / total:.1f} %", _bar(lost / total))
+    lost = sum(result["losses"].values())
+    table.add_row("all", f"{lost:.3f}", f"{100 * lost / total:.1f} %", _bar(lost / total), style="bold")
+    return table
+
+
+def _gpu_time(result: Result) -> Table:
+    table = _bars("GPU time, by cause", "GPU-hours", "of all")
+    for cause, part in result["fractions"].items():
+        hours = result["gpu_seconds"][cause] / 3600
+        table.add_row(cause, f"{hours:,.2f}", f"{100 * part:.1f} %", _bar(part))
+    return table
+
+
+def _bars(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("", min_width=14)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    return table
+
+
+def _bar(part: float) -> str:
+    return "█" * round(_BAR * max(0.0, min(1.0, part)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 1.0
 """
 
-from lightning_recycle.simulation.ablation import Ablation, ablation
 from lightning_recycle.simulation.cluster import Cluster, Topology
 from lightning_recycle.simulation.engine import simulate
 from lightning_recycle.simulation.failures import (
@@ -41,7 +40,6 @@ from lightning_recycle.simulation.units import as_seconds
 
 __all__ = [
     "GPUS",
-    "Ablation",
     "Accounting",
     "Auto",
     "Bamboo",
@@ -80,7 +78,6 @@ __all__ = [
     "TrainingModel",
     "Transformer",
     "Varuna",
-    "ablation",
     "as_seconds",
     "available_models",
     "get_model",

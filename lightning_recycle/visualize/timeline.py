@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.drawing import Drawing, Group, Line, Rect, Text, write_drawing
-from lightning_recycle.visualize.report.names import duration_text, failures_text, policy_text
+from lightning_recycle.visualize.report.wording import duration_text, failures_text, policy_text
 
 __all__ = ["save_timeline", "timeline_drawing", "timeline_trace"]
 

@@ -9,6 +9,7 @@ import statistics
 import pytest
 from calibration import (
     INTERVALS,
+    THROUGHPUT,
     controlled_rows,
     error,
     measured,
@@ -18,8 +19,6 @@ from calibration import (
     published_rows,
     ratio_interval,
 )
-
-from lightning_recycle.visualize.report.paper import THROUGHPUT
 
 pytestmark = pytest.mark.long
 

@@ -18,8 +18,8 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from lightning_recycle import __version__
-from lightning_recycle.commands.experiments import points_of
-from lightning_recycle.commands.simulation_settings import model_from
+from lightning_recycle.commands.scenario import model_from
+from lightning_recycle.commands.simulate import points_of
 from lightning_recycle.simulation import Cluster, FailureRate, Poisson, Restart, available_models, get_model, repeat
 
 pytestmark = pytest.mark.long
@@ -158,7 +158,7 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
     first, _, *examples = shown.splitlines()[:5]
     assert first.startswith("recycle-simulate: simulates training runs")
     assert all(line.startswith("  recycle-simulate ") for line in examples)
-    for group in ("model", "policy", "failures", "task", "experiment"):
+    for group in ("model", "policy", "failures", "experiment"):
         assert f"\n  {group}\n" in shown
     assert "\n  * restart          Restart from the newest checkpoint.\n" in shown
     for foreign in ("callbacks", "hydra.", "_target_", "${", "$$"):
@@ -187,29 +187,20 @@ def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path: Path) -> Non
         "s.simulate_and_show = lambda config: print('VALUE', repr(f(config)))\n"
         "sys.argv = ['x', 'output=here', *sys.argv[1:]]; s.main()"
     )
-    for arguments, value in (([*SMALL, "policy=fault_free"], 27.58), (["task=techniques"], 27.0)):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True
-        )
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("VALUE")]
-        assert float(line.split()[1]) == pytest.approx(value)
-
-
-def test_the_running_example_has_the_papers_slots(tmp_path: Path) -> None:
-    out = simulate(tmp_path, "task=techniques", "output=here")
-    slots = {"one_f_one_b": 27, "zero_bubble": 21, "adaptive": 36, "decoupled": 29, "staggered": 27}
-    assert result_in(tmp_path / "here")["slots"] == slots
-    assert "36 slots" in out
+    command = [sys.executable, "-c", code, *SMALL, "policy=fault_free"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("VALUE")]
+    assert float(line.split()[1]) == pytest.approx(27.58)
 
 
 def test_an_experiment_takes_values_from_the_command_line_and_each_point_can_be_repeated(tmp_path: Path) -> None:
     # The command line wins over the lines of the experiment: one model and one run where the file has more.
-    arguments = ["experiment=layers", "model=gpt3_medium", "policy=recycle", "policy.effort=0", "schedule=planned"]
-    arguments += ["failures=fraction", "failures.part=0.0625"]
+    arguments = ["experiment=same", "model=gpt3_medium", "model.global_batch=128", "policy=recycle", "policy.effort=0"]
+    arguments += ["schedule=planned", "failures.mtbf=2h", "seeds=2"]
     out = simulate(tmp_path, *arguments, "output=here")
-    found = result_in(tmp_path / "here" / "layers" / "000")
-    assert not (tmp_path / "here" / "layers" / "001").exists()
-    assert found["section"] == "layers"
+    found = result_in(tmp_path / "here" / "same" / "000")
+    assert not (tmp_path / "here" / "same" / "001").exists()
+    assert len(found["runs"]) == 2
     assert found["policy"]["settings"]["effort"] == 0
     assert "1/1" in out
     again = [argument for argument in shlex.split(found["command"])[1:] if not argument.startswith("hydra")]
@@ -225,18 +216,18 @@ def test_an_experiment_on_the_command_line(tmp_path: Path) -> None:
     assert [each["command"].split()[2:4] for each in found] == [
         [f"failures={rate}", f"policy={policy}"] for rate, policy in expected
     ]
-    assert {(each["section"], each["duration"]) for each in found} == {("others", 21600.0)}
+    assert {each["duration"] for each in found} == {21600.0}
     assert not any("experiment" in each["command"] for each in found)
 
 
 def test_every_line_of_every_experiment_composes() -> None:
     with initialize_config_dir(str(CONF), version_base=None):
         for name in options("experiment"):
-            sections = OmegaConf.to_container(compose("simulate", overrides=[f"experiment={name}"]).experiment)
-            points = points_of(sections)  # type: ignore[arg-type]
+            lines = OmegaConf.to_container(compose("simulate", overrides=[f"experiment={name}"]).experiment)
+            points = points_of(lines)  # type: ignore[arg-type]
             assert len(set(points)) == len(points)
-            for section in sections:  # type: ignore[union-attr]
-                own = [point for point in points if point.section == section]
+            for name in lines:  # type: ignore[union-attr]
+                own = [point for point in points if point.name == name]
                 for point in (own[0], own[-1]):
                     model_from(compose("simulate", overrides=list(point.overrides)).model)
 
@@ -274,8 +265,7 @@ BAD = [
     (["policy=hope"], "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic_layers, fault_free"),
     (["failures=never"], "unknown failures 'never': choose one of corrupt, fraction, llama3, mtbf, regular"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
-    (["task=dance"], "unknown task 'dance': choose one of planner, techniques, training"),
-    (["experiment=mine"], "unknown experiment 'mine': choose one of ablation"),
+    (["experiment=mine"], "unknown experiment 'mine': choose one of choices, fractions, paper"),
     (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': choose one of mtbf, repair"),
     (["failures.mtbf=often"], "Poisson(mtbf)='often': give a duration above 0"),
     (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1"),
@@ -294,12 +284,7 @@ BAD = [
     (["duration=long"], "duration='long'"),
     (["duration=0"], "duration=0"),
     (["seeds=0"], "seeds=0: give an integer of at least 1"),
-    (["section=mine"], "unknown section 'mine': choose one of same, intervals, traces"),
     (["timeline=svg"], "timeline='svg': give true or false"),
-    (["task=planner", "task.failed=1"], "task.failed=1"),
-    (["task=planner", "task.grid.stages=0"], "stages=0"),
-    (["task=techniques", "task.failed=2"], "task.failed=2: give a list of [pipeline,stage]"),
-    (["task=techniques", "task.failed=[[9,9]]"], "failed worker (9, 9) is outside the grid"),
     (["+experiment.mine=text"], "experiment.mine='text': give a list of lines"),
 ]
 
@@ -311,6 +296,6 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "here" / "result.json").mkdir(parents=True)
-    ((code, _, err),) = run_all("recycle-simulate", tmp_path, ["task=techniques", "output=here"])
+    ((code, _, err),) = run_all("recycle-simulate", tmp_path, [*SMALL, "policy=fault_free", "output=here"])
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("recycle-simulate: cannot write to ")

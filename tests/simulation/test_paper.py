@@ -2,8 +2,10 @@
 
 import pytest
 
-from lightning_recycle.planning import Grid, Worker
-from lightning_recycle.simulation import Bamboo, Cluster, Oobleck, Poisson, Recycle, Spares, ablation, get_model, repeat
+from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
+from lightning_recycle.simulation import Bamboo, Cluster, Oobleck, Poisson, Recycle, Spares, get_model, repeat
+from lightning_recycle.simulation.steps import planned_seconds
+from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 RECYCLE = Recycle(fault_free="1f1b", effort=0)
 FREE = {"gpt3_medium": 27.58, "gpt3_3_35b": 14.87, "gpt3_6_7b": 5.33}
@@ -36,16 +38,27 @@ def test_ratio_to_fault_free_is_within_five_points_of_the_papers(name, policy, i
     assert found.ratio == pytest.approx(paper / FREE[name], abs=0.05)
 
 
+def slots(grid: Grid, failed: Worker | None, *technique: bool) -> float:
+    """The period of the planner's plain rule, with at most S micro-batches in flight and F = B = W = 1."""
+    gone = frozenset() if failed is None else frozenset([failed])
+    limit = (grid.stages,) * grid.stages
+    return planned_seconds(Problem(grid, Costs.uniform(grid.stages), gone, Technique(*technique), limit), 0)
+
+
 def test_the_running_example_takes_36_29_and_27_slots() -> None:
-    found = ablation(Grid(3, 4, 6), [Worker(1, 2)], effort=0)
-    assert (found.one_f_one_b, found.zero_bubble) == (27, 21)
-    assert (found.adaptive, found.decoupled, found.staggered) == (36, 29, 27)
+    techniques = ((False, False), (True, False), (True, True))
+    assert [slots(Grid(3, 4, 6), Worker(1, 2), *each) for each in techniques] == [36, 29, 27]
+    assert one_f_one_b_seconds(Costs.uniform(4), 6) == 27
+    assert slots(Grid(1, 4, 6), None, True, False) == 21
 
 
 def test_a_large_grid_hides_a_failure_from_both_baselines() -> None:
-    found = ablation(Grid(12, 16, 48), [Worker(1, 8)], effort=0)
-    assert found.adaptive > found.decoupled > found.staggered
-    assert found.staggered <= found.zero_bubble < found.one_f_one_b
+    grid, failed = Grid(12, 16, 48), Worker(1, 8)
+    adaptive, decoupled, staggered = (
+        slots(grid, failed, *each) for each in ((False, False), (True, False), (True, True))
+    )
+    assert adaptive > decoupled > staggered
+    assert staggered <= slots(Grid(1, 16, 48), None, True, False) < one_f_one_b_seconds(Costs.uniform(16), 48)
 
 
 def test_more_failures_and_fewer_spares_cost_more() -> None:

@@ -1,27 +1,37 @@
-"""Charts as inline SVG: lines, grouped bars, stacked rows, and steps below steps.
+"""Charts of the report: axes, and the shapes of a picture that the page's template writes as SVG.
 
 Concept: a chart is as wide as a phone (its picture scales, its text stays readable) and has no colours of its own:
-shapes carry classes, which the page's style sheet colours for light and dark. All parts of a series have the class
+shapes carry classes, which the page's style sheet colours for light and dark. All shapes of a series have the class
 ``s-<key>``, by which the legend switches them on and off; the page shows ``data-tip`` under the pointer.
 
-Must not know: simulations, pages.
+Must not know: simulations, HTML.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from lightning_recycle.visualize.report.markup import Markup, element, join
-from lightning_recycle.visualize.report.scales import Axis, Frame, categories
-
-__all__ = ["Bar", "Point", "Series", "bar_chart", "legend", "line_chart", "picture", "replay_chart", "row_chart"]
+__all__ = [
+    "Axis",
+    "Picture",
+    "Point",
+    "Segment",
+    "Series",
+    "Shape",
+    "line_chart",
+    "linear",
+    "logarithmic",
+    "row_chart",
+    "step_chart",
+    "swatch",
+]
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 420.0, 46.0, 12.0, 50.0, 42.0
 _PLOT = 190.0
 _MARKERS = {
-    "dash": "M-7-1.3h14v2.6h-14z",
     "circle": "M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0 -7.2 0z",
     "square": "M-3.2-3.2h6.4v6.4h-6.4z",
     "triangle": "M0-4.2L4 3.2H-4z",
@@ -32,12 +42,31 @@ _MARKERS = {
 
 
 @dataclass(frozen=True)
+class Shape:
+    """An SVG element with its attributes, and its text."""
+
+    tag: str
+    attributes: Mapping[str, str | float | None]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart: its title, its size in pixels, and its shapes."""
+
+    title: str
+    height: float
+    shapes: Sequence[Shape]
+    width: float = _WIDTH
+
+
+@dataclass(frozen=True)
 class Point:
-    """One value; ``spread`` is drawn up and down, as a band where points are connected, else as a bar."""
+    """A value of a series; ``spread`` is drawn up and down."""
 
     x: float
     y: float
-    tip: str
+    tip: str = ""
     spread: float = 0.0
 
 
@@ -51,10 +80,7 @@ class Series:
         color: class that sets the colour.
         points: points in the order of x.
         marker: shape of the markers; None for none.
-        dashed, hollow: how it differs from a series of the same colour.
-        line: whether points are connected.
-        level: a horizontal line at this y instead of points.
-        shift: pixels to the right, to tell series at the same x apart.
+        dashed: whether lines are dashed and markers hollow, unlike those of another series of the same colour.
     """
 
     name: str
@@ -63,139 +89,198 @@ class Series:
     points: Sequence[Point] = field(default=())
     marker: str | None = "circle"
     dashed: bool = False
-    hollow: bool = False
-    line: bool = True
-    level: float | None = None
-    shift: float = 0.0
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One bar of a series in a category, with a value, a tip and a text above it."""
+class Segment:
+    """Part of a row, from ``begin`` to ``end`` on the x axis; ``height`` is a fraction of the row's."""
 
     series: Series
-    place: int
-    value: float
+    begin: float
+    end: float
     tip: str
-    text: str = ""
+    height: float = 1.0
 
 
-def legend(series: Sequence[Series], *, bars: bool = False) -> Markup:
-    """Names and looks of the series; a click switches one off and on."""
-    items = []
-    for each in series:
-        if bars:
-            look = element("rect", x=3.0, y=1.0, width=12.0, height=10.0, rx=2.0, class_=f"fill {each.color}")
-        else:
-            look = join([*_stroke(each, "M0 6H18"), *_mark(each, 9, 6)])
-        swatch = element("svg", look, viewBox="0 0 18 12", width="18", height="12", aria_hidden="true")
-        items.append(element("button", swatch, each.name, type="button", data_series=each.key, aria_pressed="true"))
-    return element("div", *items, class_="legend")
+# -- axes --------------------------------------------------------------------------------------------------------------
 
 
-def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Markup:
-    """Lines with markers; series with a ``level`` are horizontal lines."""
-    frame = Frame(_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _PLOT, x, y)
-    return picture(title, _TOP + _PLOT + _BOTTOM, [*frame.axes(), *(_series(frame, each) for each in series)])
+@dataclass(frozen=True)
+class Axis:
+    """Values from ``low`` to ``high``, with ticks (value, text)."""
+
+    label: str
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    log: bool = False
+
+    def part(self, value: float) -> float:
+        """Where ``value`` is between ``low`` (0) and ``high`` (1)."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
 
-def _series(frame: Frame, series: Series) -> Markup:
-    shapes: list[Markup] = []
-    if series.level is not None:
-        shapes += _stroke(series, f"M{frame.left} {frame.py(series.level):.1f}H{frame.left + frame.width}")
-    places = [(frame.px(point.x) + series.shift, frame.py(point.y)) for point in series.points]
-    if series.line and len(places) > 1:
-        shapes += _stroke(series, "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in places))
-    band = series.line and len(places) > 1 and any(point.spread for point in series.points)
-    if band:
-        edges = [
-            [
-                f"{px:.1f} {frame.py(min(max(point.y + sign * point.spread, frame.y.low), frame.y.high)):.1f}"
-                for point, (px, _) in zip(series.points, places, strict=True)
-            ]
-            for sign in (1, -1)
-        ]
-        outline = "L".join([*edges[0], *reversed(edges[1])])
-        shapes.append(element("path", d=f"M{outline}z", class_=f"band {series.color}"))
-    for point, (px, _) in zip(series.points, places, strict=True):
-        if point.spread and not band:
-            low, high = (min(max(point.y + sign * point.spread, frame.y.low), frame.y.high) for sign in (-1, 1))
-            shapes.append(element("path", d=f"M{px:.1f} {frame.py(low):.1f}V{frame.py(high):.1f}", class_="spread"))
-    for point, (px, py) in zip(series.points, places, strict=True):
-        shapes += _mark(series, px, py, point.tip)
-    return element("g", *shapes, class_=f"series {series.color} s-{series.key}")
+def linear(label: str, most: float, *, least: float = 0.0, count: int = 5, exact: bool = False) -> Axis:
+    """From ``least`` to ``most`` or a little beyond, with about ``count`` round ticks.
+
+    Args:
+        label: label of the axis, with the unit.
+        most, least: range of the values.
+        count: approximate number of ticks.
+        exact: whether to end at ``most``, which then need not be a tick.
+    """
+    raw = ((most - least) or 1.0) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    low = math.floor(least / step + 1e-9) * step
+    high = math.ceil(most / step - 1e-9) * step if most > low else low + step
+    digits = max(0, -math.floor(math.log10(step) + 1e-9) + (step / power == 2.5))
+    ticks = [low + number * step for number in range(round((high - low) / step) + 1)]
+    if exact and most > low:
+        high, ticks = most, [tick for tick in ticks if tick <= most]
+    return Axis(label, low, high, tuple((tick, f"{tick:,.{digits}f}") for tick in ticks))
 
 
-def _stroke(series: Series, path: str) -> list[Markup]:
-    if not series.line and series.level is None:
-        return []
-    return [element("path", d=path, class_=f"stroke {series.color}{' dashed' if series.dashed else ''}")]
+def logarithmic(label: str, values: Sequence[float], texts: Sequence[str]) -> Axis:
+    """Around ``values``, which are the ticks, with ``texts``."""
+    least, most = min(values), max(values)
+    room = (most / least) ** 0.06 if most > least else 1.5
+    return Axis(label, least / room, most * room, tuple(zip(values, texts, strict=True)), log=True)
 
 
-def _mark(series: Series, x: float, y: float, tip: str | None = None) -> list[Markup]:
-    if series.marker is None:
-        return []
-    look = "hollow" if series.hollow else "fill"
-    path, place = _MARKERS[series.marker], f"translate({x:.1f} {y:.1f})"
-    return [element("path", d=path, transform=place, class_=f"mark {look} {series.color}", data_tip=tip)]
+@dataclass(frozen=True)
+class _Frame:
+    """The area of a chart within its picture, in pixels, and its two axes."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    x: Axis
+    y: Axis
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+    def px(self, value: float) -> float:
+        """Pixel of an x value."""
+        return self.left + self.x.part(value) * self.width
+
+    def py(self, value: float) -> float:
+        """Pixel of a y value, which is kept within the frame."""
+        return self.top + (1 - self.y.part(min(max(value, self.y.low), self.y.high))) * self.height
+
+    def axes(self, *, x_labels: bool = True) -> list[Shape]:
+        """Grid lines, ticks and labels."""
+        right = self.left + self.width
+        found = []
+        for value, text in self.y.ticks:
+            y = self.py(value)
+            kind = "axis" if value == self.y.low and not self.y.log else "grid"
+            found += [_path(f"M{self.left:.1f} {y:.1f}H{right:.1f}", kind), _text(text, self.left - 6, y + 3.5, "end")]
+        found.append(_text(self.y.label, 4.0, self.top - 10, kind="label"))
+        if self.y.low > 0:  # two strokes through the axis, and words
+            cut = self.bottom - 9
+            found += [_path(f"M{self.left - 5:.1f} {cut + shift:.1f}l10 -5", "axis cut") for shift in (0, 4)]
+            found.append(_text("not from 0", right, self.bottom - 5, "end", "tick cut"))
+        if x_labels:
+            found.append(_path(f"M{self.left:.1f} {self.bottom:.1f}H{right:.1f}", "axis"))
+            found += [_text(text, self.px(value), self.bottom + 16, "middle") for value, text in self.x.ticks]
+            found.append(_text(self.x.label, self.left + self.width / 2, self.bottom + 34, "middle", "label"))
+        return found
 
 
-def bar_chart(
-    title: str, bars: Sequence[Bar], names: Sequence[str], x_label: str, y: Axis, one: bool = False
-) -> Markup:
-    """Bars in groups, one group for each of ``names``; ``one``: a single bar in each, whatever its series."""
-    frame = Frame(_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _PLOT, categories(x_label, names), y)
-    order = list(dict.fromkeys(bar.series.key for bar in bars))
-    slots = 1 if one else len(order)
-    width = min(34.0, frame.width / len(names) * 0.8 / slots)
-    shapes = []
-    for bar in bars:
-        offset = 0.0 if one else (order.index(bar.series.key) - (slots - 1) / 2) * width
-        left, top = frame.px(bar.place) + offset - width / 2, frame.py(bar.value)
-        parts = [
-            element(
-                "rect", x=round(left + 0.5, 1), y=round(top, 1), width=round(max(1.0, width - 1), 1),
-                height=round(max(0.0, frame.py(y.low) - top), 1), rx=1.5, class_=f"fill {bar.series.color}",
-                data_tip=bar.tip,
-            )
-        ]  # fmt: skip
-        if bar.text:
-            middle = round(left + width / 2, 1)
-            parts.append(element("text", bar.text, x=middle, y=top - 4, class_="value", text_anchor="middle"))
-        shapes.append(element("g", *parts, class_=f"series s-{bar.series.key}"))
-    return picture(title, _TOP + _PLOT + _BOTTOM, [*frame.axes(), *shapes])
+# -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-def row_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[Series, float, str]]]], label: str) -> Markup:
-    """Rows of 100 %, divided into (series, part, tip)."""
-    row, left = 24.0, 134.0
-    height = row * len(rows)
-    ticks = tuple((number / 4, f"{25 * number} %") for number in range(5))
-    frame = Frame(left, 34.0, _WIDTH - left - 20, height, Axis(label, 0.0, 1.0, ticks), Axis("", 0.0, 1.0, ()))
+def _path(d: str, kind: str, **more: str) -> Shape:
+    return Shape("path", {"d": d, "class": kind, **more})
+
+
+def _text(text: str, x: float, y: float, anchor: str | None = None, kind: str = "tick") -> Shape:
+    place: dict[str, str | float | None] = {"x": round(x, 1), "y": round(y, 1), "class": kind, "text-anchor": anchor}
+    return Shape("text", place, text)
+
+
+def _of(series: Series, kind: str) -> str:
+    """The classes of a shape of ``series``."""
+    return f"{kind} {series.color} series s-{series.key}"
+
+
+def _stroke(series: Series, d: str) -> Shape:
+    return _path(d, _of(series, "stroke dashed" if series.dashed else "stroke"))
+
+
+def _mark(series: Series, x: float, y: float, **tip: str) -> Iterable[Shape]:
+    if series.marker is not None:
+        look = _of(series, "mark hollow" if series.dashed else "mark fill")
+        yield _path(_MARKERS[series.marker], look, transform=f"translate({x:.1f} {y:.1f})", **tip)
+
+
+def swatch(series: Series, *, bars: bool = False) -> list[Shape]:
+    """The look of a series in the legend, in a picture of 18 by 12 pixels; ``bars``: that of a filled area."""
+    if bars:
+        return [Shape("rect", {"x": 3, "y": 1, "width": 12, "height": 10, "rx": 2, "class": f"fill {series.color}"})]
+    look = f"stroke {series.color}{' dashed' if series.dashed else ''}"
+    mark = [] if series.marker is None else list(_mark(series, 9, 6))
+    return [_path("M0 6H18", look), *mark]
+
+
+# -- charts ------------------------------------------------------------------------------------------------------------
+
+
+def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> Picture:
+    """Lines with markers, and bands where points have a spread."""
+    frame = _Frame(_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _PLOT, x, y)
     shapes = frame.axes()
-    for place, (name, parts) in enumerate(rows):
-        top, begin = frame.top + place * row, 0.0
-        shapes.append(element("text", name, x=left - 8, y=top + row / 2 + 4, class_="name", text_anchor="end"))
-        for series, part, tip in parts:
-            if part > 0:
-                x, width = frame.px(begin), part * frame.width
-                box = {"x": round(x, 1), "y": top + 3, "width": round(width, 1), "height": row - 6}
-                shapes.append(element("rect", **box, class_=f"fill {series.color} series s-{series.key}", data_tip=tip))
-            begin += part
-    return picture(title, frame.top + height + _BOTTOM, shapes)
+    for each in series:
+        places = [(frame.px(point.x), frame.py(point.y)) for point in each.points]
+        if len(places) > 1:
+            shapes.append(_stroke(each, "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in places)))
+        if any(point.spread for point in each.points):
+            edges = [
+                [(frame.px(point.x), frame.py(point.y + sign * point.spread)) for point in points]
+                for sign, points in ((1, each.points), (-1, each.points[::-1]))
+            ]
+            outline = "L".join(f"{px:.1f} {py:.1f}" for px, py in (*edges[0], *edges[1]))
+            shapes.append(_path(f"M{outline}z", _of(each, "band")))
+        for point, (px, py) in zip(each.points, places, strict=True):
+            shapes += _mark(each, px, py, **{"data-tip": point.tip})
+    return Picture(title, _TOP + _PLOT + _BOTTOM, shapes)
 
 
-def replay_chart(title: str, available: Series, series: Sequence[Series], x: Axis, upper: Axis, lower: Axis) -> Markup:
-    """Steps of ``available`` above, steps of ``series`` below, on one time axis."""
+def row_chart(title: str, rows: Sequence[tuple[str, Sequence[Segment]]], x: Axis) -> Picture:
+    """Rows of segments, each below its name."""
+    name, bar, gap, left = 15.0, 20.0, 6.0, 10.0
+    frame = _Frame(left, 30.0, _WIDTH - left - 20, (name + bar + gap) * len(rows), x, Axis("", 0.0, 1.0, ()))
+    shapes = frame.axes()
+    for place, (row, segments) in enumerate(rows):
+        floor = frame.top + place * (name + bar + gap) + name + bar
+        shapes += [_text(row, left, floor - bar - 3, kind="name"), _path(f"M{left} {floor:.1f}h{frame.width}", "grid")]
+        for each in segments:
+            at, height = frame.px(each.begin), round(each.height * bar, 1)
+            box = {"x": round(at, 1), "y": floor - height, "width": max(0.3, round(frame.px(each.end) - at, 1))}
+            look = {"class": _of(each.series, "fill"), "data-tip": f"{row}: {each.tip}"}
+            shapes.append(Shape("rect", {**box, "height": height, **look}))
+    return Picture(title, frame.bottom + _BOTTOM, shapes)
+
+
+def step_chart(title: str, above: Series, series: Sequence[Series], x: Axis, upper: Axis, lower: Axis) -> Picture:
+    """Steps of ``above``, and below them steps of ``series``, on one x axis."""
     width, gap = _WIDTH - _LEFT - _RIGHT, 34.0
-    above = Frame(_LEFT, _TOP, width, 66.0, x, upper)
-    below = Frame(_LEFT, _TOP + above.height + gap, width, 170.0, x, lower)
-    shapes = [*above.axes(x_labels=False), _steps(above, available, area=True), *below.axes()]
-    shapes += [_steps(below, each) for each in series]
-    return picture(title, below.top + below.height + _BOTTOM, shapes)
+    first = _Frame(_LEFT, _TOP, width, 66.0, x, upper)
+    second = _Frame(_LEFT, first.bottom + gap, width, 170.0, x, lower)
+    floor = f"V{first.bottom:.1f}H{first.px(above.points[0].x):.1f}z"
+    shapes = [*first.axes(x_labels=False), _path(_steps(first, above) + floor, _of(above, "area"))]
+    shapes += [_stroke(above, _steps(first, above)), *second.axes()]
+    shapes += [_stroke(each, _steps(second, each)) for each in series]
+    return Picture(title, second.bottom + _BOTTOM, shapes)
 
 
-def _steps(frame: Frame, series: Series, *, area: bool = False) -> Markup:
+def _steps(frame: _Frame, series: Series) -> str:
     """A value holds from its point's x to the next point's; the last point ends it."""
     points = series.points
     path = f"M{frame.px(points[0].x):.1f} {frame.py(points[0].y):.1f}"
@@ -203,16 +288,4 @@ def _steps(frame: Frame, series: Series, *, area: bool = False) -> Markup:
         path += f"H{frame.px(point.x):.1f}"
         if point.y != before.y:
             path += f"V{frame.py(point.y):.1f}"
-    shapes = _stroke(series, path)
-    if area:
-        bottom = frame.py(frame.y.low)
-        closed = f"{path}V{bottom:.1f}H{frame.px(points[0].x):.1f}z"
-        shapes.insert(0, element("path", d=closed, class_=f"area {series.color}"))
-    return element("g", *shapes, class_=f"series {series.color} s-{series.key}")
-
-
-def picture(title: str, height: float, shapes: Sequence[Markup]) -> Markup:
-    """A chart of these shapes below its title."""
-    heading = element("text", title, x=4.0, y=16.0, class_="title")
-    box = f"0 0 {_WIDTH:g} {height:g}"
-    return element("figure", element("svg", heading, *shapes, viewBox=box, role="img", aria_label=title))
+    return path

@@ -1,4 +1,4 @@
-"""Names of policies, failures, models, durations and numbers on pages and in tables.
+"""Wording of policies, failures, models, durations and numbers on pages and in tables.
 
 Contract: pure functions from the dictionaries of ``result.json`` to short text.
 """
