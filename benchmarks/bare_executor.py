@@ -29,8 +29,11 @@ from lightning_recycle.planning.problem import Technique
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 
 __all__ = ["Job", "Run", "Worker", "squares"]
 
@@ -161,19 +164,11 @@ class Worker:
         self.stage = Stage(
             self.layers, place.stage * len(self.layers), 1, self.device, loss=squares if is_last else None
         )
-        gradients = GradientBuffers(self.parameters, self.device)
+        bundle = StageBundle(self.stage, self.parameters, GradientBuffers(self.parameters, self.device), StageTies())
         host: Any = _Host()
-        self.executor = Executor(
-            place,
-            job.grid,
-            self.client,
-            self.communicator,
-            self.stage,
-            self.parameters,
-            gradients,
-            host,
-            staggered=job.staggered,
-        )
+        rules = CommitRules(staggered=job.staggered)
+        runner = StepRunner(place, job.grid, self.client, self.communicator, bundle, host, rules)
+        self.executor = Executor(runner)
         self.example = job.example().to(self.device)
         self._data = _Data(self.example)
         self.client.await_announcement(_PATIENCE)

@@ -112,7 +112,8 @@ def watch(linears: int, steps: int, profiles: bool, decoupled: bool, worker: Wor
     """
     stamps, count = Stamps(worker), worker.job.grid.microbatches
     executor = worker.executor
-    executor._follow(replace(executor._whole_program, tasks=program(count, decoupled), decoupled=decoupled))
+    runner = executor._runner
+    runner.follow(replace(runner._whole_program, tasks=program(count, decoupled), decoupled=decoupled))
     rounds: list[dict[str, float]] = []
     references: list[dict[str, float]] = []
     for number in range(WARMUP + steps):

@@ -47,7 +47,10 @@ from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.executor.profiling import StageProfiler
-from lightning_recycle.runtime.executor.whole_steps import WholeStepExecutor
+from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
+from lightning_recycle.runtime.executor.step_runner import StepRunner
+from lightning_recycle.runtime.executor.whole_steps import WholeStepRunner
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.nccl.transport_choice import transport_for
 from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
@@ -388,9 +391,7 @@ class Session:
                     self.options.transport, self.place.rank, device, self.options.standby_connections
                 ),
             ),
-            held.stage,
-            held.parameters,
-            held.gradients,
+            held,
             self,
         )
         if by_itself:
@@ -408,7 +409,7 @@ class Session:
                 self._seed,
                 self.grid.global_microbatches,
             )
-            return WholeStepExecutor(*common, body=self.manual, state=ManualStepState(trainer))
+            return Executor(WholeStepRunner(*common, body=self.manual, state=ManualStepState(trainer)))
         needs = commit_requirements(trainer, module, self.grid.stages)
         if self._fitting and self.grid.stages > 1:
             self._layers = StageLayers(
@@ -424,20 +425,27 @@ class Session:
                 self.client.send,
                 measures=self.options.adapt != "reroute" and not self.client.joining,
             )
-        return Executor(
-            *common,
+        rules = CommitRules(
+            norm=needs.norm,
+            overflow=needs.overflow,
             staggered=self.run.staggered,
-            shadow_on_host=self.options.shadow == "host",
-            profiler=StageProfiler(held.parameters) if self.run.profiles else None,
-            ties=ties,
-            held=self._held_besides if held.parameters else None,
-            layers=self._layers,
-            device_name=self._device_name,
-            tries_splitting=self._fitting and self.options.tries_splitting(self.grid.stages),
-            needs_norm=needs.norm,
-            needs_overflow=needs.overflow,
             presumes=self._leaves_gradients_alone if needs.afterwards else None,
         )
+        measurements = StepMeasurements(
+            self.client,
+            device,
+            profiler=StageProfiler(held.parameters) if self.run.profiles else None,
+            held=self._held_besides if held.parameters else None,
+            tries_splitting=self._fitting and self.options.tries_splitting(self.grid.stages),
+        )
+        runner = StepRunner(
+            *common,
+            rules,
+            measurements,
+            shadow_on_host=self.options.shadow == "host",
+            device_name=self._device_name,
+        )
+        return Executor(runner, self._layers)
 
     def _held_besides(self) -> Iterator[torch.Tensor]:
         """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with

@@ -417,7 +417,7 @@ class SimulatedWorker:
         yield from self.retried(run)
 
     def retried(self, attempt: Callable[[], Waits], recover: bool = False) -> Waits:
-        """Executor._retried."""
+        """Retries.run."""
         while True:
             try:
                 if recover:
@@ -623,7 +623,7 @@ class SimulatedWorker:
             case recovery.Settle():
                 self.payloads = resume.commits
                 self.settle_step(action.step)
-            case recovery.Adopt() if self.network.whole:  # WholeStepExecutor._carry_out
+            case recovery.Adopt() if self.network.whole:  # WholeStepRunner.adopt
                 assert not action.lacks or action.step == version, "it has not done a step that is to be applied"
             case recovery.Adopt():
                 step = action.step
@@ -800,7 +800,7 @@ class SimulatedWorker:
                 yield from self.regroup()
 
     def whole_step(self, step: int, plan: Plan) -> Waits:
-        """WholeStepExecutor._run_program: reductions in the middle of the step, and a last one when it is done."""
+        """WholeStepRunner.run_program: reductions in the middle of the step, and a last one when it is done."""
         self.reduced, self.payload = False, None
         assert self.version == step, f"it does step {step} on the parameters of version {self.version}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"

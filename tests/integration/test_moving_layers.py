@@ -24,6 +24,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
 from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
 from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage import layer_exchange
 from lightning_recycle.session import stage_layers
 
@@ -74,7 +75,7 @@ class KilledWhileLayersMove(Callback):
             (stage_layers.StageLayers, "take_up"),
             (LayerParts, "exchange"),
             (Executor, "_get_ready"),
-            (Executor, "_take_up"),
+            (StepRunner, "take_up"),
             (Executor, "_connect"),
             (ControlClient, "await_announcement"),
         ]:

@@ -329,12 +329,12 @@ class WaitsBeforeItsLastGradients(Callback):
         def begins(step: int, op: Any) -> None:
             if step != self.step or executor.worker.stage < executor.grid.stages - 1:
                 return
-            last = [task for task in executor._program if task.op.kind.value == "W"][-1]
+            last = [task for task in executor._runner.program if task.op.kind.value == "W"][-1]
             if op is last.op:
                 limit = time.monotonic() + 20
                 while not reduced.exists() and time.monotonic() < limit:
                     time.sleep(0.01)
-                found = bool(executor._stage.untouched(last.index)), reduced.exists()
+                found = bool(executor._runner.stage.untouched(last.index)), reduced.exists()
                 (self.folder / f"{strategy.grid_rank}").write_text(repr(found))
 
         executor.after_operation.append(ended)
@@ -432,7 +432,7 @@ class CountsSums(Callback):
                     name: [
                         stages
                         for tensor, stages in begun
-                        if _lies_in(executor._gradients.of_parameter(p, step), tensor)
+                        if _lies_in(executor._runner.gradients.of_parameter(p, step), tensor)
                     ]
                     for name, p in trainer.lightning_module.named_parameters()
                 }

@@ -15,7 +15,10 @@ from lightning_recycle.control.network.connection import Inbox, MessageConnectio
 from lightning_recycle.control.protocol.messages import TO_WORKERS, Regroup
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 
 
 class Recorder:
@@ -25,6 +28,7 @@ class Recorder:
         self.aborted: list[int] = []
         self.called = threading.Event()
         self.sums = None
+        self.device = torch.device("cpu")
 
     def report_progress_to(self, on_progress: Any) -> None:
         """There is none."""
@@ -59,7 +63,8 @@ def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_j
     parameters = [nn.Parameter(torch.zeros(1))]
     gradients = GradientBuffers(parameters, torch.device("cpu"))
     host: Any = SimpleNamespace(computing_again=None)
-    Executor(Worker(0, 0), Grid(1, 1, 1), client, communicator, stage, parameters, gradients, host)
+    bundle = StageBundle(stage, parameters, gradients, StageTies())
+    Executor(StepRunner(Worker(0, 0), Grid(1, 1, 1), client, communicator, bundle, host, CommitRules()))
 
     coordinator = MessageConnection(theirs, Inbox(()))
     coordinator.send(Regroup(0, (0,)))

@@ -18,10 +18,28 @@ from dataclasses import dataclass
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.payload import unpack_all
 
-__all__ = ["CommitPayload", "SpeculativeCommits", "norm_of"]
+__all__ = ["CommitPayload", "CommitRules", "SpeculativeCommits", "norm_of"]
 
 _GROWTH = 1.1  # of the norm since the step before, which a guess allows for
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong guess to the new generation
+
+
+@dataclass(frozen=True)
+class CommitRules:
+    """What stages must know of each other before they step.
+
+    Args:
+        norm: whether each step needs the norm of all gradients.
+        overflow: whether each step needs to know of infinities and NaNs among all gradients.
+        staggered: whether a stage may step before the others hold their gradients.
+        presumes: norm of all gradients -> whether a step is what it is without knowing the norm. With it a stage steps
+            on the guess that it is, unless what is known says otherwise; without it all stages know the norm first.
+    """
+
+    norm: bool = False
+    overflow: bool = False
+    staggered: bool = True
+    presumes: Callable[[float], bool] | None = None
 
 
 @dataclass(frozen=True)

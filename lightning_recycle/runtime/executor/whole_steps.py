@@ -45,15 +45,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.control.client import Interrupted
+from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.recovery import Action, Adopt
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
-from lightning_recycle.planning.grid import Microbatch, OpKind, global_index
-from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
+from lightning_recycle.planning.grid import Grid, Microbatch, OpKind, Worker, global_index
+from lightning_recycle.runtime.comm.communicator import Communicator
+from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks
+from lightning_recycle.runtime.executor.speculative_commit import CommitPayload, CommitRules
+from lightning_recycle.runtime.executor.step_runner import StepRunner
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle
 
-__all__ = ["Exchange", "StepBody", "StepState", "Turns", "Way", "WholeStepExecutor", "WholeStepMicrobatch"]
+__all__ = ["Exchange", "StepBody", "StepState", "Turns", "Way", "WholeStepMicrobatch", "WholeStepRunner"]
 
 _TOLD = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2
@@ -130,31 +132,47 @@ class StepBody(Protocol):
         """
 
 
-class WholeStepExecutor(Executor):
-    """An executor whose steps are run by ``body``, with ``state`` kept before them; further arguments as for
-    :class:`~lightning_recycle.runtime.executor.executor.Executor`, with ``staggered=False`` and without parameters.
+class WholeStepRunner(StepRunner):
+    """A runner whose steps are run by ``body``, with ``state`` kept before them.
+
+    Args:
+        worker, grid, client, communicator, bundle, callbacks: as for
+            :class:`~lightning_recycle.runtime.executor.step_runner.StepRunner`; the bundle has no parameters.
+        body: the user's step.
+        state: all that it may change.
     """
 
-    def __init__(self, *args: Any, body: StepBody, state: StepState, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "staggered": False})
+    def __init__(
+        self,
+        worker: Worker,
+        grid: Grid,
+        client: ControlClient,
+        communicator: Communicator,
+        bundle: StageBundle,
+        callbacks: ExecutorCallbacks,
+        body: StepBody,
+        state: StepState,
+    ) -> None:
+        super().__init__(worker, grid, client, communicator, bundle, callbacks, CommitRules(staggered=False))
         self._body, self._state = body, state
-        self._redoes_whole_steps = True
+        self.redoes_whole_steps = True
         self._has_begun = False  # the state is in the middle of a step, or after one that is not committed
         self._broken: Exception | None = None  # what ended an exchange of this attempt
         self._waited = 0.0  # seconds in exchanges of this attempt
 
     @override
-    def _run_program(self, step: int) -> None:
+    def run_program(self, step: int) -> None:
         self._rewind()
-        self._broken, self._waited, self._reduced, self._payload = None, 0.0, False, None
+        self._broken, self._waited = None, 0.0
+        self.forget()
         microbatches = self._read(step)
-        self._client.doing(step, "keeping the state")
+        self.client.doing(step, "keeping the state")
         self._state.keep()
         self._has_begun = True
         way = Way()
         for task in self._of_kind(OpKind.FORWARD):
-            self._client.doing(step, task.label, task.op.kind.value, task.index)
-            self._place = (step, task.label)
+            self.client.doing(step, task.label, task.op.kind.value, task.index)
+            self.attempt.place = (step, task.label)
             for hook in self.before_operation:
                 hook(step, task.op)
         started = time.perf_counter()
@@ -167,37 +185,39 @@ class WholeStepExecutor(Executor):
         if self._broken is not None:  # the user's code has caught it
             raise self._broken
         mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
-        self._timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
+        self._measurements.timings.add(
+            OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches)
+        )
         self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
-        self._reduced, self._payload = True, CommitPayload()
+        self.reduced, self.payload = True, CommitPayload()
         way.add("the end of the step")
         self.check(way)
         if mine:
             losses, outputs = {i: loss for i, (loss, _) in mine.items()}, {i: output for i, (_, output) in mine.items()}
-            self._client.send(messages.Losses(self._client.rank, step, losses, outputs))
+            self.client.send(messages.Losses(self.client.rank, step, losses, outputs))
         self._run_hooks(step, OpKind.REDUCE, OpKind.STEP)
         self._commit_and_apply()
         self._run_hooks(step, OpKind.STEP, None)
-        self._communicator.messages.end_step()
+        self.communicator.messages.end_step()
 
     def _read(self, step: int) -> list[WholeStepMicrobatch]:
         """Reads this worker's micro-batches."""
-        handle = self._steps[step].handle
-        self._place = (step, "reading data")
+        handle = self.steps[step].handle
+        self.attempt.place = (step, "reading data")
         wanted = [
             op.microbatch for op in (task.op for task in self._of_kind(OpKind.FORWARD)) if op.microbatch is not None
         ]
         found = []
-        with self._client.busy("reading data"):
+        with self.client.busy("reading data"):
             for microbatch in wanted or [Microbatch(0, 0)]:
-                inputs, _ = self._callbacks.split(handle.loader.fetch(handle, microbatch), handle.index)
+                inputs, _ = self.callbacks.split(handle.loader.fetch(handle, microbatch), handle.index)
                 samples = handle.loader.num_samples(handle, microbatch)
                 index = global_index(self.grid, microbatch)
                 found.append(WholeStepMicrobatch(index, inputs, samples, counts=bool(wanted)))
         return found
 
     def _of_kind(self, kind: OpKind) -> list[Any]:
-        return [task for task in self._program if task.op.kind is kind]
+        return [task for task in self.program if task.op.kind is kind]
 
     def _run_hooks(self, step: int, after: OpKind, before: OpKind | None) -> None:
         """Between two operations of the schedule; the user's step is the F of all micro-batches."""
@@ -205,22 +225,22 @@ class WholeStepExecutor(Executor):
             for hook in self.after_operation:
                 hook(step, task.op)
         for task in self._of_kind(before) if before is not None else ():
-            self._client.doing(step, task.label)
-            self._place = (step, task.label)
+            self.client.doing(step, task.label)
+            self.attempt.place = (step, task.label)
             for hook in self.before_operation:
                 hook(step, task.op)
 
     # ------------------------------------------------------------------ what the workers do together
 
     def all_reduce(self, tensor: Tensor) -> None:
-        if self._broken is None and self._client.interrupted:
+        if self._broken is None and self.client.interrupted:
             self._broken = Interrupted()
         if self._broken is not None:
             raise self._broken
         started = time.perf_counter()
         try:
-            with self._client.waiting("peers"):
-                self._communicator.sums.all_reduce(tensor)
+            with self.client.waiting("peers"):
+                self.communicator.sums.all_reduce(tensor)
         except Exception as error:
             self._broken = error
             raise
@@ -235,7 +255,7 @@ class WholeStepExecutor(Executor):
         count, *totals = sums.tolist()
         for total, squares in zip(totals[:_HASHES], totals[_HASHES:], strict=True):
             if count * squares != total**2:
-                ways: Mapping[int, str] = self._client.arrive_in_generation("way of a step", str(way))
+                ways: Mapping[int, str] = self.client.arrive_in_generation("way of a step", str(way))
                 raise UnsupportedFeatureError(
                     different_ways([f"{way} (worker {rank})" for rank, way in sorted(ways.items())])
                 )
@@ -248,26 +268,24 @@ class WholeStepExecutor(Executor):
             self._has_begun = False
 
     @override
-    def _recover(self) -> None:
-        if not self._reduced:
+    def before_recovery(self) -> None:
+        if not self.reduced:
             self._rewind()
-        super()._recover()
+        super().before_recovery()
 
     @override
-    def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:
-        if not isinstance(action, Adopt):
-            super()._carry_out(action, resume, commits)
-        elif action.step < resume.decision.version and action.lacks:
+    def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
+        if is_committed and lacks:
             raise ReCycleError(
-                f"No recovery: worker {self.worker} has not done step {action.step}, although its losses are known:"
+                f"No recovery: worker {self.worker} has not done step {step}, although its losses are known:"
                 " the commit protocol was violated."
             )
 
     @override
-    def _apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
+    def apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
         """The step that was done counts."""
         self._has_begun = False
-        super()._apply(payloads, guesses)
+        super().apply(payloads, guesses)
 
 
 _T = TypeVar("_T")

@@ -1,0 +1,516 @@
+"""Runs the program of a step on one worker: F, B, W, REDUCE and STEP of its stage, as the schedule orders them.
+
+The schedule is data. Receives are posted at the start of the step and sends leave as soon as their value exists, so
+communication follows from the program and needs no operations of its own. A stage steps its optimizer when its own
+gradient is reduced, much of it in the background; a copy of the previous version's parameters (the shadow) stays until
+the next STEP. If stages must know something of each other before they step, or staggering is off, a commit through the
+coordinator comes first. If that is the norm of the whole gradient, a stage may step on the guess that it is small, and
+again if it was wrong.
+
+Contract: an attempt at a step ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is
+announced; :mod:`~lightning_recycle.runtime.executor.executor` then recovers and has it made again.
+
+Must not know: who is in the generation, and how it came about.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.recovery import part_of
+from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
+from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
+from lightning_recycle.runtime.checks.microbatch_records import MicrobatchWatcher, Recomputation
+from lightning_recycle.runtime.checks.verification import Verifier
+from lightning_recycle.runtime.comm.communicator import Channel, Communicator, Incoming
+from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, StepResult
+from lightning_recycle.runtime.executor.retries import Attempt
+from lightning_recycle.runtime.executor.speculative_commit import (
+    CommitPayload,
+    CommitRules,
+    SpeculativeCommits,
+    norm_of,
+)
+from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
+from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
+from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
+from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
+
+__all__ = ["READING", "Step", "StepRunner"]
+
+log = logging.getLogger(__name__)
+
+READING = "reading data"
+
+
+@dataclass
+class Step:
+    """A step as Lightning asked for it: where its data is and how it is applied."""
+
+    handle: StepHandle
+    apply: Callable[[StepResult], None]
+    share: Share
+    result: StepResult | None = None
+
+
+class StepRunner:
+    """Runs one worker's part of steps.
+
+    Args:
+        worker: the worker's position.
+        grid: the grid of the run.
+        client: the connection to the coordinator.
+        communicator: the connection to the other workers.
+        bundle: the layers of this stage, and what belongs to them.
+        callbacks: answers what is not the executor's business.
+        rules: what stages must know of each other before they step; with ties they all commit a step together.
+        measurements: of the operations; by default only their seconds.
+        shadow_on_host: whether the previous version's parameters are kept in host memory.
+        device_name: the name of its device, by which its machine knows it.
+
+    Attributes:
+        version: the number of steps applied to the parameters; with gradient accumulation, of batches.
+        reduced: whether the gradient of step :attr:`version` is reduced.
+        payload: what other stages must know of it; that of an unsettled step stays.
+        accumulated: the gradients of the batches since the newest step of the optimizer.
+        steps: the steps that may run.
+        attempt: how far this worker has come.
+        leads: the rank that speaks for each stage.
+        ahead: a step that is run again, and the stages that are done with it.
+        before_operation: called with (step, operation) before each operation.
+        after_operation: called with (step, operation) after each operation.
+        stretch_operation: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes
+            counts as computing. For fault injection.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        grid: Grid,
+        client: ControlClient,
+        communicator: Communicator,
+        bundle: StageBundle,
+        callbacks: ExecutorCallbacks,
+        rules: CommitRules,
+        measurements: StepMeasurements | None = None,
+        shadow_on_host: bool = False,
+        device_name: str = "",
+    ) -> None:
+        self.worker, self.grid = worker, grid
+        self.client, self.communicator, self.callbacks = client, communicator, callbacks
+        self.version = 0
+        self.reduced = False
+        self.payload: CommitPayload | None = None
+        self.steps: dict[int, Step] = {}
+        self.attempt = Attempt()
+        self.leads: dict[int, int] = {}
+        self.ahead: tuple[int, frozenset[int]] = (-1, frozenset())
+        self.before_operation: list[Callable[[int, Op], None]] = []
+        self.after_operation: list[Callable[[int, Op], None]] = []
+        self.stretch_operation: Callable[[float], None] | None = None
+        self._rules = rules
+        self._measurements = measurements or StepMeasurements(client, communicator.device)
+        has_ties = bool(bundle.ties.ties)
+        waits = rules.overflow or not rules.staggered or has_ties
+        self.guesses = (
+            None
+            if waits or rules.presumes is None
+            else SpeculativeCommits(client, worker.stage, grid.stages, rules.presumes)
+        )
+        self.commits = waits or (rules.norm and rules.presumes is None)
+        self.redoes_whole_steps = has_ties  # what is REDUCED, but not applied, cannot be kept for a redo
+        self._shadow_on_host, self._device_name = shadow_on_host, device_name
+        self._is_last = worker.stage == grid.stages - 1
+        self._whole_program = Program()
+        self.program: tuple[Task, ...] = ()
+        self._idle_peer = False
+        self._incoming: dict[Task, Incoming] = {}
+        self._losses: dict[int, float | Tensor] = {}  # on a device: whoever reads one waits for it
+        self._outputs: dict[int, bytes] = {}
+        self._has_read_ahead = False
+        self._hold(bundle)
+
+    def _hold(self, bundle: StageBundle) -> None:
+        """From now on this worker has these layers. Nothing is under way."""
+        self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
+        self._parameters = bundle.parameters
+        self._reduction = BucketedReduction(self.communicator.sums, self.gradients, self.stage, lambda: self.is_settled)
+        self.accumulated = AccumulatedGradients(self.gradients, self._parameters, bundle.accumulated)
+        # A single stage is never ahead of others: what it has applied is what is committed.
+        is_ahead = not self.commits and (self.grid.stages > 1 or self.guesses is not None)
+        self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
+        self._measurements.hold(self._held)
+        # A guess, or the user's own backward, may differ.
+        comparing = self.guesses is None and self.stage.differentiates_itself
+        recompute = Recomputation(
+            self.stage, self._parameters, self.grid.global_microbatches, self.callbacks.computing_again
+        )
+        self.verifier = Verifier(
+            self.client,
+            self.communicator,
+            self.stage,
+            recompute,
+            self.grid,
+            self._device_name,
+            comparing,
+        )
+        # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
+        explains = self.grid.pipelines > 1 and not self._rules.overflow and self.stage.differentiates_itself
+        self.finite = FiniteChecks(self.client, self.stage, recompute, self.verifier, explains)
+        self._watchers: tuple[MicrobatchWatcher, ...] = (self.verifier, self.finite)
+
+    def take_up(self, bundle: StageBundle) -> None:
+        """This worker has other layers from now on, which are set as those before."""
+        self._hold(bundle)
+        self.follow(self._whole_program)  # so does what is new with the layers
+        self.stage.remember_modes()
+        self.forget()
+
+    # ------------------------------------------------------------------ a step
+
+    def follow(self, program: Program) -> None:
+        """Follows ``program`` from now on."""
+        self._whole_program = program
+        self.program, self._idle_peer = program.tasks, program.idle_peer
+        self.verifier.follow(program)
+        self._measurements.follow(program)
+
+    def run_program(self, step: int) -> None:
+        """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
+        part = part_of(step, self.version, self.reduced, self._idle_peer)
+        givers = self._givers(step)
+        self.verifier.begin(step, part.reduces and step == self.version)
+        program = self.verifier.tasks
+        if not part.reduces:
+            left_out = [OpKind.BACKWARD_WEIGHT, *([] if givers else [OpKind.REDUCE])]
+            program = tuple(t for t in program if t.op.kind not in left_out)
+        self.stage.clear()
+        self._losses, self._outputs = {}, {}
+        self._has_read_ahead = False
+        self.finite.begin(step)
+        early = part.reduces and not (self.verifier.needs_last_gradients or self.finite.inspects or givers)
+        self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
+        self._incoming = {
+            task: self.communicator.messages.post_receive(_channel(task.op), task.source, task.index)
+            for task in program
+            if task.source is not None
+        }
+        measured = step if part.reduces else None
+        self._measurements.begin(measured, program, self.communicator.messages.buffers())
+        if part.awaits_peers:
+            self.await_peers()
+        forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
+        for task in program:
+            if self.client.interrupted:
+                raise Interrupted
+            self.settle(waits=False)
+            kind = task.op.kind
+            self.client.doing(step, task.label, kind.value, task.index)
+            self.attempt.place = (step, task.label)
+            for hook in self.before_operation:
+                hook(step, task.op)
+            if kind is OpKind.FORWARD:
+                self._forward(step, task)
+                forwards_left -= 1
+                if self._is_last and not forwards_left:
+                    if step == self.version:
+                        self.settle()
+                    losses = {index: float(loss) for index, loss in self._losses.items()}
+                    if step == self.version:
+                        self.finite.losses(step, losses)
+                    proven_in = self.client.generation if self.verifier.leaves_open(step) else None
+                    self.client.send(messages.Losses(self.client.rank, step, losses, self._outputs, proven_in))
+            elif kind is OpKind.RECOMPUTE:
+                self._recompute(step, task)
+            elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
+                self._backward(step, task)
+                if not part.reduces:  # there is no W that would free what it waits with
+                    self.stage.forget(task.index)
+            elif kind is OpKind.BACKWARD_WEIGHT:
+                self.verifier.adds_gradients(task)
+                with self._measured(kind):
+                    self.stage.backward_weight(task.index, self._reduction.during_weights(task))
+            elif kind is OpKind.CHECK:
+                self.verifier.check(step)
+            elif kind is OpKind.REDUCE and part.reduces:
+                self._reduce(step)
+            elif kind is OpKind.REDUCE:
+                with self.client.waiting("stages with the same weights"):
+                    self._reduction.give(step)
+            elif kind is OpKind.STEP and part.applies:
+                self._commit_and_apply()
+            for after in self.after_operation:
+                after(step, task.op)
+            if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
+                for watcher in self._watchers:
+                    watcher.completed(task)
+                self._reduction.completed(task)
+        self.communicator.messages.end_step()
+
+    def _forward(self, step: int, task: Task) -> None:
+        inputs = target = None
+        if task.op.stage == 0 or self._is_last:
+            assert task.op.microbatch is not None
+            data = self.steps[step]
+            with self.client.busy(READING):
+                self.attempt.place = (step, READING)
+                read = data.handle.loader.fetch(data.handle, task.op.microbatch)
+                self.attempt.place = (step, task.label)
+                inputs, target = self.callbacks.split(read, data.handle.index)
+                self.callbacks.begin_microbatch(task.index)
+        if task.source is not None:
+            inputs = self._receive(step, task)
+        stage, measurements = self.stage, self._measurements
+        for watcher in self._watchers:
+            watcher.takes(step, task, inputs, target)
+        split = task.decoupled or measurements.splits(task)
+        held, tried = measurements.after_forward(lambda: stage.kept(inputs)), measurements.trying(OpKind.FORWARD, task)
+        with measurements.profiled(step), self._measured(OpKind.FORWARD), held, tried:
+            output = stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=task.recomputed)
+            if self._is_last:
+                loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
+                self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
+                if self.callbacks.records_outputs:
+                    with self.client.busy("a hook that sees outputs"):
+                        self._outputs[task.index] = self.callbacks.record_output(
+                            output, target, self._samples(step, task)
+                        )
+        for watcher in self._watchers:
+            watcher.computed(task, output, self._losses.get(task.index))
+        if task.destination is not None:
+            measurements.sent(output)
+            self.communicator.messages.send(_channel(task.op), output, task.destination, task.index)
+
+    def _recompute(self, step: int, task: Task) -> None:
+        if task.op.stage == 0:
+            self.callbacks.begin_microbatch(task.index)
+        with self._measurements.profiled(step), self._measured(OpKind.RECOMPUTE):
+            self.stage.recompute(task.index, decoupled=task.decoupled)
+
+    def _backward(self, step: int, task: Task) -> None:
+        grads = None if task.source is None else self._receive(step, task)
+        kind, measurements = task.op.kind, self._measurements
+        self.verifier.adds_gradients(task)
+        with self._measured(kind):
+            if kind is OpKind.BACKWARD and not measurements.splits(task):
+                with measurements.trying(kind, task), self._reduction.during_backward(task):
+                    input_grads = self.stage.backward(task.index, grads)
+            else:
+                waiting = measurements.after_backward(lambda: self.stage.waiting(task.index))
+                with waiting, measurements.trying(OpKind.BACKWARD_INPUT, task):
+                    input_grads = self.stage.backward_input(task.index, grads)
+                if kind is OpKind.BACKWARD:
+                    with measurements.trying(OpKind.BACKWARD_WEIGHT, task):
+                        self.stage.backward_weight(task.index)
+        for watcher in self._watchers:
+            watcher.differentiated(task, grads, input_grads)
+        if task.destination is not None and input_grads is not None:
+            self.communicator.messages.send(_channel(task.op), input_grads, task.destination, task.index)
+
+    def _reduce(self, step: int) -> None:
+        self.settle()
+        self._measurements.timings.await_device(self.client.progressed)
+        with self.client.waiting("peers"), self._measured(OpKind.REDUCE):
+            self._reduction.finish()
+        told = self._commit_payload(step)
+        self.finite.gradient(step, told.squared_norm, self.gradients.of_step(step))
+        self.payload, self.reduced = told, True
+
+    def _givers(self, step: int) -> dict[tuple[int, ...], int]:
+        """By the stages that hold weights in common, if some are done with ``step``: who gives the others its sum."""
+        again, ahead = self.ahead
+        givers = self.ties.givers(ahead) if step == again else {}
+        return {stages: self.leads[giver] for stages, giver in givers.items()}
+
+    def _commit_payload(self, step: int) -> CommitPayload:
+        """What others must know of this stage's reduced gradient of ``step``."""
+        totals = (step, self.steps[step].share)
+        return CommitPayload(
+            self.accumulated.squared_norm(*totals, without=self.ties.not_counted) if self._rules.norm else math.nan,
+            self._rules.overflow and not self.accumulated.is_finite(*totals),
+        )
+
+    def _commit_and_apply(self) -> None:
+        if self.guesses is not None:
+            self._apply_at_once_or_later(self.guesses, self.version)
+        elif self.commits:
+            self.apply(self.client.commit(self.version, self.payload))
+        else:
+            self.apply({})
+
+    def apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
+        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage. ``guesses``:
+        whether they are not known yet.
+        """
+        number = self.version
+        step = self.steps[number]
+        norm = 0.0 if guesses else norm_of(payloads)
+        overflow = any(payload.overflow for payload in payloads.values())
+        known = self.client.await_loss(number)
+        self.finite.applied(known.loss)
+        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next)
+        self.accumulated.add(number, step.share)
+        with self._measurements.timings.measure(OpKind.STEP, self.communicator.device):
+            if self._shadow is not None:
+                self._shadow.update()
+            if guesses:
+                self.callbacks.keep_optimizer()
+            # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
+            self.version += 1
+            self.reduced = False
+            if guesses:
+                assert self.guesses is not None
+                self.guesses.unsettled = True
+            else:
+                self.payload = None
+            self.attempt.is_past = True
+            with self.client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
+                step.apply(result)
+            if not self.commits and self.guesses is None:  # otherwise nobody needs them once they have been clipped
+                self.gradients.look_for_changes()
+        step.result = result
+        self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
+        self.attempt.is_past = False
+        self._measurements.report(number)
+
+    # ------------------------------------------------------------------ steps on a guess
+
+    def _apply_at_once_or_later(self, guesses: SpeculativeCommits, step: int) -> None:
+        """Tells the others of this stage's gradient, and applies it now if a guess may do; else when all have told."""
+        assert self.payload is not None
+        on_a_guess = guesses.is_likely(self.payload) and not self.callbacks.must_know(step)
+        guesses.tell(step, self.payload, on_a_guess)
+        if on_a_guess and not guesses.is_known(step):
+            self.apply({}, guesses=True)
+        else:
+            self.apply(guesses.await_known(step))
+
+    def settle(self, waits: bool = True) -> None:
+        """If the newest step was made on a guess, learns whether that was right; only if that is known already, without
+        ``waits``. Nothing that follows from a guess may be reduced, or leave the executor.
+
+        Raises:
+            Interrupted: when a generation was announced, in which a wrong guess is corrected.
+        """
+        guesses, step = self.guesses, self.version - 1
+        if guesses is not None and guesses.unsettled and (waits or guesses.is_known(step)):
+            guesses.await_known(step)
+            guesses.unsettled, self.payload = False, None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the parameters are what they will be."""
+        return self.guesses is None or not self.guesses.unsettled
+
+    def settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
+        """What all stages have told of ``step``, which this worker applied on a guess, is ``known``."""
+        assert self.guesses is not None
+        self.guesses.unsettled, self.payload = False, None
+        if not self.guesses.are_right(known):
+            self._step_again(step, norm_of(known))
+
+    def _step_again(self, step: int, norm: float) -> None:
+        assert self._shadow is not None
+        started = time.perf_counter()
+        with self.client.busy("STEP", OpKind.STEP.value):
+            self._shadow.restore()
+            self.accumulated.attach(step)
+            self.callbacks.step_again(norm)
+        log.info("Step %d was made again with its true norm, %g, in %.4f s.", step, norm, time.perf_counter() - started)
+
+    # ------------------------------------------------------------------ a recovery
+
+    def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
+        """Takes over the reduced gradient of ``step`` from rank ``donor``, or gives its own to those that lack it.
+
+        Args:
+            step: which step.
+            donor: the rank that gives it, of this stage.
+            lacks: whether this worker has none.
+            is_committed: whether all stages have done the step.
+        """
+        with self.client.waiting("a gradient"):
+            for buffer in self.gradients.of_step(step):
+                self.communicator.sums.broadcast(buffer, donor)
+        if lacks:
+            self.payload, self.reduced = self._commit_payload(step), True
+
+    def forget(self) -> None:
+        """The gradient of the step that runs is not reduced any more."""
+        self.reduced, self.payload = False, None
+
+    def before_recovery(self) -> None:
+        """A generation was announced: what was under way is over."""
+        self.stage.clear()
+        self._incoming = {}
+
+    def drop_reductions(self) -> None:
+        """Forgets the sums that were begun, once the connections of their generation are closed."""
+        self._reduction.drop()
+
+    def measure_links(self) -> None:
+        """Measures the links to the neighbouring stages, if the run is profiled."""
+        rank, pair = self.client.rank, self.communicator.messages.exchange
+        self._measurements.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
+
+    def await_peers(self) -> None:
+        """Returns when all live workers of this stage have come here."""
+        with self.client.waiting("peers"):
+            self.communicator.sums.all_reduce(torch.zeros(1))
+
+    def serve(self, step: int) -> None:
+        """Runs a step that this worker has applied, with the parameters of that step."""
+        assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
+        try:
+            with self.stage.as_in_training(), self._shadow.in_place(), self.callbacks.as_in_step(step):
+                self.run_program(step)
+        finally:
+            self.accumulated.attach(self.version - 1)
+
+    # ------------------------------------------------------------------ small things
+
+    def _held(self) -> Iterable[Tensor]:
+        """The tensors that this worker holds for its layers between two steps."""
+        shadow = [] if self._shadow is None else self._shadow.on(self.communicator.device)
+        return chain(self._parameters, self.gradients.tensors(), self.accumulated.state().values(), shadow)
+
+    def _receive(self, step: int, task: Task) -> Any:
+        if not self._has_read_ahead and step == self.version:
+            self._has_read_ahead = True  # the first wait of a step is the longest: the pipeline fills
+            data = self.steps[step]
+            with self.client.busy(READING):
+                self.attempt.place = (step + 1, READING)
+                data.handle.loader.read_ahead(data.handle)
+                self.attempt.place = (step, task.label)
+        with self.client.waiting(f"rank {task.source}"):
+            value = self.communicator.messages.receive(self._incoming[task])
+        if task.op.kind is OpKind.FORWARD:
+            self._measurements.received(value)
+        return value
+
+    def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
+        stretch = None if kind is OpKind.REDUCE else self.stretch_operation  # most of a REDUCE is waiting for peers
+        return self._measurements.operation(kind, stretch)
+
+    def _samples(self, step: int, task: Task) -> int:
+        data = self.steps[step]
+        assert task.op.microbatch is not None
+        return data.handle.loader.num_samples(data.handle, task.op.microbatch)
+
+
+def _channel(op: Op) -> Channel:
+    return Channel.ACTIVATIONS if op.kind is OpKind.FORWARD else Channel.GRADIENTS
