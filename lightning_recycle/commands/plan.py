@@ -20,9 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_recycle.commands.application import run_command
-from lightning_recycle.commands.layout_tables import layers_from, layout_table, layouts_of
-from lightning_recycle.commands.plan_tables import Row, comparison, row, single
-from lightning_recycle.commands.settings import problem_from, problems_ahead
+from lightning_recycle.commands.plan_settings import layers_from, problem_from, problems_ahead
+from lightning_recycle.commands.plan_tables import Row, comparison, layout_table, layouts_of, row, single
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import PlanLibrary, Planner, PlanResult, Problem, save_plan, solve
 from lightning_recycle.planning.plan_files import check_torch_runs, save_torch_csv

@@ -1,4 +1,4 @@
-"""The tables that ``recycle-plan`` prints: how good a plan is, compared with baselines.
+"""Tables that ``recycle-plan`` prints: the quality of a plan against baselines, and layouts after the next failure.
 
 Concept: a plan is compared with two fault-free schedules of the same grid, costs and memory. Most systems run 1F1B;
 zero-bubble (decoupled backward, no more memory than 1F1B, one optimizer step for all stages) is the best they could
@@ -9,24 +9,39 @@ Must not know: Hydra, files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from rich.table import Table
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.planning import (
+    Changing,
     Grid,
+    LayerCosts,
+    LayoutPlan,
     PlanResult,
     Problem,
     Schedule,
     Technique,
+    Worker,
     distribution_of,
     heuristic,
     one_f_one_b,
 )
+from lightning_recycle.planning.layouts.layout_search import layouts_ahead
 
-__all__ = ["Row", "baselines", "comparison", "row", "single"]
+__all__ = [
+    "Row",
+    "baselines",
+    "comparison",
+    "layout_table",
+    "layouts_of",
+    "row",
+    "single",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +204,52 @@ def _short(values: Sequence[int] | Sequence[str]) -> str:
     if len(set(values)) == 1:
         return str(values[0])
     return "/".join(map(str, values)) if len(values) <= 8 else f"{min(values, key=float)} to {max(values, key=float)}"
+
+
+def layouts_of(
+    settings: Mapping[str, Any], problem: Problem, layers: LayerCosts, cuts: tuple[int, ...]
+) -> list[tuple[Worker, LayoutPlan]]:
+    """The best layout after each next failure of ``problem``.
+
+    Raises:
+        ConfigurationError: when a value is impossible.
+    """
+    changing = Changing(switch=at_least("", "layers.switch", settings["switch"]))
+    return list(layouts_ahead(problem, layers, cuts, changing=changing))
+
+
+def layout_table(found: Iterable[tuple[Worker, LayoutPlan]]) -> Table:
+    """One line for each next failure."""
+    table = Table(title="Layouts after the next failure", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("lost", no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    table.add_column("layers by stage", overflow="fold")
+    table.add_column("workers by stage", overflow="fold")
+    for name in ("period", "/re-routing", "bytes", "stall"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker, plan in found:
+        chosen = plan.chosen
+        table.add_row(
+            str(worker),
+            chosen.way,
+            _runs(chosen.layout.sizes),
+            _runs(chosen.layout.workers),
+            f"{chosen.period:.5g}",
+            f"{plan.reroute.period / chosen.period:.3f}" if chosen.period else "1.000",
+            f"{chosen.bytes:.4g}",
+            f"{chosen.stall:.4g}",
+        )
+    return table
+
+
+def _runs(values: Sequence[float]) -> str:
+    """All values, or runs of equal ones if there are many."""
+    if len(values) <= 12:
+        return "/".join(map(str, values))
+    runs: list[tuple[float, int]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1] = value, runs[-1][1] + 1
+        else:
+            runs.append((value, 1))
+    return "/".join(f"{value}" if times == 1 else f"{times} x {value}" for value, times in runs)

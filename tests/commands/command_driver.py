@@ -26,7 +26,7 @@ sys.exit("torch was imported" if "torch" in sys.modules else 0)
 
 _MODULES = {
     "recycle-plan": "lightning_recycle.commands.plan",
-    "recycle-report": "lightning_recycle.commands.make_report",
+    "recycle-report": "lightning_recycle.commands.report",
     "recycle-simulate": "lightning_recycle.commands.simulate",
 }
 

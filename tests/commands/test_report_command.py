@@ -399,7 +399,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     ("command", "parser"),
     [
         ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone"),
-        ("recycle-report", "lightning_recycle.commands.make_report"),
+        ("recycle-report", "lightning_recycle.commands.report"),
         ("recycle-run", "lightning_recycle.engines.recycle_run"),
         ("recycle-status", "lightning_recycle.control.monitoring.status_command"),
     ],

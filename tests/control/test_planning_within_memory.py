@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.commands.settings import problems_ahead
+from lightning_recycle.commands.plan_settings import problems_ahead
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
