@@ -26,13 +26,13 @@ from lightning_recycle.planning.normalization import (
     normalized_problem,
     roles,
 )
-from lightning_recycle.planning.plan_files import load_plan, save_plan
+from lightning_recycle.planning.plan_files import PLAN_SCHEMA, load_plan, plan_to_json, read_plan, save_plan
 from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve
 from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.routing import reroute
-from lightning_recycle.planning.schedule import PLAN_SCHEMA, Schedule
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
@@ -83,6 +83,8 @@ __all__ = [
     "one_f_one_b",
     "plan",
     "plan_layout",
+    "plan_to_json",
+    "read_plan",
     "register_planner",
     "reroute",
     "retime",

@@ -1,23 +1,23 @@
-"""Compact schedules: one lane's program and a formula for any number of lanes; columns of numbers for other processes.
+"""Compact schedules: the program of one lane, replicated by a formula on any number of lanes.
 
-Concept: where all lanes run the same program, a schedule is that program and a formula for who is in which lane
-(:mod:`~lightning_recycle.planning.replicated_pipelines`). A :class:`CodedSchedule` is a
-:class:`~lightning_recycle.planning.schedule.Schedule` like any other to its readers: a worker's operations are decoded
-when they are asked for, in about a millisecond. Asking for all, as :meth:`CodedSchedule.expand` does, takes what a plan
-that lists every operation takes: 12 us and 180 bytes for each.
+Concept: D pipelines in which some workers have failed still have n whole *lanes*, n = min over the stages of the live
+workers there: sets of one live worker of each stage. If the D * M micro-batches are dealt evenly to them and each stays
+in its lane from the first stage to the last, all lanes do the same work in the same order at the same times: ceil(D * M
+/ n) micro-batches, or one fewer. The plan of one lane, for a grid of one pipeline without failures, is then the plan of
+all, whatever n is. Which workers and micro-batches a lane has is a formula, so that no plan has to list them
+(:class:`LanePlaces`).
 
-One lane is planned, and is the plan of all (:class:`LanePlanner`). With n lanes the busiest worker runs ceil(D M / n)
-micro-batches, as many as in any plan: a stage with n live workers cannot do with less. Lanes waste the workers beyond n
-of the stages that have lost fewer. So they cost nothing where the stage that decides the period is one of those with
-the most failures, as with equal costs or with failures normalized to all stages alike, and at most 1 - n / D of the
-time elsewhere. A lane has no failures, and 1 / n of the operations: it is planned in a second, however many lanes there
-are, and better than a large grid in the same time.
+A :class:`CompactSchedule` is a :class:`~lightning_recycle.planning.schedule.Schedule` like any other to its readers: a
+worker's operations are decoded when they are asked for, in about a millisecond. Asking for all, as
+:meth:`CompactSchedule.expand` does, takes what a plan that lists every operation takes: 12 us and 180 bytes for each.
 
-A listed schedule is sent to another process as a few blocks of bytes (:func:`packed`): its pickle has an object for
-every operation, and reading that lets no other thread run until it is done: 8 s for 590,000 operations.
-``unpacked(pickle.loads(pickle.dumps(packed(schedule)))) == schedule``, to the last bit.
+With n lanes the busiest worker runs as many micro-batches as in any plan: a stage with n live workers cannot do with
+less. Lanes waste the workers beyond n of the stages that have lost fewer. So they cost nothing where the stage that
+decides the period is one of those with the most failures, as with equal costs or with failures normalized to all stages
+alike, and at most 1 - n / D of the time elsewhere. A lane has no failures, and 1 / n of the operations: it is planned
+in a second, however many lanes there are, and better than a large grid in the same time.
 
-Contract: immutable, picklable; equal to :meth:`~CodedSchedule.expand` in every answer. Makespan, peaks and routes
+Contract: immutable, picklable; equal to :meth:`~CompactSchedule.expand` in every answer. Makespan, peaks and routes
 follow from the lane without decoding every worker. The schedule of another set of failed workers with as many lanes is
 the same lane: renaming costs nothing. The same lane is planned once in a process.
 
@@ -27,34 +27,245 @@ Must not know: how a lane is planned.
 from __future__ import annotations
 
 import threading
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, Worker
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.replicated_pipelines import Lane, LanePlaces, lane_problem, lanes_of
-from lightning_recycle.planning.schedule import BODIES, Schedule, gc_paused, plan_schema, problem_of
+from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused, schedule_of_columns
 
 __all__ = [
-    "CODED_FROM",
-    "CodedSchedule",
+    "COMPACT_FROM",
+    "CompactSchedule",
+    "Lane",
+    "LanePlaces",
     "LanePlanner",
     "LaneWorkers",
-    "PackedSchedule",
-    "coded",
+    "compact",
     "good_enough",
-    "packed",
-    "read_schedule",
-    "unpacked",
-    "worth_coding",
+    "lane_problem",
+    "lanes_of",
+    "worth_compacting",
 ]
+
+COMPACT_FROM = 100_000
+"""Operations from which on plans are made by lanes: listing so many one by one takes seconds."""
+
+_MOST_LISTED = 2_000_000  # operations that a plan may list one by one: half a minute of planning, and 400 MB
+_GOOD = 1.01  # of the lower bound: up to here no plan that lists its operations is looked for beside the lanes'
+_KEPT = 32  # lanes; about 100 kB each
+
+
+def worth_compacting(problem: Problem, least: int) -> bool:
+    """Whether ``problem`` has at least ``least`` operations, and workers of equal speed in more than one pipeline."""
+    return _operations(problem) >= least and problem.grid.pipelines > 1 and not problem.worker_factors
+
+
+def good_enough(schedule: CompactSchedule) -> bool:
+    """Whether nothing else should be looked for: the plan is near the lower bound, or a longer list takes too much."""
+    problem = schedule.problem
+    return _operations(problem) > _MOST_LISTED or schedule.period <= _GOOD * lower_bound(problem)
+
+
+def _operations(problem: Problem) -> int:
+    grid = problem.grid
+    return (3 if problem.technique.decoupled else 2) * grid.global_microbatches * grid.stages
+
+
+class LanePlanner:
+    """Plans lanes with ``plan_lane`` and keeps the newest ones."""
+
+    def __init__(self, plan_lane: Callable[[Problem, int], Schedule]) -> None:
+        self._plan_lane = plan_lane
+        self._kept: OrderedDict[Hashable, Lane] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def plan(self, problem: Problem, effort: int) -> CompactSchedule:
+        """The schedule for ``problem`` by lanes; ``effort`` is passed on.
+
+        Raises:
+            PlanningError: when a lane has no plan, or workers differ in speed.
+        """
+        key = lane_problem(problem), effort
+        with self._lock:
+            lane = self._kept.pop(key, None)
+        if lane is None:
+            lane = Lane.of(self._plan_lane(*key))
+        with self._lock:
+            self._kept[key] = lane
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return compact(problem, lane)
+
+
+def lanes_of(problem: Problem) -> int:
+    """How many lanes there are: the live workers of the stage with the fewest."""
+    return min(problem.live_counts())
+
+
+def lane_problem(problem: Problem) -> Problem:
+    """The problem of a lane: one pipeline without failures, with as many micro-batches as the fullest lane runs.
+
+    Raises:
+        PlanningError: when workers differ in speed; then their lanes do, too.
+    """
+    if problem.worker_factors:
+        raise PlanningError("workers of unequal speed have no common plan: plan each operation on its own.")
+    most = -(-problem.grid.global_microbatches // lanes_of(problem))
+    return replace(problem, grid=Grid(1, problem.grid.stages, most), failed=frozenset())
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One lane's part of a plan.
+
+    Args:
+        problem: see :func:`lane_problem`.
+        stages: the operations of each stage's worker, REDUCE and STEP included; the index of a micro-batch is its
+            number within the lane.
+    """
+
+    problem: Problem
+    stages: tuple[OperationColumns, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Lane:
+        """The lane of a plan for one pipeline."""
+        stages = range(schedule.grid.stages)
+        return cls(schedule.problem, tuple(OperationColumns.of(schedule.workers[Worker(0, stage)]) for stage in stages))
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches."""
+        return self.problem.grid.microbatches
+
+    def schedule(self) -> Schedule:
+        """The plan for one pipeline."""
+        columns = {Worker(0, stage): each for stage, each in enumerate(self.stages)}
+        return schedule_of_columns(self.problem, columns, self.period)
+
+    def program(self, stage: int, names: Sequence[Microbatch]) -> tuple[Op, ...]:
+        """The operations of the worker of ``stage``, in order.
+
+        Args:
+            stage: the stage.
+            names: the lane's micro-batches; if they are fewer than the lane's program has, the rest is left out.
+        """
+        columns, count = self.stages[stage], len(names)
+        return tuple(
+            Op(KINDS[kind], stage, None if index < 0 else names[index])
+            for kind, index in zip(columns.kinds, columns.indices, strict=True)
+            if index < count
+        )
+
+    def scheduled(self, stage: int, names: Sequence[Microbatch]) -> tuple[ScheduledOp, ...]:
+        """Like :meth:`program`, with times."""
+        columns, count = self.stages[stage], len(names)
+        rows = zip(columns.indices, columns.starts, columns.ends, strict=True)
+        times = ((start, end) for index, start, end in rows if index < count)
+        return tuple(ScheduledOp(op, *time) for op, time in zip(self.program(stage, names), times, strict=True))
+
+    @cached_property
+    def period(self) -> float:
+        """Time between two iterations of all lanes, whatever their number."""
+        if not self.problem.technique.staggered:
+            return self.makespan
+        return max(stage.ends[-1] - stage.starts[0] for stage in self.stages)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end of an iteration."""
+        return max(stage.ends[-1] for stage in self.stages) - min(stage.starts[0] for stage in self.stages)
+
+
+class LanePlaces:
+    """Which workers a lane has, and which micro-batches: O(D S) to make, O(1) to ask.
+
+    With n lanes, the first n pipelines are the lanes, in their order; the others give their workers. Lane l runs
+    its home's micro-batches, (l, 0) to (l, M - 1), and then as many of those of the others as are its share. If worker
+    (l, s) has failed, the lane's worker of stage s is one of the others' that are alive: there are enough, because
+    stage s has at least n live workers. Workers that are left over have nothing to do but REDUCE and STEP.
+
+    The (D - n) M micro-batches of the others are numbered by pipeline and index and dealt in runs: with q, r =
+    divmod(D M, n), lane l gets q - M of them, and one more if l < r, so that
+
+        number x of the others is in lane  x // (q - M + 1)                        if x < r (q - M + 1)
+                                           r + (x - r (q - M + 1)) // (q - M)      otherwise.
+
+    That the first pipelines stay keeps the leaders of stages at work, and as pipelines are given up from the last on,
+    one failure more changes few lanes.
+
+    Args:
+        grid: the grid.
+        failed: the dead workers.
+        lanes: the number of lanes, at most the live workers of any stage.
+    """
+
+    def __init__(self, grid: Grid, failed: Collection[Worker], lanes: int) -> None:
+        self.grid = grid
+        self.lanes = lanes
+        self._failed = frozenset(failed)
+        self._share, self._longer = divmod(grid.global_microbatches, lanes)
+        self._extra = self._share - grid.microbatches  # of the micro-batches of the others, at least
+
+    @cached_property
+    def _adopted(self) -> dict[Worker, int]:
+        """The lanes of the workers outside their home, and by (lane, stage) who replaces the failed worker there."""
+        return {worker: place.pipeline for place, worker in self._substitutes.items()}
+
+    @cached_property
+    def _substitutes(self) -> dict[Worker, Worker]:
+        """For each failed worker of a lane's home, who is in its place."""
+        found = {}
+        free = [self.lanes] * self.grid.stages
+        for place in sorted(self._failed):
+            if place.pipeline >= self.lanes:
+                break
+            stage = place.stage
+            while Worker(free[stage], stage) in self._failed:
+                free[stage] += 1
+            found[place] = Worker(free[stage], stage)
+            free[stage] += 1
+        return found
+
+    def lane(self, worker: Worker) -> int | None:
+        """The lane of a live worker; None if it is in none."""
+        return worker.pipeline if worker.pipeline < self.lanes else self._adopted.get(worker)
+
+    def worker(self, lane: int, stage: int) -> Worker:
+        """The worker of ``stage`` of a lane."""
+        home = Worker(lane, stage)
+        return self._substitutes.get(home, home)
+
+    def count(self, lane: int) -> int:
+        """How many micro-batches a lane runs."""
+        return self._share + (lane < self._longer)
+
+    def microbatches(self, lane: int) -> list[Microbatch]:
+        """The micro-batches of a lane, in the order of their numbers within it."""
+        own = self.grid.microbatches
+        first = lane * self._extra + min(lane, self._longer)
+        others = range(first, first + self.count(lane) - own)
+        return [
+            *(Microbatch(lane, index) for index in range(own)),
+            *(Microbatch(self.lanes + number // own, number % own) for number in others),
+        ]
+
+    def lane_of(self, microbatch: Microbatch) -> int:
+        """The lane that runs a micro-batch."""
+        if microbatch.pipeline < self.lanes:
+            return microbatch.pipeline
+        number = (microbatch.pipeline - self.lanes) * self.grid.microbatches + microbatch.index
+        in_longer = self._longer * (self._extra + 1)
+        if number < in_longer:
+            return number // (self._extra + 1)
+        return self._longer + (number - in_longer) // self._extra
 
 
 class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
@@ -96,8 +307,8 @@ class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
 
 
 @dataclass(frozen=True)
-class CodedSchedule(Schedule):
-    """A schedule whose lanes all run one program; make one with :func:`coded`."""
+class CompactSchedule(Schedule):
+    """A schedule whose lanes all run one program; make one with :func:`compact`."""
 
     workers: LaneWorkers = field(hash=False)
 
@@ -110,9 +321,8 @@ class CodedSchedule(Schedule):
     def num_operations(self) -> int:
         """The number of operations of all workers."""
         total = 2 * len(self.workers)
-        for lane_length, lanes in self._lengths():
-            for stage in range(self.grid.stages):
-                total += lanes * sum(number < lane_length for number in self.lane.operations(stage).numbers)
+        for length, lanes in self._lengths():
+            total += lanes * sum(0 <= index < length for stage in self.lane.stages for index in stage.indices)
         return total
 
     @cached_property
@@ -167,16 +377,12 @@ class CodedSchedule(Schedule):
         """Whether the lanes of ``problem`` are those of this schedule, whichever workers are in them."""
         return not problem.worker_factors and lane_problem(problem) == self.lane.problem
 
-    def under(self, problem: Problem) -> CodedSchedule:
+    def under(self, problem: Problem) -> CompactSchedule:
         """The same operations and times as a schedule for ``problem``, whose costs and workers are the same."""
-        return coded(problem, replace(self.lane, problem=lane_problem(problem)))
-
-    def _recorded(self, columns: bool) -> dict[str, Any]:
-        """The lane, instead of the operations of all workers."""
-        return {"schema": plan_schema(self.problem, "lane"), "lane": self.lane.to_json()}
+        return compact(problem, replace(self.lane, problem=lane_problem(problem)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return coded, (self.problem, self.lane)
+        return compact, (self.problem, self.lane)
 
     def _row(self, lane: int) -> tuple[Worker, ...]:
         """The workers of a lane, by stage."""
@@ -207,7 +413,7 @@ class CodedSchedule(Schedule):
             raise PlanningError(f"worker {worker} {state} in this schedule, so it runs nothing.")
 
 
-def coded(problem: Problem, lane: Lane) -> CodedSchedule:
+def compact(problem: Problem, lane: Lane) -> CompactSchedule:
     """The schedule for ``problem`` in which every lane runs the program of ``lane``.
 
     Raises:
@@ -218,124 +424,4 @@ def coded(problem: Problem, lane: Lane) -> CodedSchedule:
             f"a lane with {lane.microbatches} micro-batches, or other costs or limits, is none of the "
             f"{lanes_of(problem)} lanes of {problem.grid}: plan again."
         )
-    return CodedSchedule(problem, LaneWorkers(problem, lane), lane.period)
-
-
-def read_schedule(plan: Mapping[str, Any]) -> Schedule:
-    """The schedule in a plan file's content, coded or not. It is not validated.
-
-    Raises:
-        PlanningError: as :meth:`Schedule.from_plan`.
-    """
-    problem = problem_of(plan)
-    if BODIES[plan["schema"]] != "lane":
-        return Schedule.from_plan(plan)
-    try:
-        schedule = coded(problem, Lane.from_json(plan["lane"], lane_problem(problem)))
-        claimed = float(plan["period"])
-    except PlanningError as error:
-        raise PlanningError(f"the plan is damaged: {error}") from error
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
-    return replace(schedule, period=claimed)
-
-
-CODED_FROM = 100_000
-"""Operations from which on plans are made by lanes: listing so many one by one takes seconds."""
-
-_MOST_LISTED = 2_000_000  # operations that a plan may list one by one: half a minute of planning, and 400 MB
-_GOOD = 1.01  # of the lower bound: up to here no plan that lists its operations is looked for beside the lanes'
-_KEPT = 32  # lanes; about 100 kB each
-
-
-def worth_coding(problem: Problem, least: int) -> bool:
-    """Whether ``problem`` has at least ``least`` operations, and workers of equal speed in more than one pipeline."""
-    return _operations(problem) >= least and problem.grid.pipelines > 1 and not problem.worker_factors
-
-
-def good_enough(schedule: CodedSchedule) -> bool:
-    """Whether nothing else should be looked for: the plan is near the lower bound, or a longer list takes too much."""
-    problem = schedule.problem
-    return _operations(problem) > _MOST_LISTED or schedule.period <= _GOOD * lower_bound(problem)
-
-
-def _operations(problem: Problem) -> int:
-    grid = problem.grid
-    return (3 if problem.technique.decoupled else 2) * grid.global_microbatches * grid.stages
-
-
-class LanePlanner:
-    """Plans lanes with ``plan_lane`` and keeps the newest ones."""
-
-    def __init__(self, plan_lane: Callable[[Problem, int], Schedule]) -> None:
-        self._plan_lane = plan_lane
-        self._kept: OrderedDict[Hashable, Lane] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def plan(self, problem: Problem, effort: int) -> CodedSchedule:
-        """The schedule for ``problem`` by lanes; ``effort`` is passed on.
-
-        Raises:
-            PlanningError: when a lane has no plan, or workers differ in speed.
-        """
-        key = lane_problem(problem), effort
-        with self._lock:
-            lane = self._kept.pop(key, None)
-        if lane is None:
-            lane = Lane.of(self._plan_lane(*key))
-        with self._lock:
-            self._kept[key] = lane
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return coded(problem, lane)
-
-
-_OP_KINDS = tuple(OpKind)
-_NUMBERS = {kind: number for number, kind in enumerate(_OP_KINDS)}
-_NONE = -1  # the pipeline of an operation without micro-batch
-
-_Columns: TypeAlias = tuple[bytes, "array[int]", "array[int]", "array[float]", "array[float]"]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSchedule:
-    """A listed schedule: for each worker the kinds, pipelines, micro-batches, starts and ends of its operations."""
-
-    problem: Problem
-    workers: tuple[tuple[Worker, _Columns], ...]
-    period: float
-
-
-def packed(schedule: Schedule) -> PackedSchedule | CodedSchedule:
-    """``schedule``, for a pickle that is read quickly."""
-    if isinstance(schedule, CodedSchedule):
-        return schedule
-    workers = tuple((worker, _packed_columns(operations)) for worker, operations in schedule.workers.items())
-    return PackedSchedule(schedule.problem, workers, schedule.period)
-
-
-def unpacked(schedule: PackedSchedule | CodedSchedule) -> Schedule:
-    """What :func:`packed` was given."""
-    if isinstance(schedule, CodedSchedule):
-        return schedule
-    with gc_paused():
-        workers = {worker: _unpacked_operations(worker.stage, columns) for worker, columns in schedule.workers}
-    return Schedule(schedule.problem, workers, schedule.period)
-
-
-def _packed_columns(operations: tuple[ScheduledOp, ...]) -> _Columns:
-    microbatches = [scheduled.op.microbatch for scheduled in operations]
-    return (
-        bytes(_NUMBERS[scheduled.op.kind] for scheduled in operations),
-        array("l", [_NONE if microbatch is None else microbatch.pipeline for microbatch in microbatches]),
-        array("l", [_NONE if microbatch is None else microbatch.index for microbatch in microbatches]),
-        array("d", [scheduled.start for scheduled in operations]),
-        array("d", [scheduled.end for scheduled in operations]),
-    )
-
-
-def _unpacked_operations(stage: int, columns: _Columns) -> tuple[ScheduledOp, ...]:
-    return tuple(
-        ScheduledOp(Op(_OP_KINDS[kind], stage, None if pipeline == _NONE else Microbatch(pipeline, index)), start, end)
-        for kind, pipeline, index, start, end in zip(*columns, strict=True)
-    )
+    return CompactSchedule(problem, LaneWorkers(problem, lane), lane.period)

@@ -41,14 +41,14 @@ from typing import Any
 from lightning_recycle.arguments import __version__, at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.costs import cost_difference
-from lightning_recycle.planning.plan_files import plan_to_json, read_plan
+from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_of, read_plan
 from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.routing import renamed, representative
-from lightning_recycle.planning.schedule import BODIES, PLAN_SCHEMA, Schedule, problem_of
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
@@ -292,8 +292,8 @@ class PlanLibrary:
     def _keep(self, result: PlanResult) -> None:
         """Keeps a plan in memory, and forgets those that were not used for longest."""
         grid, schedule = result.schedule.grid, result.schedule
-        coded = isinstance(schedule, CodedSchedule)
-        size = len(schedule.workers) if coded else 3 * grid.global_microbatches * grid.stages
+        is_compact = isinstance(schedule, CompactSchedule)
+        size = len(schedule.workers) if is_compact else 3 * grid.global_microbatches * grid.stages
         with self._lock:
             self._known[schedule.problem] = result
             while len(self._known) > max(1, _KEPT_OPERATIONS // size):
@@ -311,11 +311,11 @@ class PlanLibrary:
 
 
 def _to_bytes(result: PlanResult, package: str, planner: Any) -> bytes:
-    plan = plan_to_json(result, columns=True)
-    workers = _json(plan.pop(BODIES[plan["schema"]]))
+    plan = plan_to_json(result)
+    operations = _json({name: plan.pop(name) for name in ("workers", "lane") if name in plan})
     header = {"library": LIBRARY_SCHEMA, "package": package, "planner": planner, "plan": plan}
-    header["checksum"] = _checksum(header, workers)
-    return gzip.compress(f"{_json(header)}\n{workers}\n".encode(), _COMPRESSION, mtime=0)
+    header["checksum"] = _checksum(header, operations)
+    return gzip.compress(f"{_json(header)}\n{operations}\n".encode(), _COMPRESSION, mtime=0)
 
 
 def _entry(path: Path) -> _Entry:
@@ -340,15 +340,15 @@ def _read(path: Path) -> PlanResult:
     """The validated plan in a file."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         header = _header(file.readline())
-        workers = file.read().rstrip("\n")
+        operations = file.read().rstrip("\n")
     checksum = header.pop("checksum", None)
-    if checksum != _checksum(header, workers):
+    if checksum != _checksum(header, operations):
         raise PlanningError("its checksum is wrong.")
-    return read_plan({**header["plan"], BODIES[header["plan"]["schema"]]: json.loads(workers)})
+    return read_plan({**header["plan"], **json.loads(operations)})
 
 
-def _checksum(header: Mapping[str, Any], workers: str) -> str:
-    return hashlib.sha256(f"{json.dumps(header, sort_keys=True)}\n{workers}".encode()).hexdigest()
+def _checksum(header: Mapping[str, Any], operations: str) -> str:
+    return hashlib.sha256(f"{json.dumps(header, sort_keys=True)}\n{operations}".encode()).hexdigest()
 
 
 def _json(value: Any) -> str:

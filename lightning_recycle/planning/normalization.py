@@ -35,7 +35,7 @@ from math import comb, prod
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import stage_lower_bounds
-from lightning_recycle.planning.compact_schedule import CODED_FROM, worth_coding
+from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
@@ -387,7 +387,7 @@ def most_in_a_stage(problem: Problem, failures: int) -> int | None:
     Where plans are made by lanes, the stage with the most failures decides about all: then no more than an even share.
     """
     whole("", "failures", failures)
-    return -(-failures // problem.grid.stages) if worth_coding(problem, CODED_FROM) else None
+    return -(-failures // problem.grid.stages) if worth_compacting(problem, COMPACT_FROM) else None
 
 
 def next_failures(problem: Problem) -> list[frozenset[Worker]]:

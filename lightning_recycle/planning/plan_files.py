@@ -1,6 +1,7 @@
 """Plan files: ``plan.json``, read and written, and the CSV of ``torch.distributed.pipelining``.
 
-Concept: ``plan.json`` is the content of :meth:`Schedule.to_plan`, documented in docs/planner.md. For torch,
+Concept: the format of ``plan.json`` is documented in docs/planner.md: the problem, what is proven of the plan, and the
+operations of all workers or of the lane that all share, field by field. For torch,
 ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` takes a line for each rank of a pipeline, with the
 actions of that rank in order: stage, kind and micro-batch, as in ``0F0``. Kinds are F; B for a backward in one piece; I
 and W for its two parts. The runtime inserts the messages. The pipelines of a grid are alike, so the lines of one serve
@@ -16,33 +17,147 @@ Must not know: planners, the plan library's keys, torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from os import PathLike
 from typing import Any
 
 from lightning_recycle.arguments import is_integer, is_number
-from lightning_recycle.errors import PlanningError
+from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically, write_json
-from lightning_recycle.planning.compact_schedule import read_schedule
-from lightning_recycle.planning.grid import OpKind, Worker
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
+from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
+from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.result import TOLERANCE, PlanResult, SolverUse, proven
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import OperationColumns, Schedule, schedule_of_columns
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
-__all__ = ["check_torch_runs", "load_plan", "plan_to_json", "read_plan", "save_plan", "save_torch_csv"]
+__all__ = [
+    "PLAN_SCHEMA",
+    "check_torch_runs",
+    "load_plan",
+    "plan_to_json",
+    "problem_of",
+    "read_plan",
+    "read_schedule",
+    "save_plan",
+    "save_torch_csv",
+]
 
 
-def plan_to_json(result: PlanResult | Schedule, *, columns: bool = False) -> dict[str, Any]:
-    """The content of the plan file. A bare schedule counts as the heuristic's. ``columns``: as ``Schedule.to_plan``."""
+PLAN_SCHEMA = 1
+"""Version of the plan file's format; a reader refuses versions that it does not know."""
+
+
+def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
+    """The content of the plan file, ready for ``json.dump``. A bare schedule counts as the heuristic's."""
     if isinstance(result, Schedule):
         result = proven(result, "heuristic")
-    plan = result.schedule.to_plan(
-        backend=result.backend, status=result.status, lower_bound=result.lower_bound, columns=columns
-    )
-    use = result.solver
-    solver = {"calls": use.calls, "seconds": use.seconds, "reason": use.reason}
-    return {**plan, "gap": result.gap, "found_by": result.found_by, "solver": solver}
+    schedule, problem, use = result.schedule, result.schedule.problem, result.solver
+    # Only where there are slow workers, so that all other plans stay the same.
+    factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
+    costs = {name: _plain(value) for name, value in asdict(problem.costs).items() if name != "buckets" or value}
+    memory = {} if problem.memory is None else {k: v for k, v in asdict(problem.memory).items() if v is not None}
+    return {
+        "schema": PLAN_SCHEMA,
+        "grid": asdict(problem.grid),
+        "failed": [[worker.pipeline, worker.stage] for worker in sorted(problem.failed)],
+        "costs": costs,
+        "in_flight_limit": _plain(problem.in_flight_limit),
+        "technique": asdict(problem.technique),
+        "backend": result.backend,
+        "status": result.status,
+        "lower_bound": result.lower_bound,
+        "gap": result.gap,
+        "found_by": result.found_by,
+        "solver": {"calls": use.calls, "seconds": use.seconds, "reason": use.reason},
+        "period": schedule.period,
+        "makespan": schedule.makespan,
+        **({"worker_factors": factors} if factors else {}),
+        **({"memory": memory} if memory else {}),
+        **_body(schedule),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _body(schedule: Schedule) -> dict[str, Any]:
+    """The operations: those of all workers, or those of a lane."""
+    if isinstance(schedule, CompactSchedule):
+        lane = schedule.lane
+        return {"lane": {"microbatches": lane.microbatches, "stages": [each.to_json() for each in lane.stages]}}
+    workers = [
+        {
+            "pipeline": worker.pipeline,
+            "stage": worker.stage,
+            "ops": OperationColumns.of(schedule.workers[worker]).to_json(),
+        }
+        for worker in schedule.live_workers
+    ]
+    return {"workers": workers}
+
+
+def problem_of(plan: Mapping[str, Any]) -> Problem:
+    """The problem that a plan file's content is a plan of.
+
+    Raises:
+        PlanningError: when it has none, or a schema that this version cannot read.
+    """
+    schema = plan.get("schema") if isinstance(plan, Mapping) else None
+    if schema != PLAN_SCHEMA:
+        raise PlanningError(
+            f"a plan with schema {schema!r} cannot be read: this version reads schema {PLAN_SCHEMA}. Compute the plan "
+            "again, or update lightning-recycle."
+        )
+    with _damage_reported():
+        limit, memory = plan["in_flight_limit"], plan.get("memory")
+        return Problem(
+            grid=Grid(**plan["grid"]),
+            costs=Costs(**plan["costs"]),
+            failed=frozenset(Worker(*position) for position in plan["failed"]),
+            technique=Technique(**plan["technique"]),
+            in_flight_limit=None if limit is None else tuple(limit),
+            worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
+            memory=None if memory is None else Memory(**memory),
+        )
+
+
+def read_schedule(plan: Mapping[str, Any]) -> Schedule:
+    """The schedule in a plan file's content. It is not validated.
+
+    Raises:
+        PlanningError: when ``plan`` is not a plan, or has a schema that this version cannot read.
+    """
+    problem = problem_of(plan)
+    with _damage_reported():
+        period = float(plan["period"])
+        if "lane" in plan:
+            stages = tuple(OperationColumns.from_json(stage) for stage in plan["lane"]["stages"])
+            one = lane_problem(problem)
+            if plan["lane"]["microbatches"] != one.grid.microbatches or len(stages) != one.grid.stages:
+                raise PlanningError(f"its lane is none of the grid {one.grid}")
+            return replace(compact(problem, Lane(one, stages)), period=period)
+        columns = {
+            Worker(entry["pipeline"], entry["stage"]): OperationColumns.from_json(entry["ops"])
+            for entry in plan["workers"]
+        }
+        return schedule_of_columns(problem, columns, period)
+
+
+@contextmanager
+def _damage_reported() -> Iterator[None]:
+    """Errors of damaged content as PlanningError."""
+    try:
+        yield
+    except ReCycleError as error:
+        raise PlanningError(f"the plan is damaged: {error}") from error
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
 
 
 def save_plan(path: str | PathLike[str], result: PlanResult | Schedule) -> None:

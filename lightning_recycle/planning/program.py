@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Op, OpKind, ScheduledOp, Worker, global_index
 from lightning_recycle.planning.schedule import Schedule
 
@@ -128,7 +128,7 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
         schedule: the schedule.
         share: the share of the time that checks may take where they are not free; 0 for no checks at all.
     """
-    if share <= 0 or isinstance(schedule, CodedSchedule):
+    if share <= 0 or isinstance(schedule, CompactSchedule):
         return {}
     stages: dict[int, list[Worker]] = defaultdict(list)
     for worker in schedule.live_workers:
@@ -184,7 +184,7 @@ def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
     """The workers of its stage that ``worker`` exchanges records with, in this plan or another one for the same workers
     that begins in passing.
     """
-    if isinstance(schedule, CodedSchedule):
+    if isinstance(schedule, CompactSchedule):
         return frozenset()
     peers = [other for other in schedule.live_workers if other.stage == worker.stage]
     place, most = peers.index(worker), min(len(peers) - 1, _FARTHEST)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
@@ -135,7 +135,7 @@ def demand_of(schedule: Schedule) -> tuple[float, float]:
         The peak on the tightest worker, as a fraction of its stage's capacity (without sizes in bytes: micro-batches in
         flight), and the sum of all workers' peaks, in bytes (micro-batches).
     """
-    if isinstance(schedule, CodedSchedule):  # lanes are alike, but for a micro-batch
+    if isinstance(schedule, CompactSchedule):  # lanes are alike, but for a micro-batch
         tightest, total = demand_of(schedule.lane.schedule())
         return tightest, total * schedule.workers.places.lanes
     memory = measure_of(schedule.problem)

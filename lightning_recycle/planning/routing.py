@@ -35,7 +35,7 @@ from dataclasses import replace
 from heapq import heapify, heapreplace
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.compact_schedule import CodedSchedule, coded
+from lightning_recycle.planning.compact_schedule import CompactSchedule, compact
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, Worker
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule, gc_paused
@@ -155,8 +155,8 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
     """
     if schedule.problem == problem:
         return schedule
-    if isinstance(schedule, CodedSchedule) and schedule.serves(problem):
-        return coded(problem, schedule.lane)
+    if isinstance(schedule, CompactSchedule) and schedule.serves(problem):
+        return compact(problem, schedule.lane)
     if not alike(schedule.problem, problem):
         raise PlanningError(
             f"the plan for failures {_counts(schedule.problem)} by stage is none for {_counts(problem)}, or other "

@@ -29,11 +29,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.compact_schedule import CodedSchedule, coded
+from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Costs, Problem
-from lightning_recycle.planning.replicated_pipelines import Lane
 from lightning_recycle.planning.schedule import Schedule, staggered_period
 
 __all__ = [
@@ -107,7 +106,7 @@ FORWARD, BACKWARD, WEIGHT, FUSED, RECOMPUTE = 0, 1, 2, 3, 4
 """Kinds within a code; BACKWARD is B, or BW where no backward is split; FUSED is BW where others are."""
 
 _ROUND_LIMIT = 40  # passes over all operations in the search for the period; small grids need 3 to 6
-_MOST_EXPANDED = 2_000_000  # operations of a coded schedule that are listed one by one, at about 180 bytes
+_MOST_EXPANDED = 2_000_000  # operations of a compact schedule that are listed one by one, at about 180 bytes
 _OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
 
 
@@ -416,17 +415,17 @@ def retime(
         worker_factors: factors by which operations take longer on a worker; by default those of the schedule's problem.
 
     Raises:
-        PlanningError: when a coded schedule is too large to be timed for workers of unequal speed.
+        PlanningError: when a compact schedule is too large to be timed for workers of unequal speed.
     """
     factors = schedule.problem.worker_factors if worker_factors is None else worker_factors
-    if isinstance(schedule, CodedSchedule):
+    if isinstance(schedule, CompactSchedule):
         new = replace(schedule.problem, costs=costs, worker_factors=factors)  # type: ignore[arg-type]
         if not new.worker_factors:
-            return coded(new, Lane.of(retime(schedule.lane.schedule(), costs)))
+            return compact(new, Lane.of(retime(schedule.lane.schedule(), costs)))
         if schedule.num_operations > _MOST_EXPANDED:
             raise PlanningError(
-                f"a coded plan of {schedule.num_operations:,} operations cannot be timed for workers of unequal speed: "
-                f"its lanes then differ, and more than {_MOST_EXPANDED:,} operations are not listed one by one."
+                f"a compact plan of {schedule.num_operations:,} operations cannot be timed for workers of unequal "
+                f"speed: its lanes then differ, and more than {_MOST_EXPANDED:,} operations are not listed one by one."
             )
         schedule = schedule.expand()
     problem = replace(schedule.problem, costs=costs, worker_factors=factors)  # type: ignore[arg-type]

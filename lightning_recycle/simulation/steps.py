@@ -28,7 +28,7 @@ from lightning_recycle.planning import (
     normalize,
     normalized_failures,
 )
-from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.layouts.layout_candidates import Judgement, in_turns
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
@@ -92,7 +92,7 @@ def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> PlannedStep:
     schedule = planned_schedule(problem, effort)
     if not problem.technique.staggered:
         return PlannedStep(schedule.period)
-    if isinstance(schedule, CodedSchedule):  # its lanes are alike
+    if isinstance(schedule, CompactSchedule):  # its lanes are alike
         schedule = schedule.lane.schedule()
     ends = [operations[-1].end for operations in schedule.workers.values() if operations]
     fill = max(0.0, schedule.makespan - schedule.period)

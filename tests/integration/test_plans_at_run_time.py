@@ -30,10 +30,9 @@ from lightning_recycle.planning import (
     plan,
     save_profile,
 )
-from lightning_recycle.planning.compact_schedule import CodedSchedule, coded
+from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
 from lightning_recycle.planning.library import _entry
 from lightning_recycle.planning.profile import load_profile
-from lightning_recycle.planning.replicated_pipelines import Lane, lane_problem
 
 pytestmark = pytest.mark.long
 
@@ -203,7 +202,7 @@ class ByLanes(HeuristicPlanner):
     """Plans as for thousands of workers, however few there are."""
 
     def plan(self, problem: Problem) -> Schedule:
-        return coded(problem, Lane.of(heuristic(lane_problem(problem))))
+        return compact(problem, Lane.of(heuristic(lane_problem(problem))))
 
 
 CODED_KILLS = [
@@ -224,6 +223,6 @@ def test_coded_plans_are_run_and_lose_nothing(faults: list[Fault]) -> None:
     """Lanes of live workers, and workers in no lane, which only reduce and step."""
     run = exact_fit(Regression().double(), 3, 2, faults, strategy={"planner": ByLanes()})
     schedules = run.strategy.schedules
-    assert all(isinstance(schedule, CodedSchedule) for schedule in schedules)
+    assert all(isinstance(schedule, CompactSchedule) for schedule in schedules)
     assert {len(schedule.failed) for schedule in schedules} == set(range(len(faults) + 1))
     assert {len(schedule.idle_workers()) for schedule in schedules if len(schedule.failed) == 1} == {1}

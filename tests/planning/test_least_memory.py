@@ -113,7 +113,7 @@ def test_a_limit_below_the_largest_micro_batch_is_no_plan() -> None:
 
 def test_the_plan_of_a_lane_is_calm_too() -> None:
     """64 stages, 26,000 operations in a lane: a few plays suffice for half."""
-    schedule = p.heuristic(p.Problem(p.Grid(8, 32, 64), p.Costs.uniform(32)), coded_from=10_000)
+    schedule = p.heuristic(p.Problem(p.Grid(8, 32, 64), p.Costs.uniform(32)), compact_from=10_000)
     assert schedule.period == p.lower_bound(schedule.problem)
     assert max(peaks(schedule)) < 64
     assert demand_of(schedule) == demand_of(schedule.expand())

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.plan_files import read_schedule
 
 GRID, UNIT = p.Grid(3, 4, 6), p.Costs.uniform(4)
 FAILED = frozenset({p.Worker(1, 2)})
@@ -101,7 +102,7 @@ def test_without_decoupling_nothing_is_split() -> None:
 def test_a_mixture_is_timed_again_and_survives_json() -> None:
     schedule = p.plan(running(4, 2.0))
     assert {B, W, BW} <= kinds(schedule).keys()
-    again = p.Schedule.from_plan(json.loads(json.dumps(schedule.to_plan())))
+    again = read_schedule(json.loads(json.dumps(p.plan_to_json(schedule))))
     assert again == schedule
     slower = p.retime(schedule, p.Costs.uniform(4, 2.0, 2.0, 2.0))
     p.validate(slower)
@@ -112,9 +113,9 @@ def test_a_mixture_is_timed_again_and_survives_json() -> None:
 
 
 def test_plans_without_bytes_are_read_as_before() -> None:
-    plan = p.plan(p.Problem(GRID, UNIT, FAILED)).to_plan()
+    plan = p.plan_to_json(p.plan(p.Problem(GRID, UNIT, FAILED)))
     assert "memory" not in plan
-    assert p.Schedule.from_plan(plan).problem.memory is None
+    assert read_schedule(plan).problem.memory is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.costs import bucket_times, remaining
 from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.planning.plan_files import read_schedule
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
@@ -65,11 +66,11 @@ def test_a_reduce_that_ends_before_its_last_bucket_is_refused() -> None:
 
 def test_plan_files_tell_the_number_of_buckets_where_there_are_several() -> None:
     schedule = p.plan(problem(4))
-    assert schedule.to_plan()["costs"]["buckets"] == [4] * 4
-    read = Schedule.from_plan(schedule.to_plan())
+    assert p.plan_to_json(schedule)["costs"]["buckets"] == [4] * 4
+    read = read_schedule(p.plan_to_json(schedule))
     validate(read)
     assert read == schedule
-    assert "buckets" not in p.plan(problem(1)).to_plan()["costs"]
+    assert "buckets" not in p.plan_to_json(p.plan(problem(1)))["costs"]
     assert p.Costs.uniform(2, buckets=1) == p.Costs.uniform(2)
 
 

@@ -25,14 +25,12 @@ import signal
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.planning import cancellation
 from lightning_recycle.planning.child_process import exit_reason, lowest_priority, start_server
-from lightning_recycle.planning.compact_schedule import packed, unpacked
 from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult
@@ -151,7 +149,7 @@ class _Child:
             del self._answers[number]
         if kind == "plan":
             result: PlanResult = value
-            return replace(result, schedule=unpacked(result.schedule))  # type: ignore[arg-type]
+            return result
         raise (PlanningError if kind == "none" else ProcessLostError)(value)
 
     def end(self) -> None:
@@ -214,7 +212,7 @@ def serve(connection: Connection) -> None:
         try:
             with cancellation.cancelled_by(wanted[number]):
                 result = solve(problem, planner)
-            say("plan", number, replace(result, schedule=packed(result.schedule)))  # type: ignore[arg-type]
+            say("plan", number, result)
         except cancellation.Cancelled:
             pass  # nobody waits for an answer
         except Exception as error:  # of a planner of the user's, too: whoever asked has to live without a plan

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from lightning_recycle.planning.compact_schedule import CodedSchedule
+from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.routing import renamed, representative
@@ -47,8 +47,8 @@ def newest(schedules: Sequence[Schedule]) -> int:
 
 
 def _held(schedule: Schedule) -> int:
-    """The operations that take as much memory as ``schedule``; for a coded one, which worker has which lane."""
-    if isinstance(schedule, CodedSchedule):
+    """The operations that take as much memory as ``schedule``; for a compact one, which worker has which lane."""
+    if isinstance(schedule, CompactSchedule):
         return len(schedule.workers)
     return 3 * schedule.grid.global_microbatches * schedule.grid.stages
 

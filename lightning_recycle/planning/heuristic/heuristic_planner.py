@@ -24,11 +24,11 @@ from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import (
-    CODED_FROM,
-    CodedSchedule,
+    COMPACT_FROM,
+    CompactSchedule,
     LanePlanner,
     good_enough,
-    worth_coding,
+    worth_compacting,
 )
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, zero_bubble
@@ -63,10 +63,10 @@ class HeuristicPlanner:
     """The planner "heuristic"; see :func:`heuristic` for its settings."""
 
     effort: int = DEFAULT_EFFORT
-    coded_from: int = CODED_FROM
+    compact_from: int = COMPACT_FROM
 
     def __post_init__(self) -> None:
-        whole("HeuristicPlanner", "coded_from", self.coded_from)
+        whole("HeuristicPlanner", "compact_from", self.compact_from)
         if not is_integer(self.effort, 0):
             raise ConfigurationError(
                 f"HeuristicPlanner(effort={self.effort!r}): give a number of operations of at least 0."
@@ -74,10 +74,10 @@ class HeuristicPlanner:
 
     def plan(self, problem: Problem) -> Schedule:
         """See :func:`heuristic`."""
-        return heuristic(problem, self.effort, self.coded_from)
+        return heuristic(problem, self.effort, self.compact_from)
 
 
-def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, coded_from: int = CODED_FROM) -> Schedule:
+def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int = COMPACT_FROM) -> Schedule:
     """A schedule for ``problem``: 1F1B where it applies (no failure, slow worker or decoupling), else a list schedule.
 
     Among the schedules found, it has the smallest period (with the staggered optimizer, else makespan), then the
@@ -88,18 +88,18 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, coded_from: int = 
         problem: the problem to plan.
         effort: number of operations to play in total; 0 for the plain rule alone, "backward, then forward, then weight
             gradient, oldest first", under which the paper's techniques can be compared.
-        coded_from: number of operations from which on all lanes get one plan
+        compact_from: number of operations from which on all lanes get one plan
             (:mod:`~lightning_recycle.planning.compact_schedule`), if that is near the lower bound or a plan that lists
             all operations would take too long.
     """
-    if not worth_coding(problem, coded_from):
+    if not worth_compacting(problem, compact_from):
         return _listed(problem, effort)
     with gc_paused():
-        coded = _lanes.plan(problem, effort)
-    if good_enough(coded):
-        return coded
+        by_lanes = _lanes.plan(problem, effort)
+    if good_enough(by_lanes):
+        return by_lanes
     listed = _listed(problem, effort)
-    return listed if is_better(listed, coded) else coded
+    return listed if is_better(listed, by_lanes) else by_lanes
 
 
 def heuristic_in_turns(schedule: Schedule, turns: Turns, effort: int = DEFAULT_EFFORT) -> tuple[Schedule, Timing]:
@@ -151,7 +151,7 @@ class PlannerInTurns:
     def plan(self, problem: Problem) -> Schedule:
         """See :func:`heuristic_in_turns`."""
         schedule = self.planner.plan(problem)
-        if isinstance(schedule, CodedSchedule):
+        if isinstance(schedule, CompactSchedule):
             return schedule
         turns = (self.split if problem.technique.decoupled else self.fused).alike_in_memory()
         return heuristic_in_turns(schedule, turns, self.planner.effort)[0]

@@ -9,11 +9,11 @@ seconds that training stands still for it:
 where the risk is the chance that the next failure takes a whole stage, times what a restart costs, as far as it is
 higher than with re-routing. Of what is compared, re-routing is the first.
 
-*Period*: grids up to ``CODED_FROM`` operations are planned as they are. Larger ones are planned by lanes where that is
-near the lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage wastes
-the others, so they are judged by one pipeline whose stages have the *rate* of their workers: with n workers at most in
-a stage and n[s] in stage s, each operation takes n / n[s] times as long, for ceil(D M / n) micro-batches. That is a
-prediction, not a plan; the plan of the layout that is chosen is made when it is needed.
+*Period*: grids up to ``COMPACT_FROM`` operations are planned as they are. Larger ones are planned by lanes where that
+is near the lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage
+wastes the others, so they are judged by one pipeline whose stages have the *rate* of their workers: with n workers at
+most in a stage and n[s] in stage s, each operation takes n / n[s] times as long, for ceil(D M / n) micro-batches. That
+is a prediction, not a plan; the plan of the layout that is chosen is made when it is needed.
 
 *Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,
 after k failures in E worker-seconds the rate is Gamma(a + k, b + E) with mean (a + k) / (b + E): conjugate to the
@@ -46,14 +46,13 @@ from typing import Literal, TypeAlias
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.compact_schedule import CODED_FROM, CodedSchedule, worth_coding
+from lightning_recycle.planning.compact_schedule import COMPACT_FROM, CompactSchedule, lane_problem, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_in_turns
 from lightning_recycle.planning.layouts.fractional_cuts import Bounds, held_ranges, rounded, shared_layers
 from lightning_recycle.planning.layouts.layer_costs import check_cuts
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.replicated_pipelines import lane_problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
 
@@ -183,7 +182,7 @@ def judged(problem: Problem, turns: Turns | None = None) -> Judgement:
 
 @lru_cache(maxsize=256)
 def _judged(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
-    if not worth_coding(problem, CODED_FROM):
+    if not worth_compacting(problem, COMPACT_FROM):
         return in_turns(_of(heuristic(problem, effort)), turns, effort)
     lane, bound = lane_problem(problem), lower_bound(problem)
     if lower_bound(lane) <= _GOOD * bound:
@@ -201,7 +200,7 @@ def in_turns(judgement: Judgement, turns: Turns | None, effort: int) -> Judgemen
         effort: of the planner.
     """
     schedule = judgement.schedule
-    if turns is None or schedule is None or isinstance(schedule, CodedSchedule):
+    if turns is None or schedule is None or isinstance(schedule, CompactSchedule):
         return judgement
     schedule, timing = heuristic_in_turns(schedule, turns, effort)
     staggered = schedule.problem.technique.staggered
@@ -211,7 +210,7 @@ def in_turns(judgement: Judgement, turns: Turns | None, effort: int) -> Judgemen
 
 
 def _of(schedule: Schedule) -> Judgement:
-    lane = schedule.lane.schedule() if isinstance(schedule, CodedSchedule) else schedule  # lanes are alike
+    lane = schedule.lane.schedule() if isinstance(schedule, CompactSchedule) else schedule  # lanes are alike
     ends = [operations[-1].end for operations in lane.workers.values() if operations]
     lead = max(ends) - min(ends) if schedule.problem.technique.staggered else 0.0
     return Judgement(schedule.period, max(0.0, schedule.makespan - schedule.period), lead, schedule)

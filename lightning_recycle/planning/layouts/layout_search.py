@@ -29,7 +29,7 @@ from functools import cached_property
 
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.compact_schedule import CODED_FROM, worth_coding
+from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import (
     Cut,
@@ -276,7 +276,7 @@ class _Search:
         goal = self.first.period * (1 - self.changing.least_gain)
         if ranked[0][0] >= goal:
             return self.refused(way, f"no cut is faster: {_at_least(ranked[0][0], self.first)}")
-        few = 1 if worth_coding(self.problem, CODED_FROM) else _TRIED
+        few = 1 if worth_compacting(self.problem, COMPACT_FROM) else _TRIED
         kinds = [[each for each in ranked if are_whole(each[1]) is whole] for whole in (True, False)]
         best: Candidate | None = None
         refused = ""
@@ -305,7 +305,7 @@ class _Search:
         plans whose operations are not listed, those of the mean micro-batch.
         """
         turns = self.turns(cuts)
-        if turns is None or worth_coding(problem, CODED_FROM):
+        if turns is None or worth_compacting(problem, COMPACT_FROM):
             return lower_bound(problem)
         costs, loads = problem.costs, [0.0]
         parts = zip(

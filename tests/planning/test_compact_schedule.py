@@ -1,4 +1,4 @@
-"""Coded schedules: one lane's plan is a plan for all lanes, and equal to the list of all operations in every answer."""
+"""Compact schedules: one lane's plan is that of all lanes, and equal to the list of all operations in every answer."""
 
 import json
 import pickle
@@ -9,19 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_properties import problems
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import timing
-from lightning_recycle.planning.compact_schedule import CodedSchedule, coded
-from lightning_recycle.planning.lane_validation import covers, lane_violations
+from lightning_recycle.planning.compact_schedule import (
+    CompactSchedule,
+    Lane,
+    LanePlaces,
+    compact,
+    lane_problem,
+    lanes_of,
+)
 from lightning_recycle.planning.normalization import next_failures
 from lightning_recycle.planning.plan_files import plan_to_json, read_plan
 from lightning_recycle.planning.program import worker_program
-from lightning_recycle.planning.replicated_pipelines import Lane, LanePlaces, lane_problem, lanes_of
 from lightning_recycle.planning.routing import renamed
 from lightning_recycle.planning.schedule import staggered_period
 
@@ -31,20 +36,20 @@ LARGE = p.Grid(256, 64, 256)
 UNEQUAL = p.Costs.uniform(64, 1.0, 1.1, 0.9, communication=0.1)
 
 
-def plan_by_lanes(problem: p.Problem) -> CodedSchedule:
+def plan_by_lanes(problem: p.Problem) -> CompactSchedule:
     lane = lane_problem(problem)
-    return coded(problem, Lane.of(p.heuristic(lane, EFFORT)))
+    return compact(problem, Lane.of(p.heuristic(lane, EFFORT)))
 
 
 @st.composite
-def coded_schedules(draw: st.DrawFn) -> CodedSchedule:
+def compact_schedules(draw: st.DrawFn) -> CompactSchedule:
     problem = draw(problems())
     return plan_by_lanes(replace(problem, worker_factors=()))
 
 
 @settings(max_examples=60, deadline=None)
-@given(coded_schedules())
-def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CodedSchedule) -> None:
+@given(compact_schedules())
+def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CompactSchedule) -> None:
     problem, every = schedule.problem, schedule.expand()
     p.validate(every)
     p.validate(schedule)
@@ -72,19 +77,19 @@ def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CodedSchedu
 
 
 @settings(max_examples=50, deadline=None)
-@given(coded_schedules())
-def test_it_survives_a_plan_file_and_pickle(schedule: CodedSchedule) -> None:
+@given(compact_schedules())
+def test_it_survives_a_plan_file_and_pickle(schedule: CompactSchedule) -> None:
     assert read_plan(json.loads(json.dumps(plan_to_json(schedule)))).schedule == schedule
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
 @settings(max_examples=50, deadline=None)
-@given(coded_schedules(), st.sampled_from([0.5, 1.0, 3.0]))
-def test_other_costs_give_it_the_times_of_the_listed_schedule(schedule: CodedSchedule, factor: float) -> None:
+@given(compact_schedules(), st.sampled_from([0.5, 1.0, 3.0]))
+def test_other_costs_give_it_the_times_of_the_listed_schedule(schedule: CompactSchedule, factor: float) -> None:
     costs = schedule.problem.costs
     other = replace(costs, forward=tuple(factor * cost + 0.1 for cost in costs.forward), communication=0.3)
     later, listed = p.retime(schedule, other), p.retime(schedule.expand(), other)
-    assert isinstance(later, CodedSchedule)
+    assert isinstance(later, CompactSchedule)
     p.validate(later)
     assert abs(later.period - listed.period) < CLOSE
 
@@ -97,49 +102,42 @@ def change(function: Callable[[Lane, random.Random], Lane]) -> Callable[[Lane, r
     return function
 
 
-def at(values: tuple, stage: int, value: object) -> tuple:  # type: ignore[type-arg]
-    return (*values[:stage], value, *values[stage + 1 :])
+def with_stage(lane: Lane, stage: int, **columns: object) -> Lane:
+    changed = replace(lane.stages[stage], **columns)  # type: ignore[arg-type]
+    return replace(lane, stages=(*lane.stages[:stage], changed, *lane.stages[stage + 1 :]))
 
 
 @change
 def two_operations_change_places(lane: Lane, draw: random.Random) -> Lane:
-    stage = draw.randrange(len(lane.kinds))
-    kinds = list(lane.kinds[stage])
+    stage = draw.randrange(len(lane.stages))
+    kinds = bytearray(lane.stages[stage].kinds)
     place = draw.randrange(len(kinds) - 1)
     kinds[place], kinds[place + 1] = kinds[place + 1], kinds[place]
-    return replace(lane, kinds=at(lane.kinds, stage, "".join(kinds)))
+    return with_stage(lane, stage, kinds=bytes(kinds))
 
 
 @change
-def a_time_without_work_is_gone_or_longer(lane: Lane, draw: random.Random) -> Lane:
-    stage = draw.randrange(len(lane.kinds))
-    idle = dict(lane.idle[stage])
-    place = draw.choice([*idle, draw.randrange(len(lane.kinds[stage]))])
-    idle[place] = idle.get(place, 0.0) + draw.choice([-1.0, -0.1, 0.1, float("nan")])
-    return replace(lane, idle=at(lane.idle, stage, tuple(sorted(idle.items()))))
+def an_operation_has_another_time(lane: Lane, draw: random.Random) -> Lane:
+    stage = draw.randrange(len(lane.stages))
+    starts, ends = lane.stages[stage].starts[:], lane.stages[stage].ends[:]
+    place, by = draw.randrange(len(starts)), draw.choice([-1.0, -0.1, 0.0, 0.1, float("nan")])
+    starts[place] += by
+    ends[place] += by if draw.random() < 0.8 else 0.0
+    return with_stage(lane, stage, starts=starts, ends=ends)
 
 
 @change
 def two_microbatches_change_places(lane: Lane, draw: random.Random) -> Lane:
-    stage = draw.randrange(len(lane.kinds))
-    numbers = dict(lane.numbers[stage])
-    letter = draw.choice(sorted(numbers))
-    listed = [first + step for first, count in numbers[letter] for step in range(count)]
-    one, other = draw.randrange(len(listed)), draw.randrange(len(listed))
-    listed[one], listed[other] = listed[other], listed[one] if draw.random() < 0.8 else listed[other]
-    numbers[letter] = tuple((number, 1) for number in listed)
-    return replace(lane, numbers=at(lane.numbers, stage, tuple(sorted(numbers.items()))))
-
-
-@change
-def reduce_starts_at_another_time(lane: Lane, draw: random.Random) -> Lane:
-    stage = draw.randrange(len(lane.kinds))
-    return replace(lane, reduce=at(lane.reduce, stage, lane.reduce[stage] + draw.choice([-1.0, 0.0, 0.5])))
+    stage = draw.randrange(len(lane.stages))
+    indices = lane.stages[stage].indices[:]
+    one, other = draw.randrange(len(indices) - 2), draw.randrange(len(indices) - 2)
+    indices[one], indices[other] = indices[other], indices[one] if draw.random() < 0.8 else indices[other]
+    return with_stage(lane, stage, indices=indices)
 
 
 @change
 def less_memory(lane: Lane, draw: random.Random) -> Lane:
-    limit = tuple(draw.randint(1, 4) for _ in lane.kinds)
+    limit = tuple(draw.randint(1, 4) for _ in lane.stages)
     return replace(lane, problem=replace(lane.problem, in_flight_limit=limit))
 
 
@@ -150,22 +148,23 @@ def another_technique(lane: Lane, draw: random.Random) -> Lane:
 
 
 @settings(max_examples=150, deadline=None)
-@given(coded_schedules(), st.sampled_from(CHANGES), st.integers(0, 1000), st.sampled_from([1.0, 0.9, 1.1]))
-def test_its_validator_agrees_with_the_validator(
-    schedule: CodedSchedule, changed: Callable[[Lane, random.Random], Lane], seed: int, scale: float
+@given(compact_schedules(), st.sampled_from(CHANGES), st.integers(0, 1000), st.sampled_from([1.0, 0.9, 1.1]))
+def test_the_check_of_its_lane_agrees_with_that_of_all_operations(
+    schedule: CompactSchedule, changed: Callable[[Lane, random.Random], Lane], seed: int, scale: float
 ) -> None:
-    """The one that checks columns of a lane accepts what the one that checks every operation accepts."""
     lane = changed(schedule.lane, random.Random(seed))
-    assume(covers(lane))
     problem = replace(schedule.problem, in_flight_limit=lane.problem.in_flight_limit, technique=lane.problem.technique)
-    damaged = coded(problem, lane)
+    damaged = compact(problem, lane)
     damaged = replace(damaged, period=damaged.period * scale)
-    listed = True
+    assert is_valid(damaged) == is_valid(damaged.expand())
+
+
+def is_valid(schedule: p.Schedule) -> bool:
     try:
-        p.validate(damaged.expand())
+        p.validate(schedule)
     except p.InvalidScheduleError:
-        listed = False
-    assert (not list(lane_violations(damaged))) == listed
+        return False
+    return True
 
 
 @settings(max_examples=100, deadline=None)
@@ -196,7 +195,7 @@ def test_it_serves_whoever_has_failed_in_the_stage() -> None:
     for failed in ({(0, 1), (2, 1)}, {(0, 0), (1, 2), (3, 1), (2, 1)}):
         problem = replace(schedule.problem, failed=frozenset(p.Worker(*place) for place in failed))
         other = renamed(schedule, problem)
-        assert isinstance(other, CodedSchedule)
+        assert isinstance(other, CompactSchedule)
         assert other.lane is schedule.lane
         p.validate(other.expand())
     with pytest.raises(PlanningError, match="plan again"):
@@ -213,12 +212,12 @@ def test_16384_workers_get_a_plan_near_the_bound(
     problem = p.Problem(LARGE, costs, in_flight_limit=limits)
     problem = p.normalized_problem(problem, round(share * LARGE.num_workers))
     result = p.solve(problem)
-    assert isinstance(result.schedule, CodedSchedule)
+    assert isinstance(result.schedule, CompactSchedule)
     assert lanes_of(problem) == LARGE.pipelines - -(-len(problem.failed) // LARGE.stages), "failures are spread evenly"
     assert result.gap < 0.016
     path = tmp_path / "plan.json"
     p.save_plan(path, result)
-    assert path.stat().st_size < 200_000
+    assert path.stat().st_size < 3_000_000
     assert p.load_plan(path).schedule == result.schedule
     lane = result.schedule.lane.schedule()
     p.validate(lane)  # as listed
@@ -232,7 +231,7 @@ def test_after_a_failure_the_next_plans_are_there_at_once() -> None:
     problem = p.Problem(p.Grid(64, 8, 128), p.Costs.uniform(8))
     plans = [p.heuristic(replace(problem, failed=failed)) for failed in next_failures(problem)]
     assert len(plans) == 8
-    assert len({id(plan.lane) for plan in plans if isinstance(plan, CodedSchedule)}) == 1
+    assert len({id(plan.lane) for plan in plans if isinstance(plan, CompactSchedule)}) == 1
 
 
 def test_a_library_stores_and_finds_it(tmp_path: Path) -> None:
@@ -240,26 +239,26 @@ def test_a_library_stores_and_finds_it(tmp_path: Path) -> None:
     library = p.PlanLibrary(tmp_path)
     stored = p.solve(problem)
     path = library.put(stored)
-    assert path.stat().st_size < 20_000
+    assert path.stat().st_size < 100_000
     other = replace(problem, failed=frozenset({p.Worker(0, 4), p.Worker(1, 6)}))
     found = p.PlanLibrary(tmp_path).get(other)
-    assert isinstance(found, CodedSchedule)
+    assert isinstance(found, CompactSchedule)
     assert (found.problem, found.lane, found.period) == (other, stored.schedule.lane, stored.schedule.period)  # type: ignore[attr-defined]
     slower = replace(other, costs=p.Costs.uniform(8, 1.1))
     retimed = p.PlanLibrary(tmp_path).get(slower)
-    assert isinstance(retimed, CodedSchedule)
+    assert isinstance(retimed, CompactSchedule)
     p.validate(retimed)
 
 
 DAMAGE: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
     "no lane": lambda plan: plan.pop("lane"),
     "a stage less": lambda plan: plan["lane"]["stages"].pop(),
-    "no operations": lambda plan: plan["lane"]["stages"][0].update(ops=""),
-    "operations without end": lambda plan: plan["lane"]["stages"][0].update(ops="999999999999F"),
-    "unknown operations": lambda plan: plan["lane"]["stages"][0].update(ops="12Q"),
-    "micro-batches without end": lambda plan: plan["lane"]["stages"][0]["microbatch"].update(F=[[0, 10**12]]),
-    "idle nowhere": lambda plan: plan["lane"]["stages"][0].update(idle=[[10**6], [1.0]]),
-    "a word for a number": lambda plan: plan["lane"]["stages"][0].update(reduce="soon"),
+    "no operations": lambda plan: plan["lane"]["stages"][0].update(op=""),
+    "unknown operations": lambda plan: plan["lane"]["stages"][0].update(op="F Q"),
+    "a column less": lambda plan: plan["lane"]["stages"][0].pop("end"),
+    "a short column": lambda plan: plan["lane"]["stages"][0]["start"].pop(),
+    "micro-batches without end": lambda plan: plan["lane"]["stages"][0]["microbatch"].__setitem__(0, 10**30),
+    "a word for a number": lambda plan: plan["lane"]["stages"][0]["start"].__setitem__(0, "soon"),
     "another period": lambda plan: plan.update(period=plan["period"] - 1),
     "another number of failures": lambda plan: plan.update(failed=[[0, 0], [1, 0], [2, 0]]),
 }
@@ -270,7 +269,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "plan.json"
     p.save_plan(path, plan_by_lanes(p.Problem(p.Grid(5, 3, 4), p.Costs.uniform(3), frozenset({p.Worker(1, 1)}))))
     plan = json.loads(path.read_text())
-    assert plan["schema"] == 2
+    assert plan["schema"] == 1
     DAMAGE[name](plan)
     path.write_text(json.dumps(plan))
     with pytest.raises(PlanningError, match=r"plan\.json"):
@@ -279,7 +278,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_workers_of_unequal_speed_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = p.Problem(p.Grid(4, 2, 4), p.Costs.uniform(2), worker_factors={p.Worker(0, 0): 2.0})  # type: ignore[arg-type]
-    assert not isinstance(p.heuristic(problem, EFFORT, coded_from=0), CodedSchedule)
+    assert not isinstance(p.heuristic(problem, EFFORT, compact_from=0), CompactSchedule)
     with pytest.raises(PlanningError, match="unequal speed"):
         lane_problem(problem)
     schedule = plan_by_lanes(replace(problem, worker_factors=()))
