@@ -189,6 +189,7 @@ def _takes(address: tuple[str, int]) -> bool:
 
 def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished() -> None:
     reception = Reception(("127.0.0.1", 0), KEY.encode(), workers=4)
+    reception.listener.start()
     reception.is_over = True
     serving = threading.Thread(target=reception.first, daemon=True)
     serving.start()

@@ -33,9 +33,7 @@ from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import Place as ShownPlace
 from lightning_recycle.control.monitoring.status import status_of
 from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
-from lightning_recycle.control.network.event_loop import EventLoop
 from lightning_recycle.control.network.handshake import check_key
-from lightning_recycle.control.network.listener import Listener
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
@@ -89,6 +87,7 @@ class Coordinator:
             if there are no replacements.
         setup: passed, unread, with its position to a worker that was started by hand.
         reception: where workers have been received already, instead of ``host`` and ``port``; it stays open.
+        objection: why a worker cannot take part in this run; None if it can.
         staggered: told to workers that were started by hand.
         journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
         on_positions: called in the coordinator's thread whenever other processes are at the positions: for each rank
@@ -113,6 +112,7 @@ class Coordinator:
         start_worker: Callable[[int, int, int], WorkerProcess] | None = None,
         setup: messages.Payload | None = None,
         reception: Reception | None = None,
+        objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None,
         staggered: bool = True,
         journal: Journal | None = None,
         on_positions: Callable[[Positions], None] | None = None,
@@ -123,15 +123,11 @@ class Coordinator:
         self.options = options or CoordinatorOptions()
         self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
         self._history = History(grid)
-        self._loop = EventLoop(self._on_wake)
+        self._owns_reception = reception is None
+        self._reception = reception or Reception((host, port), self.authkey, grid.num_workers)
+        self._loop = self._reception.loop
         self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self.options.adapt)
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
-        self._reception = reception
-        if reception is None:
-            self._listener = Listener((host, port), self.authkey, grid.num_workers, self._loop.wake)
-        else:
-            self._listener = reception.listener
-            self._listener.wake = self._loop.wake
         self._journal = journal
         self._readmission = None if journal is None else Readmission(journal, grid, self.options)
         self._holders: dict[int, Process] = {} if journal is None else dict(journal.processes)  # by rank
@@ -148,7 +144,7 @@ class Coordinator:
         self._rendezvous = Rendezvous()
         self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
         self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
-        self._entrance = Admission(grid, self, self._loop, self._vacancies, reception, journal, self._readmission)
+        self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, journal, self._readmission)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
         self._unreachable: list[int] = []  # could not be sent a message
@@ -177,7 +173,7 @@ class Coordinator:
 
     @property
     def address(self) -> tuple[str, int]:
-        return self._listener.address
+        return self._reception.listener.address
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -228,8 +224,8 @@ class Coordinator:
             self._starts.began(rank, time.monotonic())
         if processes:
             self._watch.begin_start(time.monotonic())
-        if self._reception is None:
-            self._listener.start()
+        if self._owns_reception:
+            self._reception.listener.start()
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> protocol.Outcome | None:
@@ -252,9 +248,8 @@ class Coordinator:
 
     def _is_left(self) -> bool:
         """Whether all workers have gone before the run began, and nobody is about to come."""
-        here = self._connections or self._vacancies.spares or self._entrance.strangers
-        waiting = here or not self._listener.accepted.empty()
-        return self._reception is not None and self._entrance.has_met and not self.has_begun and not waiting
+        here = self._connections or self._vacancies.spares or self._reception.has_strangers
+        return not self._owns_reception and self._entrance.has_met and not self.has_begun and not here
 
     def end_at_boundary(self) -> None:
         """Asks the workers to end after the step that they are at, once they have saved what is wanted; see
@@ -282,12 +277,11 @@ class Coordinator:
         """Stops serving and closes every connection."""
         self.stop(patience=_LAST_WORDS_SECONDS + 5.0)
         self._plans.close()
-        if self._reception is None:
-            self._listener.close()
+        if self._owns_reception:
+            self._reception.close()
         else:
             self._reception.take_back()
         self._vacancies.close()
-        self._loop.close()
 
     # ------------------------------------------------------------------ the loop
 
@@ -297,10 +291,7 @@ class Coordinator:
                 self._watch_exit(rank, process)
             for rank, cause in self._absent.items():
                 self._handle(protocol.Lost(rank, cause))
-            if self._reception is not None:
-                for connection, hello in self._reception.hand_over():
-                    self._entrance.greet(connection, hello)
-                self._loop.wake()  # others may have come in between
+            self._reception.serve(self._entrance.greet, self._on_wake)
             last_tick = time.monotonic()
             if self._entrance.has_ended_before:
                 threading.Timer(_LAST_WORDS_SECONDS, self._done.set).start()
@@ -404,8 +395,6 @@ class Coordinator:
         self._loop.watch(process.sentinel, partial(self._on_exit, rank))
 
     def _on_wake(self) -> None:
-        while not self._listener.accepted.empty():
-            self._entrance.open(self._listener.accepted.get())
         for rank, process in self._vacancies.take_started():
             if process is None:
                 self._candidate_gone(rank)
@@ -641,10 +630,7 @@ class Coordinator:
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._loop.forget(connection)
-            with contextlib.suppress(OSError):  # it could not wait
-                connection.send(messages.Stop(StopReason.LEFT))
-                connection.flush_within(_TICK)
-            connection.close()
+            connection.part(messages.Stop(StopReason.LEFT), seconds=_TICK)
         process = self._processes.pop(rank, None)
         if process is not None:
             self._loop.forget(process.sentinel)

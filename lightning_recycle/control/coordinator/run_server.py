@@ -26,7 +26,7 @@ from lightning_recycle.control.joining.run_config import Overrides, RunConfig, d
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.coordinator_restart import Kept, adopted
 from lightning_recycle.control.protocol.message_validation import objection_to_return
-from lightning_recycle.control.protocol.messages import Enrolled, Returned, RunRequest, StopReason, Unfit
+from lightning_recycle.control.protocol.messages import Enrolled, Returned, RunRequest, Stop, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.processes import has_ended
@@ -66,6 +66,7 @@ class Serving:
         self.given = given
         self.statuses = [] if journal is None else list(journal.statuses)
         self._reception = reception
+        reception.listener.start()
         self._journal = journal
         self._knows_nothing = journal is not None and not journal.is_continued
         self._takes_results = takes_results
@@ -104,18 +105,18 @@ class Serving:
         except Exception as error:  # whatever a worker wants costs that worker, and not the others
             if not isinstance(error, ReCycleError):
                 log.exception("There is no run as the first worker wants it: %s", hello.wants)
-            reception.refuse_all(str(error) or type(error).__name__)
+            reception.send_away(Unfit(str(error) or type(error).__name__))
             return None
         for text in terms.overruled:
             log.warning("%s, which counts.", text)
         log.info("A run of %s begins with %d workers: %s", terms.grid, terms.grid.num_workers, terms.wants)
-        reception.objection = lambda hello: self.difference(terms, hello.wants)
         coordinator = Coordinator(
             terms.grid,
             planner,
             terms.options(),
             authkey=reception.key,
             reception=reception,
+            objection=lambda hello: self.difference(terms, hello.wants),
             staggered=terms.wants.staggered,
             journal=self._journal,
             on_positions=self._on_positions,
@@ -188,7 +189,7 @@ class Serving:
                 journal.path,
                 found,
             )
-            reception.send_returned_away()
+            reception.send_away(Stop(StopReason.LOST), returned_only=True)
             return
         kept, members = found
         epoch = max(one.epoch for one in reception.returned)

@@ -19,13 +19,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from functools import partial
 from typing import Protocol
 
 from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
-from lightning_recycle.control.joining.reception import Reception
+from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, First, described
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
 from lightning_recycle.control.network.connection import NonBlockingConnection
@@ -49,7 +49,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_SECONDS = 0.1  # for a worker that is let go to take the reason
+_SHORT_FAREWELL_SECONDS = 0.1  # during a run, when many may return at once
 
 
 class Inside(Protocol):
@@ -80,12 +80,11 @@ class Admission:
         inside: who is in.
         loop: watches the connections.
         vacancies: keeps the spares.
-        reception: judges workers by what the run is to be; None if all fit.
+        objection: why a worker cannot take part in the run; None if it can.
         journal: of earlier coordinators of the run; None if there can be none.
         readmission: judges those that return.
 
     Attributes:
-        strangers: how many have not said yet what they are.
         has_met: whether a worker has been let in.
         has_ended_before: whether the run had ended before an earlier coordinator was killed: who returns is told how.
     """
@@ -96,15 +95,14 @@ class Admission:
         inside: Inside,
         loop: EventLoop,
         vacancies: Vacancies,
-        reception: Reception | None = None,
+        objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None,
         journal: Journal | None = None,
         readmission: Readmission | None = None,
     ) -> None:
-        self.strangers = 0
         self.has_met = False
         self.has_ended_before = inside.state.outcome is not None
         self._grid, self._inside, self._loop, self._vacancies = grid, inside, loop, vacancies
-        self._reception, self._journal, self._readmission = reception, journal, readmission
+        self._objection, self._journal, self._readmission = objection, journal, readmission
         self._has_new_spare = False
 
     def take_new_spare(self) -> bool:
@@ -112,29 +110,7 @@ class Admission:
         came, self._has_new_spare = self._has_new_spare, False
         return came
 
-    def open(self, stranger: NonBlockingConnection) -> None:
-        """Waits for what ``stranger`` says."""
-        self.strangers += 1
-        self._loop.watch(stranger, partial(self._on_stranger, stranger))
-
-    def _on_stranger(self, connection: NonBlockingConnection) -> None:
-        """The first message of a connection: it must be a worker's hello."""
-        try:
-            connection.read()
-            hello = connection.inbox.take()
-        except (EOFError, OSError, BadMessageError) as error:
-            log.warning("Refused a connection: %s", error or "it left without a word")
-            self.strangers -= 1
-            self._loop.forget(connection)
-            connection.close()
-            return
-        if hello is None:  # a part of it
-            return
-        self.strangers -= 1
-        self._loop.forget(connection)
-        self.greet(connection, hello)
-
-    def greet(self, connection: NonBlockingConnection, hello: messages.Hello | messages.Returned) -> None:
+    def greet(self, connection: NonBlockingConnection, hello: First) -> None:
         """Lets a worker in that has said ``hello``, if it can be one of this run."""
         if self._readmission is not None:
             with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
@@ -149,7 +125,10 @@ class Admission:
             log.warning("Refused a connection that began with %r", hello)
             connection.close()
             return
-        if self._reception is not None and not self._reception.suits(connection, hello):
+        unfit = self._objection(hello)
+        if unfit is not None:
+            log.warning("Refused %s: %s", described(hello), unfit.why)
+            connection.part(unfit, seconds=FAREWELL_SECONDS)
             return
         self.has_met = True
         outcome = self._inside.state.outcome
@@ -200,12 +179,8 @@ class Admission:
             held = journal.processes.get(returned.rank)
             if held is not None and held.token == returned.token:
                 reason, last = over.reason, over.answer
-        with contextlib.suppress(OSError):  # it is gone already
-            if last is not None and returned.next_collective <= last.number:
-                connection.send(last)
-            connection.send(messages.Stop(reason))
-            connection.flush_within(_FAREWELL_SECONDS)
-        connection.close()
+        lacks = last is not None and returned.next_collective <= last.number
+        connection.part(*((last,) if lacks else ()), messages.Stop(reason), seconds=_SHORT_FAREWELL_SECONDS)
 
     def _on_spare(self, connection: NonBlockingConnection) -> None:
         """A worker without a position only shows that it lives, or that it is gone."""

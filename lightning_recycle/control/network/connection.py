@@ -267,6 +267,14 @@ class NonBlockingConnection(_Socket):
         if self.unsent_since is not None:
             self.unsent_since = now
 
+    def part(self, *words: Any, seconds: float) -> None:
+        """Sends last ``words`` if the other side takes them within ``seconds``, and closes the connection."""
+        with contextlib.suppress(OSError):  # it is gone already
+            for message in words:
+                self.send(message)
+            self.flush_within(seconds)
+        self.close()
+
     def flush_within(self, seconds: float) -> None:
         """Waits at most ``seconds`` until all is sent; raises like :meth:`send_frame`."""
         deadline = time.monotonic() + seconds

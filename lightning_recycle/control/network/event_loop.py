@@ -13,7 +13,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.network.connection import NonBlockingConnection
@@ -105,10 +105,16 @@ class EventLoop:
             with contextlib.suppress(OSError):  # it is the end; a worker that is gone needs no message
                 connection.flush_within(max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
-        """Closes all connections that are watched."""
+    def close_connections(self, keep: Collection[NonBlockingConnection] = ()) -> None:
+        """Closes all connections that are watched, except those in ``keep``."""
         for connection in self._connections():
-            connection.close()
+            if connection not in keep:
+                self.forget(connection)
+                connection.close()
+
+    def close(self) -> None:
+        """Closes all connections that are watched, and itself."""
+        self.close_connections()
         self._selector.close()
         with self._lock:
             for descriptor in (self._reader, self._writer):
