@@ -39,9 +39,9 @@ def train(megabytes: int, way: str) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy
-    from lightning_recycle.launch import launcher
+    from lightning_recycle.launch import run_preparation
 
-    launcher.FILE_BYTES = 0 if way == "files" else 1 << 60
+    run_preparation.FILE_BYTES = 0 if way == "files" else 1 << 60
 
     class Large(PipelineModule):
         def configure_pipeline(self) -> list[LayerSpec]:

@@ -217,13 +217,15 @@ PRIVATE = {
     "lightning_recycle.launch.worker_process": [
         "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
     ],
+    "lightning_recycle.launch.trainer_call": [
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
+    ],
     "lightning_recycle.launch.worker_results": [
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],
     "lightning_recycle.launch.trainer_results": [
         "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
-        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
         "lightning.pytorch.core.optimizer:_init_optimizers_and_lr_schedulers",
         "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",

@@ -11,12 +11,11 @@ restarts is bounded.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +27,28 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import restored, waiting_aside
+from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
 
-__all__ = ["RestartPolicy", "newest_saved", "settle_checkpoint", "start_from"]
+__all__ = ["RestartPolicy", "newest_saved", "settle_checkpoint"]
 
 log = logging.getLogger(__name__)
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 _ANY = f"any{ModelCheckpoint.FILE_EXTENSION}"
 _HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
-def start_from(function: Callable[..., Any], arguments: Arguments, path: Any) -> Arguments:
-    """The arguments of ``function``, a function of the Trainer, with another ``ckpt_path``."""
-    bound = inspect.signature(function).bind(*arguments[0], **arguments[1])
-    bound.arguments["ckpt_path"] = path
-    return bound.args, bound.kwargs
-
-
-def settle_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], arguments: Arguments) -> Arguments:
-    """The arguments of ``function``, a function of the Trainer, with a ``ckpt_path`` that needs no search any more.
+def settle_checkpoint(call: TrainerCall) -> TrainerCall:
+    """The call with a ``ckpt_path`` that needs no search any more.
 
     Raises:
         CheckpointError: if the checkpoint is damaged; for "last" and "hpc", if all older ones are damaged too.
     """
-    bound = inspect.signature(function).bind(*arguments[0], **arguments[1]).arguments
-    wanted, connector = bound.get("ckpt_path"), trainer._checkpoint_connector
+    trainer, given = call.trainer, call.arguments
+    wanted, connector = given.get("ckpt_path"), trainer._checkpoint_connector
     if isinstance(wanted, str) and wanted.startswith("registry"):
-        return arguments  # the workers download it
+        return call  # the workers download it
     assert trainer.state.fn is not None
     by_user = connector._user_managed and wanted is None  # trainer.ckpt_path = ...
     settled = _newest_last(trainer) if wanted == "last" else None
@@ -66,17 +56,17 @@ def settle_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], argumen
         path = connector._select_ckpt_path(
             trainer.state.fn,
             wanted,
-            model_provided=bound.get("model") is not None,
+            model_provided=given.get("model") is not None,
             model_connected=trainer.lightning_module is not None,
         )
         if path is None:
-            return arguments if wanted is None else start_from(function, arguments, None)
+            return call if wanted is None else call.from_checkpoint(None)
         older = _HPC.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
         settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
     if by_user:
         connector._ckpt_path = settled
-        return arguments
-    return start_from(function, arguments, settled)
+        return call
+    return call.from_checkpoint(settled)
 
 
 def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:

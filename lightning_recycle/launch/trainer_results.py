@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -37,14 +37,13 @@ from lightning_recycle.errors import (
     ReCycleError,
     UnsupportedFeatureError,
 )
+from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.launch.worker_results import (
-    Call,
     Extras,
     FiledPart,
     StageOptimizers,
     StagePart,
     UserObjects,
-    data_given,
 )
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
@@ -57,7 +56,6 @@ __all__ = [
     "WEIGHTS_STAY",
     "ShownLoaders",
     "Untrained",
-    "attach_data",
     "make_optimizers",
     "show_loaders",
     "take_results",
@@ -249,11 +247,11 @@ class _Strategy(Protocol):
     missing_weights: str | None
 
 
-def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
-    """Puts what the workers delivered, by rank, into the Trainer of ``call_`` and its module, and empties ``results``:
+def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
+    """Puts what the workers delivered, by rank, into the Trainer of ``call`` and its module, and empties ``results``:
     model and optimizers may be large. Returns what the workers returned.
     """
-    trainer = call_[0]
+    trainer = call.trainer
     state: dict[str, torch.Tensor] = {}
     parts: list[StagePart] = []
     extras: Extras | None = None
@@ -264,8 +262,8 @@ def take_results(call_: Call, results: MutableMapping[int, Any]) -> Any:
     assert extras is not None
     parts.sort(key=lambda part: part.stage)
     here = all(part.state is not None for part in parts)
-    attach_data(call_)
-    user = UserObjects(call_)
+    call.attach_data()
+    user = UserObjects(call)
     if here:
         for part in parts:
             state.update(part.state or {})
@@ -350,21 +348,6 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
     return "no file, as none could be written"
 
 
-def attach_data(call_: Call) -> None:
-    """Links module, data and Trainer, as the function of the Trainer did in the workers."""
-    trainer = call_[0]
-    given = data_given(call_)
-    evaluated = {
-        TrainerFn.VALIDATING: "val_dataloaders",
-        TrainerFn.TESTING: "test_dataloaders",
-        TrainerFn.PREDICTING: "predict_dataloaders",
-    }
-    assert trainer.state.fn is not None
-    names = {"dataloaders": evaluated.get(trainer.state.fn, "")}
-    data = {names.get(name, name): value for name, value in given.items()}
-    trainer._data_connector.attach_data(trainer.lightning_module, **data)
-
-
 def _restore_trainer(trainer: pl.Trainer, extras: Extras) -> None:
     """Progress, metrics, and what is known of the data."""
     for path, attributes in extras.trainer.items():
@@ -399,7 +382,7 @@ def _restore_states(trainer: pl.Trainer, extras: Extras) -> None:
         if isinstance(callback, ModelCheckpoint):  # it takes results only from its own directory
             found = extras.callbacks.get(callback.state_key, {})
             callback.dirpath = found.get("dirpath", callback.dirpath)
-    call._call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
+    _call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
     trainer.precision_plugin.load_state_dict(extras.precision)
     if extras.data:
         trainer.datamodule.load_state_dict(extras.data)  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -34,10 +33,11 @@ from lightning_recycle.control.protocol.messages import Assign, Crash, RunReques
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import rejoin
+from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.launch.trainer_results import STAY_IN_THE_WORKERS, WEIGHTS_STAY
 from lightning_recycle.launch.worker_exceptions import dump_exception, from_users_code
 from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
-from lightning_recycle.launch.worker_results import Call, UserObjects, extras_of, part_of, way_home
+from lightning_recycle.launch.worker_results import UserObjects, extras_of, part_of, way_home
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -102,20 +102,20 @@ def worker_main(start: WorkerStart) -> None:
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     with _crashes_reported(client):
         set_num_threads()
-        function_call, settings = start.payload.load()
+        call, settings = start.payload.load()
         settings.restore()
         describe_process(partial(_described, client))
         install_if_wanted()
         if start.payload.logs is not None:
             start.payload.logs.install(partial(_described, client))
-        _run(client, start.setup, start.place, function_call)
+        _run(client, start.setup, start.place, call)
 
 
 def run_outside(
     outside: Discovered,
     own_setup: Callable[[Assign], RunSetup],
     wants: RunRequest,
-    function_call: Call,
+    call: TrainerCall,
 ) -> Any:
     """Runs as a worker in this process, which was started by hand or by a cluster manager.
 
@@ -125,7 +125,7 @@ def run_outside(
         outside: what this process found about itself.
         own_setup: assignment -> this process's setup; used if the coordinator brings none.
         wants: what this script wants the run to be.
-        function_call: the function to run.
+        call: the function to run.
 
     Raises:
         ConfigurationError: if nobody listens at ``address``, the key is not the run's, another version runs there, or
@@ -180,7 +180,7 @@ def run_outside(
         setup = own_setup(assignment) if assignment.setup is None else unpack(assignment.setup)
         client.heartbeat_interval = setup.heartbeat_interval
         place = Place(client.rank, assignment.incarnation, outside.device, outside.host or client.local_host)
-        returned = _run(client, setup, place, function_call, goes_on=True, reports=assignment.takes_results)
+        returned = _run(client, setup, place, call, goes_on=True, reports=assignment.takes_results)
     _run_ended = time.monotonic()
     return returned
 
@@ -189,7 +189,7 @@ def _run(
     client: ControlClient,
     setup: RunSetup,
     place: Place,
-    function_call: Call,
+    call: TrainerCall,
     goes_on: bool = False,
     reports: bool = True,
 ) -> Any:
@@ -199,19 +199,19 @@ def _run(
         client: the connection to the coordinator.
         setup: what all workers share.
         place: what they do not.
-        function_call: the function.
+        call: the function.
         goes_on: whether this process goes on as a launching process.
         reports: whether there is a launching process that wants the result.
     """
-    trainer, function, args, kwargs = function_call
+    trainer = call.trainer
     _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
     ignore_untrue_warnings()
     strategy = cast(_Strategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
     strategy.enter(session)
-    user = UserObjects(function_call, keeps_large=reports)
+    user = UserObjects(call, keeps_large=reports)
     with session.settled():
-        returned = function(*args, **kwargs)
+        returned = call()
         session.averages.release()
         session.finetuning.release()
         session.pruning.release()
@@ -226,7 +226,7 @@ def _run(
     if goes_on:
         session.leave()
         strategy.enter(None)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if call.fits:
             strategy.optimizers, strategy.lr_scheduler_configs = [], []  # of one stage, whose parameters are gone
             strategy.missing_optimizers = STAY_IN_THE_WORKERS
         strategy.missing_weights = WEIGHTS_STAY if whole is None else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import math
 import re
@@ -19,6 +18,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names, to_cpu
@@ -30,22 +30,17 @@ from lightning_recycle.session.user_objects import home_graph, weights_by_name, 
 __all__ = [
     "LOOPS",
     "Brought",
-    "Call",
     "Extras",
     "FiledPart",
     "StageOptimizers",
     "StagePart",
     "UserObjects",
-    "data_given",
     "extras_of",
     "part_of",
     "way_home",
 ]
 
 log = logging.getLogger(__name__)
-
-Call: TypeAlias = tuple[pl.Trainer, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""What every worker runs: a Trainer, a bound method of it, and the arguments of that method."""
 
 StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
 """Of each optimizer of a stage the state dict, and the names of the parameters by group."""
@@ -124,11 +119,11 @@ class UserObjects:
         keeps_large: whether large data is noted, to tell later what has changed.
     """
 
-    def __init__(self, call: Call, keeps_large: bool = False) -> None:
-        self._trainer = call[0]
+    def __init__(self, call: TrainerCall, keeps_large: bool = False) -> None:
+        self._trainer = call.trainer
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
-        self._data = data_given(call)
-        modules = {"": _arguments(call)["model"]}
+        self._data = call.data
+        modules = {"": call.arguments["model"]}
         self._large = LargeData(self._graph(modules, whole=True, shared=True).large if keeps_large else {})
 
     def _graph(
@@ -166,21 +161,6 @@ class UserObjects:
         graph = self._graph(modules, brought.whole, brought.shared)
         given = {n: nn.Parameter(w, brought.trained[n]) if n in brought.trained else w for n, w in weights.items()}
         graph.update(brought.pack, torch.device("cpu"), {**graph.large, **weights_for(module, given)})
-
-
-def _arguments(call: Call) -> dict[str, Any]:
-    _, function, args, kwargs = call
-    return inspect.signature(function).bind(*args, **kwargs).arguments
-
-
-def data_given(call: Call) -> dict[str, Any]:
-    """The data that a function of the Trainer is given, by name: ``datamodule``, and DataLoaders."""
-    given = _arguments(call)
-    data = {name: value for name, value in given.items() if name.endswith("dataloaders") or name == "datamodule"}
-    for name, value in data.items():
-        if isinstance(value, pl.LightningDataModule):  # Lightning takes it in the place of loaders, too
-            return {**data, name: None, "datamodule": value}
-    return data
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.launch import launcher, worker_results
+from lightning_recycle.launch import launcher, run_preparation, worker_results
 from lightning_recycle.session.result_policy import Gathering, Way
 
 pytestmark = pytest.mark.long
@@ -59,7 +59,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return true_read(part)
 
     monkeypatch.setattr(worker_results.FiledPart, "read", noted)
-    monkeypatch.setattr(launcher, "FILE_BYTES", 0)
+    monkeypatch.setattr(run_preparation, "FILE_BYTES", 0)
     return found
 
 
@@ -77,7 +77,7 @@ def test_what_is_large_comes_home_in_files_and_is_the_same(
     assert len(read) == 2
     assert not read[0].parent.exists()
     assert run.strategy.missing_weights is run.strategy.missing_optimizers is None
-    monkeypatch.setattr(launcher, "FILE_BYTES", 1 << 40)
+    monkeypatch.setattr(run_preparation, "FILE_BYTES", 1 << 40)
     again = Regression().double()
     other = fit(again, 2, 2)
     assert len(read) == 2

@@ -24,7 +24,7 @@ from support.sampling import sampled
 from test_parity_page import ROWS
 
 from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.launch.launcher import SupervisorLauncher
+from lightning_recycle.launch.run_attempt import RunAttempt
 
 CASES: dict[str, Case] = {**FLAGS, **CALLBACKS, **LOGGERS, **DATA}
 MATRIX = [
@@ -58,7 +58,7 @@ def test_what_is_refused_is_refused_before_anything_starts(
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr(SupervisorLauncher, "_run", start)
+    monkeypatch.setattr(RunAttempt, "run", start)
     refusal = REFUSALS[name]
     case = Case(refusal.rows, refusal.script, lambda run: True)
     with pytest.raises(UnsupportedFeatureError) as caught:

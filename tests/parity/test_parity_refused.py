@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recycle import LayerSpec, UnsupportedFeatureError
-from lightning_recycle.launch.launcher import SupervisorLauncher
+from lightning_recycle.launch.run_attempt import RunAttempt
 
 
 class OwnTrainingStep(Classifier):
@@ -172,7 +172,7 @@ def test_it_is_refused_before_anything_starts(tmp_path: Path, name: str, monkeyp
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr(SupervisorLauncher, "_run", start)
+    monkeypatch.setattr(RunAttempt, "run", start)
     monkeypatch.setenv("RECYCLE_LISTEN", "127.0.0.1:0")
     script, words = BEFORE_ANYTHING_STARTS[name]
     with pytest.raises(UnsupportedFeatureError) as caught:

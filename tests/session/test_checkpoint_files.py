@@ -19,6 +19,7 @@ from support.models import Regression
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
+from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
 
 SIZE = 100_000  # numbers in a checkpoint
@@ -59,8 +60,8 @@ def chosen(folder: Path, wanted: Any = "last", **options: Any) -> Path | None:
     )  # fmt: skip
     trainer.state.fn = TrainerFn.FITTING
     model = Regression()
-    args, kwargs = settle_checkpoint(trainer, trainer._fit_impl, ((model,), {"ckpt_path": wanted}))
-    path = (dict(zip(("model", "train", "val", "data", "ckpt_path"), args, strict=False)) | kwargs)["ckpt_path"]
+    call = settle_checkpoint(TrainerCall(trainer, trainer._fit_impl, (model,), {"ckpt_path": wanted}))
+    path = call.arguments["ckpt_path"]
     return None if path is None else Path(path)
 
 

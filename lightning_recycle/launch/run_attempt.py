@@ -1,0 +1,301 @@
+"""Attempt of a run: the workers of a grid, from their start to their end, with the coordinator that leads them.
+
+A run has one attempt, and another one after each loss of a stage that it is restarted from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_recycle.callbacks import PlanMonitor
+from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
+from lightning_recycle.control.joining.run_config import WorkerProcess
+from lightning_recycle.control.joining.vacancies import FILE_NAME, Quarantine
+from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.monitor import Monitor
+from lightning_recycle.control.monitoring.status_server import served
+from lightning_recycle.control.network.addresses import (
+    address_from,
+    http_address,
+    http_address_from_environment,
+    machine_name,
+)
+from lightning_recycle.control.network.handshake import key_from_environment
+from lightning_recycle.control.payload import pack
+from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.protocol.state import Finished, Outcome
+from lightning_recycle.engines.ray_placement import needs_of_worker
+from lightning_recycle.launch.local_workers import Crew
+from lightning_recycle.launch.run_preparation import PreparedRun
+from lightning_recycle.launch.signals import EndSignals
+from lightning_recycle.launch.worker_group import AnyCrew
+from lightning_recycle.launch.worker_payload import Settings
+from lightning_recycle.launch.worker_process import WorkerStart, worker_main
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.library import PlanLibrary
+from lightning_recycle.planning.profile import Profile, save_profile
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.session.configuration import Place
+
+__all__ = ["INCARNATIONS_PER_START", "RunAttempt", "devices_left"]
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_ALL_INTERFACES = {"0.0.0.0": _HOST, "::": "::1"}  # where workers of this machine reach a listener at all of them
+INCARNATIONS_PER_START = 1_000_000
+"""More than one position can have in one attempt, so a worker's incarnation tells which attempt it belongs to."""
+
+_LOOK_SECONDS = 0.1  # between two looks whether a signal has come
+_EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
+
+
+class RunAttempt:
+    """One attempt of a run.
+
+    Args:
+        run: the run.
+        number: how many attempts were before.
+        signals: those that end it.
+
+    Attributes:
+        history: the events, once it has ended.
+        schedules: the schedule of each generation, once it has ended.
+    """
+
+    def __init__(self, run: PreparedRun, number: int, signals: EndSignals) -> None:
+        self.history: list[Event] = []
+        self.schedules: list[Schedule] = []
+        self._run, self._number, self._signals = run, number, signals
+        self._profile_path, self._profile = run.find_profile()
+        self._setup = replace(run.setup, profiles=self._profile_path is not None and self._profile is None)
+        self._devices = _Devices(run)
+        self._group: AnyCrew
+        self._coordinator: Coordinator
+
+    def run(self) -> Outcome | None:
+        """Runs the workers to their end; returns the outcome, None if a signal ended the run without its checkpoint."""
+        options, call, grid = self._run.options, self._run.call, self._setup.grid
+        planner = self._planner()
+        planner.prepare()
+        self._devices.assign(grid.num_workers)
+        monitor, (shows, http) = Monitor(Path(sys.argv[0]).name, self._run.samples_per_step), _shown_at(options.status)
+        payload = (call, Settings.capture())
+        with (
+            served(monitor, http, shows),
+            _crew_of(options.engine, worker_main, payload, grid, _needs(self._run), options.start_timeout) as group,
+        ):
+            self._group = group
+            self._coordinator = self._make_coordinator(planner)
+            outcome: Outcome | None = None
+            try:
+                self._coordinator.start(self._start_workers(), self._devices.absent)
+                group.attend(self._coordinator)
+                monitor.show(self._coordinator)
+                outcome = self._await_end()
+            finally:
+                with self._signals.shielded():
+                    monitor.show(None)
+                    self._end(finished=isinstance(outcome, Finished))
+        if self._signals.received is not None and not self._signals.gracefully:
+            raise self._signals.error()  # it came while this run was being cleaned up
+        return outcome
+
+    def _planner(self) -> RunPlanner:
+        options = self._run.options
+        return RunPlanner(
+            self._setup.grid,
+            options.planner,
+            replace(options.technique, staggered=self._setup.staggered),
+            options.in_flight_limit,
+            costs=None if self._profile is None else self._profile.costs(),
+            library=_library(options.plan_library, options.planner),
+            memory=options.memory,
+            recompute=options.activation_checkpointing == "auto",
+            chooses_split=options.decoupled == "auto" and self._run.call.fits,
+        )
+
+    def _coordinator_options(self) -> CoordinatorOptions:
+        options, heartbeat, fits = self._run.options, self._run.heartbeat, self._run.call.fits
+        return CoordinatorOptions(  # without training there are no step boundaries to enter at
+            heartbeat_timeout=heartbeat.timeout,
+            last_holder_timeout=heartbeat.last_holder_timeout,
+            coordinator_timeout=heartbeat.coordinator_timeout,
+            start_timeout=options.start_timeout,
+            restart_workers=options.restart_workers and fits,
+            max_restarts=options.max_restarts,
+            normalize=options.normalize and fits,
+            adapt=options.adapt if fits else "reroute",
+            machine_error_retries=options.machine_error_retries,
+            on_corruption=options.on_corruption,
+            verify=float(options.verify),
+            check_every=0 if options.check_every == "auto" else int(options.check_every),
+            drift=PlanMonitor.options_of(self._run.call.trainer) if fits else None,
+        )
+
+    def _make_coordinator(self, planner: RunPlanner) -> Coordinator:
+        listens = self._setup.outsiders
+        host, port = self._group.host, 0
+        if listens:
+            host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN")
+        return Coordinator(
+            self._setup.grid,
+            planner,
+            self._coordinator_options(),
+            host=host,
+            port=port,
+            authkey=key_from_environment() if listens else None,
+            on_profile=partial(_write_profile, self._profile_path),
+            start_worker=self._start_worker,
+            setup=pack(self._setup),
+            quarantine=self._devices.quarantine,
+        )
+
+    def _start_workers(self) -> dict[int, WorkerProcess]:
+        """The first worker of each position that has a device."""
+        ranks = (rank for rank in range(self._setup.grid.num_workers) if rank not in self._devices.absent)
+        return {rank: self._start_worker(rank, 0, rank, joining=False) for rank in ranks}
+
+    def _start_worker(self, rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
+        """Starts the worker of position ``rank``; ``device``: the position whose device it gets."""
+        incarnation += self._number * INCARNATIONS_PER_START  # what happened to a position once has happened
+        address = self._coordinator.address
+        if self._setup.outsiders and address[0] in _ALL_INTERFACES:
+            host = _ALL_INTERFACES[address[0]] if self._group.host == _HOST else self._group.host
+            address = (host, address[1])
+        place = Place(rank, incarnation, self._devices.of_positions[device])
+        start = WorkerStart(place, joining, self._setup, address, self._coordinator.authkey, self._group.payload)
+        return self._group.start(start, f"recycle-worker-{rank}")
+
+    def _await_end(self) -> Outcome | None:
+        """How the run ended; None if a signal ends it and its checkpoint is not complete in time."""
+        # A graceful handler only leaves a note. The handler of a signal that comes just before a wait runs after it, so
+        # no wait is long.
+        while not self._signals.gracefully or self._signals.received is None:
+            outcome = self._coordinator.wait(_LOOK_SECONDS)
+            if outcome is not None:
+                return outcome
+        self._coordinator.end_at_boundary()
+        return self._coordinator.wait(self._run.options.signal_timeout)
+
+    def _end(self, finished: bool) -> None:
+        if not finished:
+            self._coordinator.stop()  # before the workers are killed: these are no failures to be told
+        self._group.end(patience=_EXIT_SECONDS if finished else 0.0)
+        self._coordinator.close()
+        self.history, self.schedules = list(self._coordinator.history), list(self._coordinator.schedules)
+
+
+class _Devices:
+    """The devices that the positions of a run get.
+
+    Attributes:
+        quarantine: the devices that are kept out of runs.
+        names: the name of each device.
+        usable: the devices that the quarantine does not hold.
+        of_positions: the device of each position.
+        absent: why positions stay empty, as their devices are out and there are no others.
+    """
+
+    def __init__(self, run: PreparedRun) -> None:
+        trainer = run.call.trainer
+        keeps = run.options.engine == "local" and run.call.fits
+        self.quarantine = Quarantine(Path(trainer.default_root_dir) / FILE_NAME if keeps else None)
+        kind = trainer.strategy.root_device.type
+        self.names = {device: f"{kind}:{device}" for device in range(run.num_devices)}
+        machine = machine_name()
+        self.usable = [device for device, name in self.names.items() if not self.quarantine.holds(machine, name)]
+        self.of_positions: dict[int, int] = {}
+        self.absent: dict[int, str] = {}
+
+    def assign(self, count: int) -> None:
+        """Gives ``count`` positions their devices."""
+        out = sorted(self.names.keys() - set(self.usable))
+        why = {device: self.quarantine.why(self.names[device]) for device in out}
+        for device in out:
+            log.warning("No worker is started on %s: %s.", self.names[device], why[device])
+        if len(self.usable) >= count:
+            self.of_positions = dict(enumerate(self.usable[:count]))
+        else:
+            self.of_positions = {rank: rank for rank in range(count)}
+            self.absent = {rank: reason for rank, reason in why.items() if rank < count}
+
+
+def devices_left(run: PreparedRun) -> int:
+    """How many workers of ``run`` can be started now."""
+    room = _room_of(run.options.engine, _needs(run), run.setup.grid.num_workers)
+    return len(_Devices(run).usable) if room is None else room
+
+
+def _needs(run: PreparedRun) -> dict[str, float]:
+    """What a worker needs of each resource, for an engine that shares out resources."""
+    return needs_of_worker(run.call.trainer.strategy.root_device.type != "cpu", run.options.resources_per_worker)
+
+
+def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
+    """Whether this user finds the run on this machine, and the address at which it is served to others."""
+    if isinstance(status, str):
+        return True, http_address(status, "ReCycleStrategy(status)")
+    return status, http_address_from_environment() if status else None
+
+
+def _library(library: Any, planner: Any) -> PlanLibrary | None:
+    return library if library is None or isinstance(library, PlanLibrary) else PlanLibrary(library, planner)
+
+
+def _write_profile(path: Path | None, profile: Profile) -> None:
+    assert path is not None, "only runs with a place for it measure a profile"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(path, profile)
+    except OSError as error:  # the training is worth more; the next run measures again
+        log.warning("The measured profile could not be written to %s: %s", path, error)
+        return
+    log.info("The measured profile is in %s.", path)
+
+
+def _crew_of(
+    engine: str,
+    target: Callable[[Any], None],
+    payload: Any,
+    grid: Grid,
+    resources: Mapping[str, float],
+    start_timeout: float,
+) -> AnyCrew:
+    """A crew of the workers that ``engine`` starts.
+
+    Args:
+        engine: "local" or "ray".
+        target: what a worker runs; takes one argument.
+        payload: what every worker needs.
+        grid: the grid of the run.
+        resources: what a worker needs, for an engine that shares out resources.
+        start_timeout: seconds that an engine may take to have room for all workers.
+
+    Raises:
+        ConfigurationError: if the payload cannot be pickled, or the engine is not installed.
+        WorkerStartError: if there is no room for the workers in time.
+    """
+    if engine == "ray":
+        from lightning_recycle.launch.ray_workers import RayCrew
+
+        return RayCrew(target, payload, grid, resources, start_timeout)
+    return Crew(target, payload)
+
+
+def _room_of(engine: str, resources: Mapping[str, float], wanted: int) -> int | None:
+    """How many workers ``engine`` has room for when none of a run are left, ``wanted`` at most; None if that is not the
+    engine's to say, as with the devices of this machine, which do not go.
+    """
+    if engine == "ray":
+        from lightning_recycle.launch.ray_workers import room_in_cluster
+
+        return room_in_cluster(resources, wanted)
+    return None

@@ -1,0 +1,248 @@
+"""Preparation of a run in the launching process: checks that need no worker, the cut of the model, its setup.
+
+Concept: how a model is cut is decided in the launching process, which otherwise runs no hooks. Only if the layers of a
+module cannot be described yet, as its ``configure_pipeline()`` needs what ``setup()`` makes, the launching process
+prepares the data and calls the ``setup()`` hooks as one device does, describes the layers, and then forgets what the
+hooks left: the workers call them again, each for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer import call as hooks
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.control.protocol.messages import Assign, RunRequest
+from lightning_recycle.data.batching import batch_size_of
+from lightning_recycle.engines.discovery import Discovered
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.launch.run_request import run_request_of
+from lightning_recycle.launch.trainer_call import TrainerCall
+from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.profile import Profile, load_profile
+from lightning_recycle.session.commit_requirements import steps_alone
+from lightning_recycle.session.configuration import Options, RunSetup
+from lightning_recycle.session.requirements import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
+from lightning_recycle.session.result_policy import FILE_BYTES, LARGE_BYTES, Gathering
+from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
+
+__all__ = ["ConfiguredStrategy", "PreparedRun", "prepare"]
+
+log = logging.getLogger(__name__)
+
+_OF_THE_MODEL = ("_tied", "_trainer")  # what describing the layers and attaching the Trainer leave in the module
+
+
+class ConfiguredStrategy(Protocol):
+    """What launching a run needs from the strategy."""
+
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
+    missing_optimizers: str | None
+    missing_weights: str | None
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def num_devices(self) -> int: ...
+
+    def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid: ...
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that is ready to have workers.
+
+    Args:
+        call: the function that every worker runs.
+        setup: what is the same for all workers.
+        heartbeat: the callback with the time bounds of the run.
+        options: the user's options.
+        num_devices: the number of devices of this machine that workers may have.
+    """
+
+    call: TrainerCall
+    setup: RunSetup
+    heartbeat: HeartbeatCallback
+    options: Options
+    num_devices: int
+
+    @property
+    def request(self) -> RunRequest:
+        """What a worker that was not started by a launching process asks of the coordinator."""
+        return run_request_of(self.call.trainer, self.options, self.setup, self.heartbeat)
+
+    def assigned(self, assignment: Assign) -> RunSetup:
+        """The setup of a worker that somebody else started, of a coordinator that brings none."""
+        return replace(
+            self.setup,
+            grid=assignment.grid,
+            staggered=self.setup.staggered and assignment.staggered,
+            outsiders=True,
+            gathering=replace(self.setup.gathering, local=False),
+        )
+
+    def with_setup(self, **changes: Any) -> PreparedRun:
+        """The same run with changes of its setup."""
+        return replace(self, setup=replace(self.setup, **changes))
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """How many samples a step has; None if that does not show before the data is loaded."""
+        if not self.call.fits or self.call.trainer.accumulate_grad_batches != 1:
+            return None
+        sizes = [batch_size_of(loader) for loader in loaders_in(self.call.loaders)]
+        return sizes[0] * self.setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
+
+    def find_profile(self) -> tuple[Path | None, Profile | None]:
+        """The path of the profile, and the profile that is already there.
+
+        Raises:
+            ConfigurationError: if it is that of another number of stages.
+        """
+        wanted, grid = self.options.profile, self.setup.grid
+        if wanted is None:
+            return None, None
+        if wanted == "auto":
+            return Path(self.call.trainer.default_root_dir) / "profile.json", None
+        path = Path(wanted)
+        if not path.exists():
+            return path, None
+        profile = load_profile(path)
+        if len(profile.stages) != grid.stages:
+            raise ConfigurationError(
+                f"The profile {path} has {len(profile.stages)} stages, the grid {grid.stages}: use"
+                f" pipeline_parallel_size={len(profile.stages)}, or another path to measure again."
+            )
+        return path, profile
+
+
+def prepare(
+    call: TrainerCall, strategy: ConfiguredStrategy, outside: Discovered | None, has_run: bool = False
+) -> PreparedRun:
+    """Checks everything that needs no worker, and settles what all workers must agree on.
+
+    Args:
+        call: what is to run.
+        strategy: the Trainer's strategy.
+        outside: what this process is in the run of another one, if it is a worker of that.
+        has_run: whether this Trainer has had workers before.
+
+    Raises:
+        ConfigurationError, UnsupportedFeatureError: for what cannot run.
+    """
+    trainer, options = call.trainer, strategy.options
+    module = trainer.lightning_module
+    assert trainer.state.fn is not None
+    check_trainer(trainer, outside)
+    sizes = [size for loader in loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
+    batch_size = math.gcd(*sizes) if sizes else None
+    is_cut = is_meant_to_be_cut(module, options.pipeline)
+    grid = options.choose_grid(strategy.num_devices, batch_size, can_be_cut=is_cut)
+    parts = parts_of(module, grid.stages, options.pipeline)
+    parts.check()
+    _describe(parts, call, outside is not None)
+    check_weight_averaging(trainer, parts)
+    check_pruning(trainer, grid.stages)
+    check_loaders(call.loaders, grid.microbatches if call.fits else None)
+    if call.fits:
+        check_loaders(call.arguments.get("val_dataloaders"), None)
+    stages = parts.cut(grid.stages, options.partition, options.layer_seconds)
+    warn_of_lost_compilation(module)
+    heartbeat = _prepare_callbacks(trainer, grid)
+    for logger in trainer.loggers:
+        _ = logger.version  # chosen here; otherwise every new leader would choose a new one
+    if None in (options.pipeline_parallel_size, options.num_microbatches):
+        log.info(
+            "Grid: %d pipelines x %d stages, %d micro-batches per pipeline.",
+            grid.pipelines,
+            grid.stages,
+            grid.microbatches,
+        )
+    listens = "RECYCLE_LISTEN" in os.environ
+    local = not listens and options.engine == "local"
+    setup = RunSetup(
+        grid,
+        heartbeat.interval,
+        stages,
+        grid.pipelines,
+        call.arguments.get("weights_only"),
+        outsiders=listens,
+        has_run=has_run,
+        staggered=options.technique.staggered and (not call.fits or steps_alone(trainer, parts, stages)),
+        gathering=Gathering(options.gather_result, FILE_BYTES if local else LARGE_BYTES, local),
+    )
+    return PreparedRun(call, setup, heartbeat, options, strategy.num_devices)
+
+
+def _prepare_callbacks(trainer: pl.Trainer, grid: Grid) -> HeartbeatCallback:
+    """Checks the callbacks of ``trainer``; returns that with the time bounds, which it adds if there is none."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    heartbeat = next((callback for callback in callbacks if isinstance(callback, HeartbeatCallback)), None)
+    if heartbeat is None:
+        heartbeat = HeartbeatCallback()
+        callbacks.append(heartbeat)
+    for callback in callbacks:
+        if isinstance(callback, FaultInjectionCallback):
+            callback.check(grid)
+    return heartbeat
+
+
+def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
+    """Finds out what parts the model has; ``is_outside``: in a worker that somebody else started.
+
+    Raises:
+        ConfigurationError: if they cannot be parts; in a worker that is started by hand, if they need ``setup()``.
+        Exception: the user's own, also after ``setup()``.
+    """
+    try:
+        parts.describe()
+        return
+    except ConfigurationError:
+        raise  # what was described is wrong
+    except Exception as error:  # raised again below, unless setup() makes what it lacks
+        if is_outside:
+            raise ConfigurationError(
+                f"{type(parts.module).__name__}.configure_pipeline() raised {type(error).__name__}: {error}. In workers"
+                " that are started by hand it cannot wait for setup(), as all would prepare the data at once: give the"
+                " module what it needs as arguments."
+            ) from error
+        log.info("configure_pipeline() is called again after setup(): %s: %s", type(error).__name__, error)
+    trainer, module = call.trainer, parts.module
+    call.attach_data()
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    with _as_before(module), _as_before(datamodule):
+        if datamodule is not None:
+            hooks._call_lightning_datamodule_hook(trainer, "prepare_data")
+        hooks._call_lightning_module_hook(trainer, "prepare_data")
+        if datamodule is not None:
+            hooks._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
+        hooks._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
+        parts.describe()
+
+
+@contextmanager
+def _as_before(owner: Any) -> Iterator[None]:
+    """Afterwards ``owner`` has the attributes that it had, and its layers: what setup() made may be large, or open."""
+    before = {} if owner is None else dict(vars(owner))
+    try:
+        yield
+    finally:
+        if owner is not None:
+            kept = {name: value for name, value in vars(owner).items() if name in _OF_THE_MODEL}
+            vars(owner).clear()
+            vars(owner).update({**before, **kept})
