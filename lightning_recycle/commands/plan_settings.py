@@ -28,11 +28,7 @@ from lightning_recycle.planning import (
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 
-__all__ = [
-    "layers_from",
-    "problem_from",
-    "problems_ahead",
-]
+__all__ = ["layers_from", "problem_from", "problems_ahead"]
 
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")

@@ -33,15 +33,7 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.layouts.layout_search import layouts_ahead
 
-__all__ = [
-    "Row",
-    "baselines",
-    "comparison",
-    "layout_table",
-    "layouts_of",
-    "row",
-    "single",
-]
+__all__ = ["Row", "baselines", "comparison", "layout_table", "layouts_of", "row", "single"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,7 @@ from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = [
-    "Cluster",
-    "Topology",
-]
+__all__ = ["Cluster", "Topology"]
 
 
 @dataclass(frozen=True, slots=True)

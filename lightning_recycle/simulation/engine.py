@@ -26,8 +26,7 @@ from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.failures import Change, FailureSource
-from lightning_recycle.simulation.health import Health, Wrong
+from lightning_recycle.simulation.failures import Change, FailureSource, Health, Wrong
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,

@@ -18,17 +18,7 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.simulation.policies.policy import Configuration
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
 
-__all__ = [
-    "Accounting",
-    "Cause",
-    "Event",
-    "Interval",
-    "SimulationResult",
-    "Span",
-    "State",
-    "account",
-    "samples_of",
-]
+__all__ = ["Accounting", "Cause", "Event", "Interval", "SimulationResult", "Span", "State", "account", "samples_of"]
 
 
 class Cause(str, Enum):

@@ -43,12 +43,7 @@ from lightning_recycle.simulation.transformer import (
     get_gpu,
 )
 
-__all__ = [
-    "MeasuredModel",
-    "TrainingModel",
-    "available_models",
-    "get_model",
-]
+__all__ = ["MeasuredModel", "TrainingModel", "available_models", "get_model"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,7 @@ from functools import lru_cache
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = [
-    "GPUS",
-    "Gpu",
-    "LayerPart",
-    "Transformer",
-    "block_parts",
-    "get_gpu",
-]
+__all__ = ["GPUS", "Gpu", "LayerPart", "Transformer", "block_parts", "get_gpu"]
 
 
 STATE_BYTES_PER_PARAMETER = 16.0

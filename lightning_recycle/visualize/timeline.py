@@ -1,12 +1,14 @@
-"""The timeline of a simulated run: a picture, and a trace for Perfetto.
+"""Timelines of schedules, measurements and simulated runs: traces for https://ui.perfetto.dev, and a picture.
 
-Concept: one run is three rows on one time axis: available GPUs, throughput, and what training
-is doing (training, training that is lost later, a pause, standing still).
+Concept: a *track* is a list of operations with times in seconds, each on a worker; planned schedules and the
+executor's measurements have the same shape, so one file can show both, one below the other. A pipeline is a process of
+the trace, a stage one of its threads. The picture of a simulated run is three rows on one time axis: available GPUs,
+throughput, and what training is doing (training, training that is lost later, a pause, standing still).
 
-Contract: reads the dictionary of a training result (``result.json`` of ``recycle-simulate``); pure conversion, seconds
-in, microseconds in the trace as the format demands.
+Contract: pure conversion; times in seconds in, microseconds in a trace as the format demands. A simulated run is the
+dictionary of a training result (``result.json`` of ``recycle-simulate``).
 
-Must not know: how the run was simulated.
+Must not know: how times were planned, measured or simulated.
 
 Source: "Trace Event Format" (Google): complete ("X"), counter ("C"), instant ("i") and metadata ("M") events.
 """
@@ -15,15 +17,101 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_recycle.files import write_atomically
+from lightning_recycle.planning.grid import Op, Worker
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.visualize.drawing import Drawing, Group, Line, Rect, Text, write_drawing
 from lightning_recycle.visualize.report.wording import duration_text, failures_text, policy_text
 
-__all__ = ["save_timeline", "timeline_drawing", "timeline_trace"]
+__all__ = ["TimedOp", "chrome_trace", "save_timeline", "save_trace", "timed_ops", "timeline_drawing", "timeline_trace"]
+
+
+TimedOp: TypeAlias = tuple[Worker, Op, float, float]
+"""(worker, operation, start, end), times in seconds."""
+
+
+def timed_ops(schedule: Schedule, *, iterations: int = 1, seconds_per_unit: float = 1.0) -> list[TimedOp]:
+    """The operations of a schedule in the shape of measurements.
+
+    Args:
+        schedule: the schedule to convert.
+        iterations: number of consecutive iterations, each shifted by the period.
+        seconds_per_unit: length of a slot if the costs are not in seconds.
+    """
+    return [
+        (
+            worker,
+            scheduled.op,
+            (scheduled.start + iteration * schedule.period) * seconds_per_unit,
+            (scheduled.end + iteration * schedule.period) * seconds_per_unit,
+        )
+        for iteration in range(iterations)
+        for worker, ops in schedule.workers.items()
+        for scheduled in ops
+    ]
+
+
+def chrome_trace(tracks: Mapping[str, Schedule | Iterable[TimedOp]]) -> dict[str, Any]:
+    """The trace of named tracks, ready for ``json.dump``.
+
+    Args:
+        tracks: for example ``{"planned": schedule, "measured": timed_ops}``; a schedule's costs must be in seconds, or
+            use :func:`timed_ops`.
+    """
+    events: list[dict[str, Any]] = []
+    first_process = 0
+    for name, track in tracks.items():
+        ops = timed_ops(track) if isinstance(track, Schedule) else list(track)
+        for worker in sorted({worker for worker, *_ in ops}):
+            process = first_process + worker.pipeline
+            if not events or events[-1]["pid"] != process:
+                events.append(_metadata(process, None, "process_name", {"name": f"{name}: pipeline {worker.pipeline}"}))
+                events.append(_metadata(process, None, "process_sort_index", {"sort_index": process}))
+            events.append(_metadata(process, worker.stage, "thread_name", {"name": f"stage {worker.stage}"}))
+            events.append(_metadata(process, worker.stage, "thread_sort_index", {"sort_index": worker.stage}))
+        events += [_event(first_process, *timed) for timed in ops]
+        first_process += 1 + max((worker.pipeline for worker, *_ in ops), default=-1)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_trace(path: str | PathLike[str], tracks: Mapping[str, Schedule | Iterable[TimedOp]]) -> Path:
+    """Write :func:`chrome_trace` of ``tracks`` to ``path``; open the file in https://ui.perfetto.dev."""
+    target = Path(path)
+    write_atomically(target, json.dumps(chrome_trace(tracks)))
+    return target
+
+
+def _metadata(process: int, thread: int | None, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    event: dict[str, Any] = {"ph": "M", "name": name, "pid": process, "args": args}
+    if thread is not None:
+        event["tid"] = thread
+    return event
+
+
+def _event(first_process: int, worker: Worker, op: Op, start: float, end: float) -> dict[str, Any]:
+    args: dict[str, Any] = {"stage": op.stage}
+    name = op.kind.value
+    if op.microbatch is not None:
+        name += f" {op.microbatch.pipeline}.{op.microbatch.index}"
+        args["pipeline"] = op.microbatch.pipeline
+        args["microbatch"] = op.microbatch.index
+        args["adopted"] = op.microbatch.pipeline != worker.pipeline
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": op.kind.value,
+        "pid": first_process + worker.pipeline,
+        "tid": worker.stage,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": args,
+    }
+
 
 Result = Mapping[str, Any]
 

@@ -38,14 +38,7 @@ from lightning_recycle.simulation.policies.workers import (
 from lightning_recycle.simulation.steps import DEFAULT_EFFORT, PlannedStep, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = [
-    "Oobleck",
-    "cut",
-    "iteration_estimate",
-    "least_nodes",
-    "pipelines_step",
-    "stage_ranges",
-]
+__all__ = ["Oobleck", "cut", "iteration_estimate", "least_nodes", "pipelines_step", "stage_ranges"]
 
 
 def iteration_estimate(stages: Sequence[float]) -> float:

@@ -30,10 +30,7 @@ from lightning_recycle.simulation.steps import DEFAULT_EFFORT, PlannedStep, pipe
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, as_seconds
 
-__all__ = [
-    "Bamboo",
-    "Varuna",
-]
+__all__ = ["Bamboo", "Varuna"]
 
 
 _STATE_COPIES = 2  # stages whose state a worker holds

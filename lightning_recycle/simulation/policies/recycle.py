@@ -35,10 +35,7 @@ from lightning_recycle.simulation.steps import PlannedStep, ScheduleName, distri
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
 
-__all__ = [
-    "ElasticLayers",
-    "Recycle",
-]
+__all__ = ["ElasticLayers", "Recycle"]
 
 
 @dataclass(frozen=True)

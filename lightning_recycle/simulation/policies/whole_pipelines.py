@@ -23,13 +23,7 @@ from lightning_recycle.simulation.policies.workers import (
 from lightning_recycle.simulation.steps import PlannedStep, pipeline_step, planned_seconds
 from lightning_recycle.simulation.units import Duration, as_seconds
 
-__all__ = [
-    "DropReplica",
-    "FaultFree",
-    "Merge",
-    "Restart",
-    "Spares",
-]
+__all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The page that ``recycle-report`` makes: one self-contained HTML file, for light and dark, for desktop and phone.
 
-Concept: ``page.html.j2`` writes the sections one below the other, with the style sheet and the script embedded. It
+Concept: ``page.html.j2`` writes the sections one below the other, and has the style sheet and the script. The page
 begins with its conclusion, three sentences from results that are comparable: where everything but the policy is the
 same (model, batch, cluster, failures, duration and schedule). They say which policy is fastest, what re-routing adds,
 and what the schedule alone is worth.
@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from jinja2 import Environment
-from markupsafe import Markup
 
 from lightning_recycle.visualize.report.charts import swatch
 from lightning_recycle.visualize.report.results import Record
@@ -41,10 +40,7 @@ def render_report(records: Sequence[Record], title: str = "ReCycle simulation re
         records: the results of a folder.
         title: title of the page.
     """
-    files = resources.files(__package__)
-    template, style, script = (
-        files.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html.j2", "css", "js")
-    )
+    template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
         title=title,
@@ -52,8 +48,6 @@ def render_report(records: Sequence[Record], title: str = "ReCycle simulation re
         conclusion=_conclusion(records),
         sections=sections_of(records),
         swatch=swatch,
-        style=Markup(style),
-        script=Markup(script),
         date=datetime.date.today().isoformat(),
     )
 
