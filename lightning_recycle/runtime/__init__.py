@@ -1,1 +1,1 @@
-"""The data plane: what one worker computes and sends (torch; knows nothing of Lightning)."""
+"""The data plane: what one worker computes and sends, without Lightning."""

@@ -1,4 +1,6 @@
-"""Which exceptions a fault of the machine may explain: storage, memory, descriptors, helper processes, the device.
+"""Exceptions that a fault of the machine may explain.
+
+These are errors of storage, memory, descriptors, helper processes and the device.
 
 Concept: nobody can tell from an exception alone whether the machine or the user's code is at fault, since a missing
 file and a lost file system look alike. So this module only suspects; the coordinator settles it by running the same

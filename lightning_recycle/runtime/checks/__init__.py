@@ -1,1 +1,1 @@
-"""Checks for wrong bits: checksums, recomputation by peers, and values that are not finite."""
+"""Checks for wrong bits and for values that are not finite."""

@@ -1,4 +1,6 @@
-"""128-bit checksums of tensors: equal bits, equal checksum; other bits, almost certainly another one.
+"""128-bit checksums of tensors, computed where the tensors are.
+
+Equal bits have an equal checksum, other bits almost certainly another one.
 
 Concept: the bits of all tensors, in order, are a stream of integers x of at most 32 bits, in rows of 4096. Each row is
 summed with pseudo-random 64-bit weights by column, and the sums are summed with weights by row, modulo 2^64; twice,

@@ -1,12 +1,13 @@
-"""A NaN or an infinity is computed by a peer before the user sees it: the model's comes there, too.
+"""Losses and gradients that are not finite, which peers compute again.
 
-Concept: a worker that gets a loss, or a stage a gradient, that is not finite says so before the step can be committed
-(:class:`~lightning_recycle.control.protocol.messages.NotFinite`). The step is run again, and *inspected*: whoever makes
-such a value of finite ones keeps a record of the micro-batch, and all workers of its stage compute that. A peer that
-gets finite ones shows that it was the device; otherwise the step is run once more and taken as it is.
+Concept: a worker that gets a loss, or a stage a gradient, that is not finite reports it before the step can be
+committed (:class:`~lightning_recycle.control.protocol.messages.NotFinite`). The step is run again, and *inspected*: a
+worker that makes such a value of finite ones keeps a record of the micro-batch, and all workers of its stage compute
+that. A peer that gets finite values shows that it was the device; otherwise the step is run once more and taken as it
+is: the value is the model's own.
 
 Contract: looking costs nothing but in inspected steps: losses, and norms where they are needed, are known anyway; sums
-over gradients are for devices that nobody has to wait for.
+over gradients are for devices for which no worker has to wait.
 
 Must not know: what follows for whom, schedules.
 """

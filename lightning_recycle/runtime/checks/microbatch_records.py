@@ -1,4 +1,4 @@
-"""What a stage was given of a micro-batch, and what it made of that, so that a peer can compute the same.
+"""Records of micro-batches, from which a peer can compute the same.
 
 Concept: a :class:`Recorder` watches the operations of one micro-batch. Its record has the values that the stage was
 given, the buffers that its forward changes, as they were before, and checksums of the results.
@@ -7,7 +7,7 @@ given, the buffers that its forward changes, as they were before, and checksums 
 Contract: recomputing changes nothing that lasts: gradients are computed into memory of their own, buffers are what the
 record has, and afterwards what they were; what the user's code logs or collects is dropped.
 
-Must not know: who asks, schedules, messages to other workers.
+Must not know: which worker asks, schedules, messages to other workers.
 """
 
 from __future__ import annotations

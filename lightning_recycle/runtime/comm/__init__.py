@@ -1,1 +1,1 @@
-"""Messages between workers: authenticated connections, Gloo's groups, values as bytes, sums."""
+"""Messages between workers: connections, values as bytes, sums, states."""

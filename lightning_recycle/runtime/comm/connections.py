@@ -1,4 +1,4 @@
-"""The connections of a worker in one generation: made, kept over a step boundary, aborted, closed.
+"""Connections of a worker in one generation.
 
 Contract: :meth:`Connections.configure` connects the workers of a generation. :meth:`Connections.abort`, from any
 thread, ends every operation over them with a :class:`CommunicationError`, within milliseconds. There is no default

@@ -1,4 +1,4 @@
-"""Sums and broadcasts over the workers of a stage, or of several that hold the same weights.
+"""Sums and broadcasts over the workers of a stage, or of several stages.
 
 What is small is summed without Gloo (:mod:`~lightning_recycle.runtime.comm.small_allreduce`), over connections of its
 own; what the transport takes goes from device to device; the rest is Gloo's, by way of the host's memory.

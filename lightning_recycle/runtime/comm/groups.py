@@ -1,4 +1,4 @@
-"""The process groups of a generation: who is in which, and how their processes find each other and connect.
+"""Process groups of a generation, and the rendezvous of their processes.
 
 Contract: :meth:`GroupFactory.create` returns all groups that a worker is in, or raises. A worker connects with those
 who share a group with it and asks for their addresses alone, so what it costs does not grow with the number of workers.

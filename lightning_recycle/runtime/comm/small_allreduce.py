@@ -1,4 +1,4 @@
-"""Sums of small tensors over a plain connection between each two workers of a stage.
+"""Sums of small tensors over plain connections between peers.
 
 Concept: Gloo adds up around a ring, in twice as many rounds as there are workers, and in each round a thread of its own
 wakes two other threads. That pays where the network is the limit. A gradient of some kilobytes is there at once, and

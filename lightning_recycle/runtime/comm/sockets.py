@@ -1,25 +1,17 @@
-"""TCP sockets that this package listens and dials with: their addresses, what they let in, and how they are cut off.
+"""TCP sockets: addresses, filters of connections, reachable workers.
 
-Concept: connections that the owner of a listening socket does not accept in time fill its queue, until nobody is
-answered any more. A *filter* in the kernel (classic BPF, which needs no privileges) decides before that:
-:func:`drop_everything` lets nothing in; with :func:`answer_only` the kernel answers whoever dials and forgets him, so
-no number of dialers fills a queue.
+Concept: connections that the owner of a listening socket does not accept in time fill its queue, until the kernel
+answers no more of them. A *filter* in the kernel (classic BPF, which needs no privileges) decides before that:
+:func:`drop_everything` lets nothing in; with :func:`answer_only` the kernel answers every dialer and forgets it, so no
+number of dialers fills a queue.
 
-Must not know: Gloo, generations, who may connect.
+A worker that wants to be found opens a :class:`Doorbell`, a listening socket with such a filter, whose connections are
+never accepted. The system answers for the process, so even a busy or stopped process is reachable: :func:`unreachable`
+tests both directions of the way to it, not the process. It returns at once if all workers can be reached. Otherwise it
+keeps trying until its time is up, so that a lost packet or a slightly late peer does not count, and workers that check
+at the same time get their results at the same time.
 
-Finds the other workers that this one can reach, by opening a TCP connection to each, used for nothing else.
-
-Concept: a worker that wants to be found opens a :class:`Doorbell`, a listening socket whose connections are never
-accepted. The system answers for the process, so even a busy or stopped process is reachable: the check tests both
-directions of the way to it, not the process. As no connection is ever completed either
-(:func:`~lightning_recycle.runtime.comm.sockets.answer_only`), nobody can fill its queue to make a worker look
-unreachable.
-
-Contract: :func:`unreachable` returns at once if all can be reached. Otherwise it keeps trying until its time is up, so
-that a lost packet or a slightly late peer does not count, and workers that check at the same time get their results at
-the same time.
-
-Must not know: process groups, generations, the coordinator.
+Must not know: Gloo, process groups, generations, the coordinator.
 """
 
 from __future__ import annotations

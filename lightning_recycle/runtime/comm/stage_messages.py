@@ -1,4 +1,4 @@
-"""Values between stages: tensors with a header, sent as soon as they exist and posted before they come.
+"""Values between stages: tensors with a header, whose receives are posted ahead.
 
 A value travels as one message with a header, packed, if it fits into the receiver's posted buffer; else the header
 announces its tensors as a payload, which a transport carries (:mod:`~lightning_recycle.runtime.comm.transports`). Gloo

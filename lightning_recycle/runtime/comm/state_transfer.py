@@ -1,4 +1,4 @@
-"""Any object from one worker to another: tensors as they are, the rest pickled around them.
+"""Transfers of any object between workers, as a pickle and tensors beside it.
 
 Large tensors of a device go from device to device where the transport can do that; they all arrive on the CPU, a part
 after the other, so neither side needs room for them on its device.

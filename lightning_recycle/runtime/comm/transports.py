@@ -1,4 +1,4 @@
-"""What carries payloads: the tensors that are too large to travel with their header.
+"""Transports of payloads: tensors that are too large for their header.
 
 Concept: headers, shapes, tags and waiting are Gloo's, on every device. A payload is announced by its header, and then
 goes by the transport. :class:`GlooTransport` sends one message per tensor, by way of the processor's memory;
@@ -6,18 +6,14 @@ goes by the transport. :class:`GlooTransport` sends one message per tensor, by w
 broadcasts of groups that it says it takes.
 
 Contract: :meth:`Transport.connect` is called in a thread that may be left behind, :meth:`Transport.abort` in any. After
-an abort whatever waits ends with an exception within milliseconds. Others are called by the thread that exchanges
+an abort all waits end with an exception within milliseconds. Other methods are called by the thread that exchanges
 messages.
 
-Must not know: schedules, and what a payload is for.
-
-Memory of the host through which tensors of a device travel.
-
-Concept: a device copies to and from *pinned* memory by itself, and to other memory by way of a small buffer of its
+A device copies to and from *pinned* memory of the host by itself, and to other memory by way of a small buffer of its
 driver. To pin memory takes long, so torch keeps what is no longer used for the next time, once the device is done with
-it. On a CPU all of this is ordinary memory.
+it (:class:`HostMemory`). On a CPU all of this is ordinary memory. Not tried with a device: see docs/gpu.md.
 
-Not tried with a device: see docs/gpu.md.
+Must not know: schedules, and what a payload is for.
 """
 
 from __future__ import annotations

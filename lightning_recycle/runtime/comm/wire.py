@@ -1,15 +1,12 @@
-"""Values between stages as bytes: a header that describes the tensors, and the tensors, packed behind it or separate.
+"""Values between stages as bytes: a header with the layout, the tensors, and sums.
 
-Every message carries its layout, so no shapes need to be agreed beforehand. Behind the layout the header has room for
-two sums (:mod:`~lightning_recycle.runtime.comm.wire`), of the layout and of the tensors.
+Every message carries its layout, so no shapes need to be agreed beforehand. The tensors are packed behind it, or
+separate. Behind the layout the header has room for two sums, of the layout and of the tensors: the 64-bit words of a
+message are added up, by its sender and by its receiver. A flipped bit, or any other change within one word, shows;
+changes in several words cancel with a probability of about 2^-64 if they are random. TCP has a sum of 16 bits of its
+own, which misses one change in 65,536, and has none where a message never leaves the machine.
 
-Sums that tell whether a message arrived as it was sent.
-
-Concept: the 64-bit words of a message are added up, by its sender and by its receiver. A flipped bit, or any other
-change within one word, shows; changes in several words cancel with a probability of about 2^-64 if they are random. TCP
-has a sum of 16 bits of its own, which misses one in 65,536, and none where a message never leaves the machine.
-
-Contract: only memory of the host is looked at: nobody waits for a device. 0 stands for a message that has no sum.
+Contract: only memory of the host is summed, so no sum waits for a device. 0 stands for a message that has no sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The executor: runs a worker's steps, and takes part in the recovery when a generation is announced.
+"""The executor: a worker's steps, evaluations and recoveries.
 
 :meth:`Executor.run_step` has the program of a step run (:mod:`~lightning_recycle.runtime.executor.step_runner`) until
 this worker has applied it. When a generation is announced, whatever the executor is doing ends with
@@ -9,6 +9,7 @@ outside :meth:`Executor.run_step`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,12 +39,13 @@ from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, 
 from lightning_recycle.runtime.executor.forwards import Forwards
 from lightning_recycle.runtime.executor.retries import Retries
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
-from lightning_recycle.runtime.executor.state_repair import repair_state
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
 from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
 from lightning_recycle.runtime.stage.layer_exchange import FixedLayers, LayerKeeper, LayerMoves
 
 __all__ = ["Executor"]
+
+log = logging.getLogger(__name__)
 
 _WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
@@ -303,13 +305,29 @@ class Executor:
             else:
                 self._carry_out(action, resume, commits)
         runner.finite.follow(resume.inspects, resume.excused)
-        repair_state(resume.heals, self._client, self._communicator, self._callbacks)
+        self._repair_states(resume.heals)
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
         if runner.guesses is not None and runner.guesses.unsettled:  # the others have yet to report the step
             runner.guesses.tell(self.version - 1, runner.payload, guesses=True)
         if resume.becomes:
             self._get_ready(resume)
+
+    def _repair_states(self, heals: Mapping[int, int]) -> None:
+        """This worker's part in ``heals``: by rank of each worker that holds wrong bits, the peer that gives it its
+        parameters and optimizer state. All of them hold the parameters of the same step.
+        """
+        rank = self._client.rank
+        if rank in heals:
+            with self._client.waiting("the state of a peer"):
+                state = receive_object(self._communicator, heals[rank])
+            with self._client.busy("taking over the state of a peer"):
+                self._callbacks.load_stage_state(state)
+            log.warning("This worker held wrong bits, and has taken over the state of rank %d.", heals[rank])
+        with self._client.waiting("the transfer of state"):
+            for wrong, donor in sorted(heals.items()):
+                if donor == rank:
+                    send_object(self._communicator, self._callbacks.stage_state(), wrong)
 
     def _get_ready(self, resume: messages.Resume) -> None:
         """Exchanges layers with the workers of other stages; ends with another generation, which has the layout that

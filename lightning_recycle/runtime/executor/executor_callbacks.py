@@ -1,4 +1,4 @@
-"""What the executor and the process that it runs in tell each other."""
+"""Questions of the executor to the process that it runs in, and results of a step."""
 
 from __future__ import annotations
 

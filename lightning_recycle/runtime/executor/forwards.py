@@ -1,4 +1,4 @@
-"""Forwards without a backward: evaluations, by the schedule or by one worker of each stage.
+"""Forwards without a backward: evaluations, and self(x) in hooks.
 
 Concept: both are attempts. A failure ends one with :class:`Interrupted` or :class:`CommunicationError`, wherever it is;
 the executor then recovers and makes another one. Nothing of an attempt remains but what it returns.

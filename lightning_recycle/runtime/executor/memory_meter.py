@@ -1,18 +1,17 @@
-"""Measures what a worker holds: once, in the second step that it runs, on every micro-batch of that step.
+"""Bytes that a worker holds for a micro-batch, and the memory of its device.
 
-What a micro-batch holds after F is what autograd saves (or, on CUDA, what the allocator gave out meanwhile, and the
-input of the stage); after B it is what the queued weight gradients hold; after an F that is computed again it would be
-the stage's input. On CUDA the allocator also says what an operation takes besides while it runs, by its peak; that is
-reset for each operation of the step that is measured (``torch.cuda.reset_peak_memory_stats``). In that step
-every backward is split, also where the plan fuses it, so that both are known. The values are the same, and one step is
-a little slower. A step with forwards that are computed again is not measured: others have measured the stage before.
+All is measured once, in the second step that a worker runs, on every micro-batch of that step. What a micro-batch holds
+after F is what autograd saves (or, on CUDA, what the allocator gave out meanwhile, and the input of the stage); after B
+it is what the queued weight gradients hold; after an F that is computed again it would be the stage's input. On CUDA
+the allocator also says what an operation takes besides while it runs, by its peak; that is reset for each operation of
+the step that is measured (``torch.cuda.reset_peak_memory_stats``). In that step every backward is split, also where the
+plan fuses it, so that both are known. The values are the same, and one step is a little slower. A step with forwards
+that are computed again is not measured: others have measured the stage before.
 
-Knows tensors, but neither schedules nor peers.
-
-What memory a worker's device has, and what its process uses of it besides tensors.
-
-On a CPU that is the machine's memory, or less where a control group (cgroup v1 or v2, as containers and batch systems
+The memory of a CPU is the machine's, or less where a control group (cgroup v1 or v2, as containers and batch systems
 set them) allows less.
+
+Must not know: schedules, peers.
 """
 
 from __future__ import annotations

@@ -1,25 +1,21 @@
-"""The profiler: the costs of a stage's operations on the running model, in seconds and bytes.
+"""Seconds of operations, the cost of a split backward, and the profile of a stage.
 
-Times come from the executor, which measures every operation anyway. This module measures the rest: the memory that a
-micro-batch holds between F and W, the size of its messages, and the time of a message to the next stage.
+:class:`Timings` has the durations of a worker's operations by kind: smoothed, and in the newest step alone. On a CUDA
+device an operation lasts from one event to another on the stream that computes, and the host does not wait for it: it
+prepares the next operation meanwhile. Such measurements count as soon as the device has come that far.
 
-Durations of a worker's operations by kind: smoothed, and in the newest step alone.
+:class:`SplitTrials` tries what splitting a backward costs: of the micro-batches whose backward the plan fuses, every
+other one is split, B and W one after the other. The result is the same, and neither holds memory for longer. So both
+are measured side by side, under the same load. The first step warms up and the second one measures memory, so the trial
+begins with the third, and lasts four. On a CPU an operation's seconds are those of the clock without those in which its
+thread waited for a core (``/proc/thread-self/schedstat`` of Linux; where there is none, waiting counts), and at least
+its own processor time. It keeps the machine busy for the processor time of its process, all threads included. On
+another device both are the time between two events.
 
-On a CUDA device an operation lasts from one event to another on the stream that computes, and the host does not wait
-for it: it prepares the next operation meanwhile. Such measurements count as soon as the device has come that far.
+:class:`StageProfiler` measures the rest of a profile: the memory that a micro-batch holds between F and W, the size of
+its messages, and the time of a message to the next stage.
 
-Tries what splitting a backward costs this worker: in a few of its first steps, on every other micro-batch.
-
-Concept: of the micro-batches whose backward the plan fuses, every other one is split all the same, B and W one after
-the other: the result is the same, and neither holds memory for longer. So both are measured side by side, under the
-same load. The first step warms up and the second one measures memory, so the trial begins with the third.
-
-On a CPU an operation's seconds are those of the clock without those in which its thread waited for a core
-(``/proc/thread-self/schedstat`` of Linux; where there is none, waiting counts), and at least its own processor time. It
-keeps the machine busy for the processor time of its process, all threads included. On another device both are the time
-between two events.
-
-Knows clocks, but neither schedules nor peers.
+Must not know: schedules, peers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attempts at the work of a worker, which failures of other workers, or of this machine, may end.
+"""Attempts at a worker's work, which failures end and which are made again.
 
 Contract: an attempt that ends with :class:`Interrupted` or :class:`CommunicationError` is made again after a recovery.
 What a fault of this machine may explain is judged by the coordinator: this worker does the same again, is evicted, or

@@ -1,12 +1,14 @@
-"""What the stages tell each other before they step, and steps that do not wait for it.
+"""Commits between stages before they step, and steps on a guess about the norm.
 
-Concept: a worker that is REDUCED tells all others what its stage's gradient adds to the whole. If nothing but the norm
-of the whole matters, and only if that is large, it may step on the guess that it is not. Its newest step is then
-*unsettled* until all have told.
+Concept: a worker that is REDUCED reports to all others what its stage's gradient adds to the whole. If nothing but the
+norm of the whole matters, and only if that is large, it may step on the guess that it is not. Its newest step is then
+*unsettled* until all have reported.
 
-Contract: all workers of a generation find the same answer right or wrong. If it proves a guess wrong, whoever learns of
-it ends in the generation that is begun for that, whether it has guessed or not: what it has received may follow from
-the guess of another. Must not know: optimizers, and how a step is corrected.
+Contract: all workers of a generation find the same answer right or wrong. If it proves a guess wrong, each worker that
+learns of it ends in the generation that is begun for that, whether it has guessed or not: what it has received may
+follow from the guess of another.
+
+Must not know: optimizers, and how a step is corrected.
 """
 
 from __future__ import annotations

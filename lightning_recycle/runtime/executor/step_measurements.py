@@ -1,4 +1,4 @@
-"""Seconds and bytes of one worker's operations, and their reports to the coordinator.
+"""Measurements of a worker's operations, and their reports.
 
 Every operation is timed. In some of the first steps a worker also measures what a micro-batch holds
 (:mod:`~lightning_recycle.runtime.executor.memory_meter`), what a split backward costs, and, if the run is profiled, its

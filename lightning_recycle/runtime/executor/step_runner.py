@@ -1,4 +1,4 @@
-"""Runs the program of a step on one worker: F, B, W, REDUCE and STEP of its stage, as the schedule orders them.
+"""Runner of a step's program: F, B, W, REDUCE and STEP of one stage.
 
 The schedule is data. Receives are posted at the start of the step and sends leave as soon as their value exists, so
 communication follows from the program and needs no operations of its own. A stage steps its optimizer when its own

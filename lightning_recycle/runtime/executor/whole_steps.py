@@ -1,9 +1,9 @@
-"""Runs steps that are more than a forward and a backward: the user's code steps optimizers itself.
+"""Steps that optimize by themselves, on each of a worker's micro-batches.
 
 Concept: what such a step is only the user's code knows, so it is no schedule's; the schedule says which micro-batches a
 worker has. There is one stage: every worker does the whole step, and all hold the same afterwards. A step is done on
-the parameters in place, with a copy of the whole state that it began with (:class:`StepState`). A failure rewinds
-it, and all do it again.
+the parameters in place, with a copy of the whole state that it began with (:class:`StepState`). A failure rewinds it,
+and all do it again.
 
 Contract: for the protocol a worker is REDUCED when it has done its step, and holds the state before and after it.
 Before its losses are known, and before it votes for the commit, all workers have said that they are done (the last of
@@ -13,19 +13,13 @@ them; otherwise it redoes it on all. No worker ever needs another's.
 All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a
 check that they have done the same so far: they end with an error instead of waiting for each other.
 
-Functions that run in turns, each up to the next point where all of them meet.
-
-Concept: the training steps of a worker's micro-batches compute in turns, and do some things together: they reduce their
+The training steps of a worker's micro-batches compute in :class:`Turns`, and do some things together: they reduce their
 gradients, and step an optimizer once. :meth:`Turns.meet` is such a point. Each function runs until it calls it; when
 all of them have, what they do together is done once, by the thread that called :meth:`Turns.run`, with what each of
-them brought; and all go on with the answer.
-
-Contract: never do two of them run at the same time, and their order is fixed. One alone runs in the caller's thread;
-several have a thread each, as Python can suspend a function that calls user's code no other way. Functions that take
-different ways (one meets where another ends) are an error. If one raises, or what is done together does, the others
-end where they met.
-
-Must not know: tensors, steps, workers.
+them brought; and all go on with the answer. Never do two of them run at the same time, and their order is fixed. A
+single function runs in the caller's thread; several have a thread each, as Python can suspend a function that calls
+user's code no other way. Functions that take different ways (one meets where another ends) are an error. If one raises,
+or what is done together does, the others end where they met.
 """
 
 from __future__ import annotations

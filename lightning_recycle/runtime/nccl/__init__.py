@@ -1,1 +1,1 @@
-"""Experimental: payloads and sums from device to device, by NCCL; its interface is `transport_choice`."""
+"""Experimental: payloads and sums by NCCL; the interface is `transport_choice`."""

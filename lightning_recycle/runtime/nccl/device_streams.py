@@ -1,4 +1,4 @@
-"""Streams of a device and their events, as far as the transport of payloads needs them.
+"""Streams of a device and their events, for the transport by NCCL.
 
 What is enqueued on a stream runs in order. An event is *done* once all that was on its stream when it was recorded has
 run; asking does not block. An imitation of a device has the same three classes (tests/support/fake_nccl.py).

@@ -1,4 +1,4 @@
-"""Sums and broadcasts over groups of workers, on their devices: when a member may launch the next one.
+"""Sums and broadcasts over groups, on devices: the order of their launches.
 
 Concept: a collective occupies a member's device until all members are in it, and does so for ever if one never comes.
 NCCL has no tags: the n-th call of each member belongs together. So each member tells the *leader* of the group that it

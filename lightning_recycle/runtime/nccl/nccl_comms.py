@@ -1,4 +1,4 @@
-"""The communicators of one worker: those of a generation, and in reserve those that a failure would need.
+"""NCCL's communicators of a generation, and a reserve for the next one.
 
 Concept: to begin a communicator takes NCCL long: its members meet, and find out about devices and networks. So while a
 generation goes well its workers begin, in the background, what the next one may need: each pair once more, and each

@@ -1,4 +1,4 @@
-"""The part of NCCL that payloads and sums need, and its C library through ``ctypes``.
+"""NCCL's C library through ``ctypes``, as far as payloads and sums need it.
 
 Concept: whoever wants to end a transfer in milliseconds must hold the communicator itself. torch's ``ProcessGroupNCCL``
 hides it behind a watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the

@@ -1,4 +1,4 @@
-"""All that one worker does by NCCL in one generation: transfers between two, and what groups do together.
+"""Operations by NCCL of one worker in one generation: transfers and sums.
 
 Concept: one table of communicators (:mod:`~lightning_recycle.runtime.nccl.nccl_comms`), begun and aborted together, is
 what both use. What the next generation may need is begun while this one runs; nothing is launched on it.

@@ -1,4 +1,4 @@
-"""The thread that owns NCCL in a worker, and the links over which it exchanges notes with those of others.
+"""The thread that owns NCCL in a worker, and the links for its notes.
 
 Concept: one thread per generation calls NCCL, hears and tells notes over plain connections to the neighbours and the
 leaders of groups, and launches what :mod:`~lightning_recycle.runtime.nccl.nccl_ops` says. So no call of NCCL is made by

@@ -1,4 +1,4 @@
-"""The order in which payloads are launched on a device: who offers, who is told to go, what is under way.
+"""Payloads between two workers, on devices: the order of their launches.
 
 Concept: NCCL has no tags, a transfer occupies its stream until both sides are in it, and one whose other side never
 comes occupies it until it is aborted. So nothing is launched before it is certain that the other side does the same.

@@ -1,9 +1,8 @@
-"""One thing under way on a device: calls of NCCL with one tensor after the other.
+"""Operations of NCCL on a device, and the notes by which workers agree on them.
 
-Each is launched when the one before has ended: a kernel behind one that waits for others would hold up what CUDA puts
-into the same queue of the hardware, which may be what those wait for.
-
-What workers tell each other before they launch something on their devices, as bytes.
+A :class:`PendingOp` launches one call for each of its tensors, each when the one before has ended: a kernel behind one
+that waits for others would hold up what CUDA puts into the same queue of the hardware, which may be what those wait
+for. Before that, workers exchange notes, as bytes.
 """
 
 from __future__ import annotations

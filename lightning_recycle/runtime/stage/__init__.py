@@ -1,1 +1,1 @@
-"""A stage: forward and backward of its layers, its gradients, and its layers as they move."""
+"""A stage: its layers, their gradients, and their exchange with other stages."""

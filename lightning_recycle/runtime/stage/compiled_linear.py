@@ -1,9 +1,10 @@
-"""``F.linear`` for ``torch.compile``, whose compiled backward asks at run time whether a weight gradient can wait.
+"""``F.linear`` for ``torch.compile``, with weight gradients that can wait.
 
-Concept: a compiled backward is a fixed graph, of which the gradients of all weights are outputs. So two operations take
-part in it that no compiler looks into (``torch.library.custom_op``). ``linear`` is the product. ``offer``, in its
-backward, either computes the gradients of weight and bias, or lets somebody compute them later and returns zeros in
-their place, which autograd adds. Both are opaque, so a graph needs no break (``fullgraph=True``).
+Concept: the compiled backward asks at run time whether a weight gradient can wait. A compiled backward is a fixed
+graph, of which the gradients of all weights are outputs. So two operations take part in it that no compiler looks into
+(``torch.library.custom_op``). ``linear`` is the product. ``offer``, in its backward, either computes the gradients of
+weight and bias, or lets somebody compute them later and returns zeros in their place, which autograd adds. Both are
+opaque, so a graph needs no break (``fullgraph=True``).
 
 What waits are copies of the layer's input and of the gradient of its output: the compiler may use their memory for
 something else as soon as the operation has returned. The zeros are negative ones, which change nothing that they are

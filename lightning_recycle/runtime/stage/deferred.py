@@ -1,4 +1,4 @@
-"""Decoupled back-propagation: weight gradients computed later than input gradients.
+"""Decoupled back-propagation: weight gradients after the input gradients.
 
 Inside :class:`intercept_linear` every product with a trainable leaf weight (``F.linear``, or ``torch.addmm`` as in
 Hugging Face's ``Conv1D``) becomes an autograd function that, while a :class:`WeightGradQueue` is active, returns only

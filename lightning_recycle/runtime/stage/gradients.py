@@ -1,11 +1,13 @@
-"""The gradients of a stage as flat buffers, which are reduced as a whole or in buckets.
+"""Gradients of a stage: flat buffers, buckets, sums over several batches.
 
-``parameter.grad`` is a view into the buffer: backward accumulates in place and nothing is copied. A bucket is a part of
+``parameter.grad`` is a view into a buffer: backward accumulates in place and nothing is copied. A bucket is a part of
 a buffer, with whole gradients: those of the last layers are the first bucket, since a backward completes them first.
 What several stages hold is in buckets of its own, which are laid out alike in all of them.
 
 There are two sets of buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after
-the next begins, so a peer that lost its part of an all-reduce can adopt it.
+the next begins, so a peer that lost its part of an all-reduce can adopt it. That is so with a single stage, too: its
+workers do not wait for each other between REDUCE and the next step, so the first backward of step t+1 may write to the
+buffers of a worker while a peer still lacks the sum of step t, and then loses the worker that was to pass it on.
 
 Which parameters require a gradient may change between two steps. Each set is laid out for the step that begins in it,
 so the older one is still what peers expect.
@@ -14,12 +16,9 @@ A parameter that no micro-batch used has no gradient (None), as on one device, s
 buffer holds negative zeros, to which nothing but negative zeros add up to a negative zero: what still holds only those
 after the sum over all workers was never written, or is zero wherever it was.
 
-The gradients of several steps of the schedule that one step of the optimizer takes together.
-
 With gradient accumulation Lightning counts batches, and so does the schedule: each batch is a step of it, with a
-recovery of its own, and its reduced gradient is added here, on every worker of the stage alike. So a failure costs one
-batch, however many are accumulated; what earlier batches have added is held by all peers.
-
+recovery of its own, and its reduced gradient is added to :class:`AccumulatedGradients`, on every worker of the stage
+alike. So a failure costs one batch, however many are accumulated; what earlier batches have added is held by all peers.
 The buffers of a step stay as REDUCE left them, since a peer may have to adopt them.
 """
 

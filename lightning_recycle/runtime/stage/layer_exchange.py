@@ -1,8 +1,8 @@
-"""How the layers that a worker has become others, at a step boundary.
+"""Exchange of layers between stages, at a step boundary.
 
-Concept: what a worker gets lies beside what it has until the coordinator has decided: see
+Concept: layers that a worker gets lie beside those that it has until the coordinator has decided: see
 :mod:`~lightning_recycle.control.protocol.layout_change`. :class:`LayerKeeper` knows what a layer is, and what belongs
-to it; this module knows who gives it to whom, and what is decided.
+to it; this module knows which worker gives it to which, and what is decided.
 """
 
 from __future__ import annotations

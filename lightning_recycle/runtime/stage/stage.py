@@ -1,15 +1,13 @@
-"""One pipeline stage: the layers that a worker owns, run as F, R, B, W or BW on micro-batches.
+"""One pipeline stage: layers, run as F, R, B, W or BW on micro-batches.
 
-Knows tensors and autograd, but not schedules, peers or failures. The stage holds what a micro-batch needs between its
-operations: after F the inputs and the graph (or, if R will make the graph, the inputs alone), after B the queued weight
-gradients.
+The stage holds what a micro-batch needs between its operations: after F the inputs and the graph (or, if R will make
+the graph, the inputs alone), after B the queued weight gradients.
 
-What a micro-batch keeps of its F when its forward is computed again: the input of the stage, and nothing else.
+Where a forward is computed again (R), its first run is a usual one, with autograd, so the output is the same and knows
+whether it needs a gradient; but whatever autograd saves in it is dropped at once. The second run begins with what the
+first one began with (:class:`Kept`):
 
-Concept: the first run is a usual one, with autograd, so the output is the same and knows whether it needs a gradient;
-but whatever autograd saves in it is dropped at once. The second run, R, begins with what the first one began with:
-
-- *the input*: the first run gets copies of the tensors, as layers may write into what they are given;
+- *the input*: the first run gets copies of the tensors, as layers may write into their inputs;
 - *buffers*: those that the first run changed (running statistics, the vectors of spectral norm) are for the second one
   what they were, and afterwards what they are now: a forward changes them once, however often it runs;
 - *randomness* and autocast are the caller's: both follow from the micro-batch, not from the moment.
@@ -17,7 +15,7 @@ but whatever autograd saves in it is dropped at once. The second run, R, begins 
 Other attributes that a layer's forward changes are changed twice, and its hooks run twice, as with
 ``torch.utils.checkpoint``.
 
-Knows tensors and modules, but neither stages nor schedules.
+Must not know: schedules, peers, failures.
 """
 
 from __future__ import annotations

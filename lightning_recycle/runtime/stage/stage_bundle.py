@@ -1,17 +1,13 @@
-"""The layers that a worker has, and what belongs to them.
+"""A stage's layers, parameters, gradients and ties, replaced as a unit.
 
-The weights that several stages hold, as one worker sees them: see :mod:`~.tying` for why.
+A *tie* is a weight that several stages hold (:mod:`~lightning_recycle.model.tying`). Its gradient is one sum over the
+workers of all stages that hold it (:mod:`~lightning_recycle.runtime.stage.gradient_reduction`): the same bits
+everywhere. A stage counts as REDUCED after that sum. When a step is run again, a stage may be *ahead*: REDUCED in an
+attempt before, with the sum of that attempt. It gives that sum to the others, which take it unchanged, so the copies
+stay equal.
 
-The gradient of such a weight is one sum over the workers of all stages that hold it
-(:mod:`~lightning_recycle.runtime.stage.gradient_reduction`): the same bits everywhere. A stage counts as REDUCED after
-that sum.
-
-When a step is run again, a stage may be *ahead*: REDUCED in an attempt before, with the sum of then. It gives that sum
-to the others, which take it as it is, so the copies stay equal.
-
-The parameters of the previous version, with which a stage that is ahead computes while others redo a step.
-
-Only parameters: such a stage has already applied the step and will not step its optimizer again.
+The *shadow* has the parameters of the previous version, with which a stage that is ahead computes while others redo a
+step. Only parameters: such a stage has already applied the step and will not step its optimizer again.
 """
 
 from __future__ import annotations
