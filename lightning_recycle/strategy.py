@@ -311,7 +311,7 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     def global_batch_size(self) -> int:
         """Samples per step."""
-        return self.session.global_batch_size
+        return self.session.loaders.global_batch_size
 
     @property
     def live_workers(self) -> tuple[int, ...]:
@@ -448,7 +448,7 @@ class ReCycleStrategy(ParallelStrategy):
             UnsupportedFeatureError: in the launching process, if a step takes batches of several pipelines.
         """
         if self._session is not None:
-            return self._session.process_dataloader(dataloader)
+            return self._session.loaders.add(dataloader)
         if self.world_size > 1:
             raise UnsupportedFeatureError(
                 "The loops of the Trainer read data in the workers, where a step takes a batch of each of"
@@ -508,7 +508,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self._session is not None:
-            self._session.close_loaders()
+            self._session.loaders.close()
         super().teardown()
 
     # ------------------------------------------------------------------ collectives; the launching process is alone

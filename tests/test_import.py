@@ -191,7 +191,7 @@ PRIVATE = {
         "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
         "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
     ],
-    "lightning_recycle.session.session": [
+    "lightning_recycle.session.step_loaders": [
         "lightning.pytorch:LightningModule._on_before_batch_transfer",
         "lightning.pytorch:LightningModule._apply_batch_transfer_handler",
     ],

@@ -114,6 +114,11 @@ class HookSideEffects:
         """A batch of training or evaluation begins; what hooks have set until now stays if it runs again."""
         self._plain, self._runs_again = None, False
 
+    def check_slots(self) -> None:
+        """Forgets the values by slot of attributes that other code has changed; called before a step."""
+        if self.slots is not None:
+            self.slots.check()
+
     @contextmanager
     def noticed(self) -> Iterator[list[Effect]]:
         """Runs a block; lists what of its effects must reach all workers, and takes that back."""

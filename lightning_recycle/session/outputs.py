@@ -115,7 +115,7 @@ class OutputRecorder:
         whole: whether this worker has the whole module.
 
     Attributes:
-        collected: side effects on attributes of the module that are no metrics.
+        side_effects: side effects on attributes of the module that are no metrics.
         on_logger_call: receives, on every worker, the calls of the first micro-batch of a step that has any.
     """
 
@@ -123,7 +123,7 @@ class OutputRecorder:
         self, module: RecordedModule, alone: bool = False, microbatches: int | None = None, whole: bool = True
     ) -> None:
         self._module = module
-        self.collected = HookSideEffects(module, alone, microbatches, whole)
+        self.side_effects = HookSideEffects(module, alone, microbatches, whole)
         self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
         self._find_metrics()
 
@@ -162,7 +162,7 @@ class OutputRecorder:
             metric.reset()
         module.recorded_logs = []
         try:
-            with self.collected.noticed() as changes:
+            with self.side_effects.noticed() as changes:
                 yield recording
             recording.changes = tuple(changes)
             recording.logs = tuple(self._portable(*log) for log in module.recorded_logs)
@@ -238,7 +238,7 @@ class OutputRecorder:
                 add_states(
                     metric, path, [states_on(states, device) for states in gained], keep_step_value=path in wanted
                 )
-        self.collected.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
+        self.side_effects.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
         calls: dict[int, list[LoggerCall]] = {}

@@ -11,6 +11,7 @@ when Lightning resumes in the middle of an epoch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -29,15 +30,27 @@ from torch import Tensor
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
+from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.hook_side_effects import SideEffectState
+from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.loggers import LoggedValue, logged_values, result_metric
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, addressed_loaders, share_of_batch
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
-from lightning_recycle.session.user_objects import user_graph
-from lightning_recycle.session.weight_callbacks import WeightAverages, load_trained, take_pruned_form, trained
+from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
+from lightning_recycle.session.weight_callbacks import (
+    Finetuning,
+    WeightAverages,
+    load_trained,
+    take_pruned_form,
+    trained,
+)
+from lightning_recycle.session.worker_context import WorkerContext
 
-__all__ = ["WorkerSnapshot", "join_before_batch", "load_progress", "restore_snapshot", "settings_of", "take_snapshot"]
+__all__ = ["StateTransfer", "WorkerSnapshot", "load_progress", "settings_of"]
+
+log = logging.getLogger(__name__)
 
 _SETTINGS = (bool, int, float, str, timedelta, NoneType)
 _VALIDATION = "fit_loop.epoch_loop.val_loop"
@@ -79,7 +92,7 @@ class WorkerSnapshot:
         has_validated: whether the validation loaders have been read.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
-        collected: side effects of hooks and steps on the module's attributes.
+        side_effects: side effects of hooks and steps on the module's attributes.
         gradients: those that a module that optimizes by itself has left, by parameter.
         generators: the states of the generators from which hooks draw.
         accumulated: the gradients of the batches since the newest step of the optimizer.
@@ -100,17 +113,115 @@ class WorkerSnapshot:
     has_validated: bool
     stop_agreed: bool
     next_collective: int
-    collected: SideEffectState
+    side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
     accumulated: dict[int, Any]
 
 
-def take_snapshot(
+class StateTransfer:
+    """Transfer of one worker's state to and from its peers, and of the users' objects to and from checkpoints.
+
+    Args:
+        context: the context of the worker.
+        module: the module of this stage.
+        recorder: has the side effects of steps.
+        executor: runs the steps.
+        averages: the averages of the stage's weights that callbacks keep.
+        finetuning: callbacks that freeze parameters and train them later.
+        stop_requests: the agreement about ``trainer.should_stop``.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        module: pl.LightningModule,
+        recorder: OutputRecorder,
+        executor: Executor,
+        averages: WeightAverages,
+        finetuning: Finetuning,
+        stop_requests: StopRequests,
+    ) -> None:
+        self._context, self._trainer, self._module = context, context.trainer, module
+        self._side_effects, self._executor = recorder.side_effects, executor
+        self._averages, self._finetuning, self._stop_requests = averages, finetuning, stop_requests
+        self._large_data = LargeData({})
+        self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
+        self._joined_with: WorkerSnapshot | None = None
+
+    def begin_training(self, restored: ObjectPack | None) -> None:
+        """Before the first step; ``restored``: the users' objects, if the run begins again."""
+        if restored is not None:
+            self.load_objects(restored, {})
+        if self._context.grid.pipelines > 1 or self._context.options.on_stage_lost == "restart":
+            self._note_objects()
+
+    def _note_objects(self) -> None:
+        """Notes the large data of the user's objects as it is now, and names what a replacement would not get."""
+        graph = user_graph(self._trainer)
+        self._large_data = LargeData(graph.large)
+        if self._context.collectives.leads and (stays := graph.unpicklable()):
+            log.warning(
+                "A worker that replaces a lost one makes these attributes itself, as they cannot be pickled: %s.",
+                ", ".join(f"{path} ({kind.__name__})" for path, kind in stays.items()),
+            )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def pack_objects(self) -> ObjectPack:
+        """The users' objects, for a checkpoint from which the run can begin again."""
+        weights = {id(tensor): name for name, tensor in weights_by_name(self._module).items()}
+        return user_graph(self._trainer).pack({**self._large_data.unchanged(), **weights}).on_cpu()
+
+    def load_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
+        """The user's objects become what they were; ``state``: has buffers that hooks made."""
+        graph, device = user_graph(self._trainer), self._context.device
+        given = {name: tensor.to(device) for name, tensor in state.items()}
+        graph.update(objects, device, {**graph.large, **weights_for(self._module, given)})
+
+    # ------------------------------------------------------------------ peers
+
+    def take(self) -> WorkerSnapshot:
+        """The state of this worker at the beginning of a step."""
+        return _take_snapshot(
+            self._trainer,
+            self._averages,
+            self._context.client.member.next_collective,
+            self._side_effects.state(),
+            self._executor.accumulated.state(),
+            self._large_data,
+            self._stop_requests.agreed,
+        )
+
+    def restore(self, snapshot: WorkerSnapshot) -> None:
+        """Makes this worker one that is about to begin the batch of the donor's step."""
+        member = self._context.client.member
+        # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
+        # itself until it has come to the step.
+        member.joining = True
+        self._large = _join_before_batch(self._trainer, self._averages, snapshot)
+        member.next_collective = snapshot.next_collective
+        self._finetuning.joined()
+        self._stop_requests.agreed = snapshot.stop_agreed
+        self._side_effects.load_state(snapshot.side_effects)
+        self._joined_with = snapshot
+
+    def complete(self) -> None:
+        """At the point where the donor took the snapshot, if this worker has just joined: takes over its state."""
+        snapshot, self._joined_with = self._joined_with, None
+        if snapshot is None:
+            return
+        _restore_snapshot(self._trainer, self._averages, snapshot, self._large)
+        self._executor.accumulated.load_state(snapshot.accumulated)
+        self._side_effects.load_state(snapshot.side_effects)
+        self._context.client.member.joining = False
+
+
+def _take_snapshot(
     trainer: pl.Trainer,
     averages: WeightAverages,
     next_collective: int,
-    collected: SideEffectState,
+    side_effects: SideEffectState,
     accumulated: dict[int, Any],
     marks: LargeData,
     stop_agreed: bool = False,
@@ -137,14 +248,14 @@ def take_snapshot(
         has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         stop_agreed=stop_agreed,
         next_collective=next_collective,
-        collected=collected,
+        side_effects=side_effects,
         gradients={} if module.automatic_optimization else _gradients(module),
         generators=generator_states(),
         accumulated=accumulated,
     )
 
 
-def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> dict[str, Any]:
+def _join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> dict[str, Any]:
     """Sets this worker's Trainer as if it had always been there: its fit loop goes on with the batch of that step.
 
     Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
@@ -156,7 +267,7 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
     assert isinstance(loop, PipelineFitLoop)
     _read_loaders(trainer, snapshot)
     large = user_graph(trainer).large
-    restore_snapshot(trainer, averages, snapshot, large)
+    _restore_snapshot(trainer, averages, snapshot, large)
     loop.on_load_checkpoint(snapshot.loops["state_dict"])
     loop.find_places()
     for own, orders in zip(_loops(trainer), snapshot.orders, strict=True):
@@ -183,7 +294,7 @@ def join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: W
     return large
 
 
-def restore_snapshot(
+def _restore_snapshot(
     trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot, large: Mapping[str, Any]
 ) -> None:
     """Restores the donor's state when it took the snapshot, except for the place in a stream of data.

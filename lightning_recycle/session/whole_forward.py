@@ -86,7 +86,7 @@ class WholeForward:
         self._refuse_here()
         number = self._meet(inputs)
         value = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        with torch.no_grad(), self._recorder.collected.common():
+        with torch.no_grad(), self._recorder.side_effects.common():
             done = self._executor.forward_whole(value, -1 - number, partial(self._parts.record_forward, self._recorder))
         (output,) = self._recorder.replay({0: done}, on_step=False).values
         return move_data_to_device(output.value if isinstance(output, Answer) else output, self._module.device)

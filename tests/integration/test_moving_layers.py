@@ -219,11 +219,11 @@ class StopOnceMoved(Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.cuts = trainer.strategy.session._layers.cuts  # type: ignore[attr-defined]
+        self.cuts = trainer.strategy.session.steps.layers.cuts  # type: ignore[attr-defined]
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.strategy.session._layers.cuts != self.cuts  # type: ignore[attr-defined]
+        trainer.should_stop = trainer.strategy.session.steps.layers.cuts != self.cuts  # type: ignore[attr-defined]
 
 
 def test_layers_move_to_where_they_take_less_time() -> None:

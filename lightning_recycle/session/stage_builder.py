@@ -1,0 +1,248 @@
+"""Construction of the stage of one worker: layers, optimizers, stage bundle and executor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.layout_change import ranges
+from lightning_recycle.control.protocol.messages import Cuts
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layouts.fractional_cuts import are_whole, bounds_of
+from lightning_recycle.runtime.comm.communicator import Communicator
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks
+from lightning_recycle.runtime.executor.profiling import StageProfiler
+from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
+from lightning_recycle.runtime.executor.step_runner import StepRunner
+from lightning_recycle.runtime.executor.whole_steps import WholeStepRunner
+from lightning_recycle.runtime.nccl.transport_choice import transport_for
+from lightning_recycle.runtime.stage.gradients import GradientBuffers
+from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.session.commit_requirements import commit_requirements, may_change_gradients, scaler_of
+from lightning_recycle.session.manual_steps import ManualSteps
+from lightning_recycle.session.microbatch_state import ManualStepState
+from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.requirements import check_graphs, check_optimizers, check_trained
+from lightning_recycle.session.stage_layers import StageLayers
+from lightning_recycle.session.weight_callbacks import Finetuning, WeightAverages, empty_optimizers, has_recipes
+from lightning_recycle.session.worker_context import WorkerContext
+
+__all__ = ["StageBuilder", "build_layers"]
+
+
+def build_layers(context: WorkerContext, parts: ModelParts, averages: WeightAverages, finetuning: Finetuning) -> None:
+    """Builds the layers of this stage, on the device, and their optimizers."""
+    trainer, strategy, module = context.trainer, context.trainer.strategy, parts.module
+    stage, stages = context.worker.stage, context.grid.stages
+    parts.keep(context.run.parts, stage)
+    unbuilt = has_recipes(module)
+    with strategy.precision_plugin.module_init_context():
+        parts.build(context.run.parts[stage], context.seed)
+    if unbuilt:
+        finetuning.freeze(module)
+    averages.copy_stage(module)
+    strategy.model = strategy.precision_plugin.convert_module(module)
+    strategy.model_to_device()
+    parts.check_parameters(stage, stages)
+    if context.fitting:
+        check_graphs(module, stages)
+        with empty_optimizers():
+            strategy.setup_optimizers(trainer)
+    strategy.setup_precision_plugin()
+    if context.fitting:
+        check_optimizers(strategy.optimizers, several=parts.optimizes_itself)
+    if context.fitting and stages > 1:
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        check_trained(module, context.collectives.decide(trains, all_agree=False) or context.client.joining)
+
+
+class StageBuilder:
+    """Makes the parts of a worker that run its stage.
+
+    Args:
+        context: the context of the worker.
+        parts: the module, whose layers of this stage are there.
+        recorder: records the user's hooks that see outputs.
+    """
+
+    def __init__(self, context: WorkerContext, parts: ModelParts, recorder: OutputRecorder) -> None:
+        self._context, self._parts, self._recorder = context, parts, recorder
+        self._by_itself = context.fitting and parts.optimizes_itself
+
+    def bundle(
+        self, cuts: Cuts, ties: StageTies, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    ) -> StageBundle:
+        """The bundle of the parts of this worker under the layout ``cuts``, which are there."""
+        context, parts, module = self._context, self._parts, self._parts.module
+        stage, last = context.worker.stage, context.grid.stages - 1
+        owned = ranges(cuts)[stage]
+        # Only fit trains them, and only by the schedule has this strategy something to keep for each.
+        parameters = list(module.parameters()) if context.fitting and not self._by_itself else []
+        training_parts = parts.training_parts(owned, self._recorder)
+        scaler = scaler_of(context.trainer)
+        runs = Stage(
+            training_parts,
+            owned.start,
+            context.seed,
+            context.device,
+            loss=parts.loss if stage == last else None,
+            forward_context=context.forward_context,
+            evaluation_layers=parts.evaluation_parts(owned, self._recorder),
+            forward_layers=parts.forward_parts(owned, self._recorder),
+            loss_name=parts.loss_name,
+            loss_backward=parts.loss_backward,
+            loss_is_optional=parts.loss_is_optional,
+            takes_target=parts.takes_target,
+            scale_loss=None if scaler is None else scaler.scale,
+            sharing=None if are_whole(cuts) else partial(self._among, cuts, owned),
+        )
+        several = context.grid.num_workers > 1  # otherwise no peer ever wants them
+        lends_copies = several and context.fitting and may_change_gradients(context.trainer, module)
+        buckets = context.options.bucket_bytes
+        gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders)
+        return StageBundle(runs, parameters, gradients, ties, accumulated)
+
+    def _among(
+        self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
+    ) -> tuple[Sequence[nn.Module], int]:
+        """Of ``modules``, which run the parts ``held``, those of a micro-batch under the layout ``cuts``."""
+        grid, stage = self._context.grid, self._context.worker.stage
+        bounds = [math.floor(bound) for bound in cuts]
+        if microbatch is not None:
+            bounds = [*bounds_of(cuts, microbatch, grid)]
+        own = range(*bounds[stage : stage + 2])
+        return self._parts.among(modules, held, own), own.start
+
+    def layers(
+        self, sums: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
+    ) -> StageLayers | None:
+        """The layers of this worker, if they may move.
+
+        Args:
+            sums: returns the gradients of the batches since the newest step of the optimizer.
+            changed: called with the new bundle when they have moved.
+        """
+        context = self._context
+        if not context.fitting or self._by_itself or context.grid.stages == 1:
+            return None
+        return StageLayers(
+            context.trainer,
+            self._parts,
+            context.worker.stage,
+            context.run.parts,
+            context.device,
+            self.bundle,
+            sums,
+            changed,
+            context.place.rank,
+            context.client.send,
+            measures=context.options.adapt != "reroute" and not context.client.joining,
+        )
+
+    def executor(
+        self,
+        ties: StageTies,
+        callbacks: ExecutorCallbacks,
+        layers: StageLayers | None,
+        presumes: Callable[[float], bool],
+        held: Callable[[], Iterator[Tensor]],
+    ) -> Executor:
+        """The executor of this worker, for modules that train by the schedule.
+
+        Args:
+            ties: the parameters that stages share.
+            callbacks: the executor's questions to this process.
+            layers: the layers, if they may move.
+            presumes: whether gradients of a norm are not clipped, where a step may be speculative.
+            held: the tensors that stay from step to step besides parameters and gradients.
+        """
+        context, options = self._context, self._context.options
+        needs = commit_requirements(context.trainer, self._parts.module, context.grid.stages)
+        bundle = self._first_bundle(ties)
+        common = self._common(bundle, callbacks)
+        rules = CommitRules(
+            norm=needs.norm,
+            overflow=needs.overflow,
+            staggered=context.run.staggered,
+            presumes=presumes if needs.afterwards else None,
+        )
+        measurements = StepMeasurements(
+            context.client,
+            context.device,
+            profiler=StageProfiler(bundle.parameters) if context.run.profiles else None,
+            held=held if bundle.parameters else None,
+            tries_splitting=context.fitting and options.tries_splitting(context.grid.stages),
+        )
+        runner = StepRunner(
+            *common,
+            rules,
+            measurements,
+            shadow_on_host=options.shadow == "host",
+            device_name=context.device_name,
+        )
+        return Executor(runner, layers)
+
+    def manual_executor(
+        self,
+        ties: StageTies,
+        callbacks: ExecutorCallbacks,
+        begin: Callable[[int], None],
+        record: Callable[[Any, int], bytes],
+    ) -> tuple[Executor, ManualSteps]:
+        """The executor of this worker, for modules that optimize by themselves, and the steps that it runs.
+
+        Args:
+            ties: the parameters that stages share.
+            callbacks: the executor's questions to this process.
+            begin: called with the index of a micro-batch right before its step.
+            record: (output, number of samples) -> the record for all workers.
+        """
+        context = self._context
+        if context.options.verify:
+            rank_zero_warn(
+                f"verify={context.options.verify} has no effect: {type(context.trainer.lightning_module).__name__} has"
+                " manual optimization, and what it steps cannot be computed a second time."
+            )
+        bundle = self._first_bundle(ties)
+        steps = ManualSteps(
+            context.trainer,
+            bundle.stage.layers[0],
+            begin,
+            record,
+            context.forward_context,
+            context.seed,
+            context.grid.global_microbatches,
+        )
+        state = ManualStepState(context.trainer)
+        return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=steps, state=state)), steps
+
+    def _first_bundle(self, ties: StageTies) -> StageBundle:
+        return self.bundle((0, *(part.stop for part in self._context.run.parts)), ties)
+
+    def _common(
+        self, bundle: StageBundle, callbacks: ExecutorCallbacks
+    ) -> tuple[Worker, Grid, ControlClient, Communicator, StageBundle, ExecutorCallbacks]:
+        """The arguments that both executors have."""
+        context, rank = self._context, self._context.place.rank
+        communicator = Communicator(
+            rank,
+            context.place.host,
+            context.device,
+            context.client,
+            context.client.key_for("connections"),
+            transport=transport_for(
+                context.options.transport, rank, context.device, context.options.standby_connections
+            ),
+        )
+        return context.worker, context.grid, context.client, communicator, bundle, callbacks

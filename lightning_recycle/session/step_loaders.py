@@ -1,0 +1,132 @@
+"""Sources of the steps that one worker runs, made from the user's DataLoaders.
+
+Lightning hands each DataLoader to the strategy. A worker reads the micro-batches of its schedule, by address, so each
+becomes a :class:`~lightning_recycle.data.steps.StepLoader`. The user's hooks that convert and move a batch run on what
+it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
+from lightning_recycle.data.iterable_style import StreamLoader
+from lightning_recycle.data.map_style import MicrobatchLoader
+from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader
+from lightning_recycle.data.sample_order import compare
+from lightning_recycle.data.steps import SampleLoader, StepLoader
+from lightning_recycle.randomness import layer_randomness, seeded_everything
+from lightning_recycle.session.worker_context import WorkerContext
+
+__all__ = ["StepLoaders"]
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class StepLoaders:
+    """The sources of steps of one worker."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._loaders: list[StepLoader] = []
+        self._transfers = True
+
+    def setup(self, module: pl.LightningModule) -> None:
+        """Called once ``module`` is that of this stage."""
+        sources = [s for s in (module, getattr(self._context.trainer, "datamodule", None)) if s is not None]
+        overridden = any(is_overridden(hook, source) for hook in _TRANSFER_HOOKS for source in sources)
+        self._transfers = self._context.device.type != "cpu" or overridden
+
+    def add(self, dataloader: Any) -> StepLoader:
+        """A source of steps that reads what ``dataloader`` would read."""
+        if isinstance(dataloader, StepLoader):  # in the user's CombinedLoader, where Lightning has put it
+            dataloader = dataloader.dataloader
+        loader = self._source_of(dataloader)
+        if lost := loader.lost_state:
+            rank_zero_warn(
+                f"{', '.join(lost)} of the sampler is an iterator, whose place cannot be copied: a replacement reads"
+                " this epoch in the order of the others, but later epochs in its own, and a resumed run draws another"
+                " order. Keep a number of the epoch, a generator or a list instead."
+            )
+        loader.prepare = self._on_device
+        self._loaders.append(loader)
+        return loader
+
+    def _source_of(self, dataloader: Any) -> StepLoader:
+        context = self._context
+        training, grid, worker, seed = context.trainer.training, context.grid, context.worker, context.seed
+        pipelines = context.run.batch_pipelines
+        steps: dict[str, Any] = {"batch_pipelines": pipelines, "evaluation": not training}
+        if yields_batches(dataloader):
+            if training and grid.num_workers > 1:
+                rank_zero_warn(
+                    f"{type(dataloader).__name__} yields batches, so there are no samples to divide: every worker"
+                    " iterates over it, which must give the same batches each time, and each of the"
+                    f" {pipelines} pipelines trains on all of them, as under DDP. Use a"
+                    " DataLoader over samples to share the work."
+                )
+            return BatchIterableLoader(dataloader, grid, seed, **steps)
+        if is_stream(dataloader):
+            if grid.num_workers > 1 and promises_nothing(dataloader):
+                rank_zero_warn(
+                    f"{type(dataloader.dataset).__name__} is an IterableDataset without state. Every worker reads all"
+                    " of it, and a worker that joins, or a run that resumes, reads the epoch again up to its place:"
+                    " it must give the same samples each time, in every process, or the run ends with an error. Give"
+                    " it state_dict() and load_state_dict(), or __getitem__() and __len__(), to save that reading."
+                )
+            return StreamLoader(dataloader, grid, seed, **steps)
+        kind = MicrobatchLoader if batching_of(dataloader)[0] is not None else GivenBatchLoader
+        reads = worker.stage in (0, grid.stages - 1)
+        loader = kind(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
+        if loader.left_out:
+            rank_zero_warn(
+                f"Each epoch of the training leaves out {loader.left_out}. Give it drop_last=True if that is"
+                " what you want."
+            )
+        return loader
+
+    def keep_for_training(self, loaders: Sequence[StepLoader]) -> None:
+        """Closes those of the training that are not among ``loaders``: batches that they have read ahead are not
+        needed.
+        """
+        for old in [loader for loader in self._loaders if not loader.evaluation and loader not in loaders]:
+            old.close()
+            self._loaders.remove(old)
+
+    def compare(self, loaders: Sequence[StepLoader]) -> None:
+        """Before the first step of an epoch: all workers must be about to read the same.
+
+        Raises:
+            ConfigurationError: on all workers, if they are not.
+        """
+        if self._context.grid.num_workers > 1 and any(facts := [loader.facts() for loader in loaders]):
+            compare(self._context.collectives.gather("data", facts).values())
+
+    def close(self) -> None:
+        """Ends the reading of all of them."""
+        for loader in self._loaders:
+            loader.close()
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step, of the first loader if there are several; 0 if no loader says how many."""
+        training = (loader for loader in self._loaders if not loader.evaluation)
+        return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
+
+    def _on_device(self, data: Any, seed: int, dataloader_idx: int) -> Any:
+        """Converts and moves a collated batch with the user's hooks; their draws depend on the data's address."""
+        trainer, device = self._context.trainer, self._context.device
+        data = trainer.strategy.precision_plugin.convert_input(data)
+        if not self._transfers:
+            return data
+        module = trainer.lightning_module
+        with seeded_everything() as reseed, layer_randomness(device) as generator:
+            reseed(seed)
+            generator.manual_seed(seed)
+            data = pl.LightningModule._on_before_batch_transfer(module, data, dataloader_idx)
+            return module._apply_batch_transfer_handler(data, device, dataloader_idx)

@@ -1,0 +1,332 @@
+"""Training steps of one worker: run by Lightning's loops, computed by the executor.
+
+Lightning's loops call the methods of :class:`~lightning_recycle.session.loops.StepRunner`. The executor calls those of
+:class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`, for what only Lightning and the
+user's module know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.progress import _ProcessedTracker
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_recycle.control.protocol.control_collectives import StopPlace
+from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
+from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor.executor_callbacks import StepResult
+from lightning_recycle.runtime.machine_errors import suspicion_of
+from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.commit_requirements import OptimizerStep, clip_factor, overflow_of_all, scaler_of
+from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
+from lightning_recycle.session.loops import ProgressSnapshot, ends_step
+from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.replica_checks import (
+    StageState,
+    StateChecks,
+    load_stage_state,
+    optimizer_options,
+    stage_state,
+)
+from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
+from lightning_recycle.session.stage_layers import StageLayers
+from lightning_recycle.session.step_loaders import StepLoaders
+from lightning_recycle.session.worker_context import WorkerContext
+from lightning_recycle.session.written_tensors import untrained_marks
+
+__all__ = ["TrainingSteps"]
+
+log = logging.getLogger(__name__)
+
+_WATCHED_STEPS = 3  # in which writes of tensors that are not trained are looked for, where no micro-batch has its own
+
+
+class TrainingSteps:
+    """The training steps of one worker, and the executor's questions to its process.
+
+    Args:
+        context: the context of the worker.
+        parts: the module, with the parts of this stage.
+        recorder: records the user's hooks that see outputs.
+        loaders: the sources of steps.
+        stop_requests: the agreement about ``trainer.should_stop``.
+        preemption: the signals to this worker.
+        reach: called with a point of the run and the step.
+        on_generation: called when a new generation is complete.
+
+    Attributes:
+        executor: runs the steps; set once it exists, like the next three.
+        transfer: the transfer of this worker's state to and from its peers.
+        checkpoints: this worker's part in checkpoints.
+        ending: saves at the end of the last step of a run that is told to end.
+        layers: the layers of this worker, if they may move.
+        records_outputs: whether the module has a hook that sees outputs in training.
+        first_batch: the number of batches that the Trainer had trained on before this run.
+        after_step: what all workers do after the newest step.
+    """
+
+    executor: Executor
+    transfer: StateTransfer
+    checkpoints: Checkpoints
+    ending: SaveAndEnd
+    _handle: StepHandle  # of the current step
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        parts: ModelParts,
+        recorder: OutputRecorder,
+        loaders: StepLoaders,
+        stop_requests: StopRequests,
+        preemption: Preemption,
+        reach: Callable[[str, int], None],
+        on_generation: Callable[[], None],
+    ) -> None:
+        self._context, self._trainer, self._client = context, context.trainer, context.client
+        self._parts, self._recorder, self._loaders = parts, recorder, loaders
+        self._stop_requests, self._preemption, self._reach = stop_requests, preemption, reach
+        self._on_generation = on_generation
+        self._suspicion = suspicion_of(context.options.machine_errors)
+        every = context.options.check_every
+        self._checks = StateChecks(context.device_name, None if every == "auto" else int(every))
+        self.layers: StageLayers | None = None
+        self.records_outputs = parts.records_training
+        self.first_batch = 0
+        self.after_step = AfterStep.GO_ON
+        self._gradient_norm = self._newest_loss = 0.0
+        self._newest_step = OptimizerStep()
+        self._seen_steps = 0
+        self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
+        double = any(p.dtype is torch.float64 for p in parts.module.parameters())
+        self._loss_dtype = torch.float64 if double else torch.float32
+
+    @property
+    def _module(self) -> RecordedModule:
+        module = self._parts.module
+        assert isinstance(module, RecordedModule)
+        return module
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return self._trainer.strategy.optimizers
+
+    # ------------------------------------------------------------------ for Lightning's loops
+
+    def enter_training(self) -> None:
+        """Before the first epoch: a worker that joins a running training waits until it is let in."""
+        # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
+        begun = self._trainer.fit_loop.epoch_loop.batch_progress.total
+        assert isinstance(begun, _ProcessedTracker)
+        self.first_batch = begun.completed
+        restored = begun.started or self.checkpoints.restored_steps
+        self._preemption.take_sigterm()
+        self.transfer.begin_training(self.checkpoints.restored_objects)
+        if self._client.joining:
+            self.executor.join()
+        elif restored:
+            self.executor.version = restored
+            self._client.send(Restored(self._context.place.rank, restored))
+
+    def training_loaders(self, loaders: Sequence[StepLoader]) -> None:
+        self._loaders.keep_for_training(loaders)
+
+    def compare_data(self, loaders: Sequence[StepLoader]) -> None:
+        self._loaders.compare(loaders)
+
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
+        self.transfer.complete()  # its donor waited here, after the same hooks
+        scaler, side_effects = scaler_of(self._trainer), self._recorder.side_effects
+
+        def apply_with_hooks(result: StepResult) -> None:
+            side_effects.rewind()
+            self._warn_of_writes(marks)
+            self._newest_loss = result.loss
+            # Before a hook asks for the norm, its gradients are unscaled.
+            self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
+            with self._module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
+                apply(result)
+            if result.check_next:
+                self._checks.announce(number + 1)
+
+        number, self._handle = self.executor.version, handle
+        watches = self._seen_steps < _WATCHED_STEPS and side_effects.written is None and self._parts_step_by_schedule
+        self._seen_steps += 1
+        marks = untrained_marks(self._module) if watches else {}
+        self._progress = {n: progress for n, progress in self._progress.items() if n == number - 1}
+        self._progress[number] = ProgressSnapshot.of(self._trainer)
+        side_effects.begin_step()
+        with self._module.logging_allowed(False):
+            result = self.executor.run_step(handle, apply_with_hooks, share)
+        self.after_step = result.after_step
+        if self.layers is not None:
+            self.layers.applied()
+        return result
+
+    @property
+    def _parts_step_by_schedule(self) -> bool:
+        return not (self._context.fitting and self._parts.optimizes_itself)
+
+    def _warn_of_writes(self, before: Mapping[str, tuple[int, int]]) -> None:
+        now = untrained_marks(self._module) if before else {}
+        written = [name for name, mark in before.items() if now.get(name, mark) != mark]
+        if written and self._context.grid.global_microbatches > 1:
+            log.warning(
+                "Worker %s: %s %s written while micro-batches are computed, once for each, on top of each other: the"
+                " result depends on num_microbatches and on failures. Write in on_train_batch_end(), which runs once"
+                " per step, or train a LightningModule with pipeline_parallel_size=1, where that is taken care of.",
+                self._context.worker,
+                ", ".join(written[:5]) + (", ..." if len(written) > 5 else ""),
+                "is" if len(written) == 1 else "are",
+            )
+            self._seen_steps = _WATCHED_STEPS
+
+    def settle(self) -> None:
+        self.executor.settle_newest()
+
+    def agree_on_stop(self, place: StopPlace) -> None:
+        self._stop_requests.agree(place)
+
+    def end_step(self) -> None:
+        self.ending.end(self._trainer)
+
+    def ends_after_batch(self) -> bool:
+        """Whether the run was told to end. Not between batches whose gradients one step takes together, since no
+        checkpoint holds their sum.
+        """
+        return self.after_step is AfterStep.END and ends_step(self._trainer)
+
+    def as_loss(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._loss_dtype, device=self._context.device)
+
+    def log_step(self, index: int, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
+        returned = None
+        if any(outputs.values()):
+            with self._context.forward_context():
+                returned = self._recorder.replay(outputs, on_step=True).joined()
+        self._parts.on_loss(loss, index)
+        return returned
+
+    # ------------------------------------------------------------------ for the executor: micro-batches
+
+    def split(self, data: Any, index: int) -> tuple[Any, Any]:
+        self._recorder.side_effects.check_slots()
+        return self._parts.split(data, index)
+
+    def begin_microbatch(self, index: int) -> None:
+        self._recorder.side_effects.slot = index
+
+    def computing_again(self, index: int) -> AbstractContextManager[None]:
+        return self._recorder.side_effects.leaving_nothing(index)
+
+    def record_output(self, output: Any, target: Any, samples: int) -> bytes:
+        return self.record(self._parts.record_training, output, target, samples)
+
+    def record(self, record: Callable[..., bytes], output: Any, target: Any, samples: int) -> bytes:
+        """Records what the user's code does with an output, as in a step on one device."""
+        with self._context.forward_context():
+            return record(self._recorder, output, target, samples)
+
+    # ------------------------------------------------------------------ for the executor: generations
+
+    def is_suspect(self, error: Exception) -> bool:
+        return self._suspicion(error)
+
+    def on_generation(self) -> None:
+        if self._client.generation == 0:
+            self._checks.announce(self.executor.version)
+        self._on_generation()
+
+    def on_recovery(self, step: int) -> None:
+        self._recorder.side_effects.run_again()
+        self._checks.announce(step + 1)  # some may have applied ``step`` already
+        self._reach("recovery", step)
+
+    # ------------------------------------------------------------------ for the executor: applied steps
+
+    def as_in_step(self, step: int) -> AbstractContextManager[None]:
+        return self._progress[step].again(self._trainer)
+
+    def describe_step(self, step: int) -> Facts:
+        trainer = self._trainer
+        counters: dict[str, float] = {
+            "trainer.global_step": trainer.global_step,
+            "trainer.current_epoch": trainer.current_epoch,
+        }
+        inputs: dict[str, float] = {}
+        if digest_of_data := self._handle.loader.digest(self._handle):
+            inputs["the digest of the samples read so far, the same for every process that reads,"] = digest_of_data
+        if self._stop_requests.agreed:
+            counters["trainer.should_stop"] = trainer.should_stop
+        options = optimizer_options(self._optimizers)
+        if (scaler := scaler_of(trainer)) is not None:
+            inputs["loss scale"] = scaler.get_scale()
+        checked = None
+        if self._checks.is_due(step) and self.executor.is_settled:
+            with self._client.busy("a check of the parameters"):
+                checked = self._checks.check(step, self._module, self._optimizers)
+        return Facts(counters, options, checked, inputs)
+
+    def must_know(self, step: int) -> bool:
+        return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
+
+    def keep_optimizer(self) -> None:
+        self._newest_step.keep(self._optimizers)
+
+    def step_again(self, norm: float) -> None:
+        loss = self.as_loss(self._newest_loss)
+        self._newest_step.again(self._optimizers, clip_factor(self._clip_val, norm), lambda: loss)
+
+    @property
+    def _clip_val(self) -> float:
+        assert self._trainer.gradient_clip_val is not None
+        return float(self._trainer.gradient_clip_val)
+
+    def leaves_gradients_alone(self, norm: float) -> bool:
+        """Whether gradients of that norm, over all stages, are not clipped."""
+        return clip_factor(self._clip_val, norm) >= 1.0
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips by the norm over all stages, which the commit delivered; the plugin itself sees one stage only."""
+        scale = clip_factor(clip_val, self._gradient_norm)
+        plugin = self._trainer.strategy.precision_plugin
+        grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
+        if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
+            torch._foreach_mul_(grads, scale)
+
+    def forget_newest(self) -> None:
+        """The layers of this worker have changed: no optimizer steps again."""
+        self._newest_step = OptimizerStep()
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with
+        those before the newest step.
+        """
+        yield from self._module.buffers()
+        yield from self._newest_step.tensors()
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    # ------------------------------------------------------------------ for the executor: state of peers
+
+    def stage_state(self) -> StageState:
+        return stage_state(self._module, self._optimizers)
+
+    def load_stage_state(self, state: StageState) -> None:
+        load_stage_state(self._module, self._optimizers, state)
+
+    def take_snapshot(self) -> WorkerSnapshot:
+        return self.transfer.take()
+
+    def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
+        self.transfer.restore(snapshot)
