@@ -13,25 +13,22 @@ it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a memb
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import hmac
 import logging
 import os
-import re
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
+from lightning_recycle.control.activity import ActivityRecorder, is_debugged
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, connect, connections
-from lightning_recycle.control.payload import pack, unpack_all
+from lightning_recycle.control.payload import in_words, pack, unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
@@ -49,7 +46,6 @@ __all__ = [
     "EXIT_STOPPED",
     "ControlClient",
     "Interrupted",
-    "in_words",
 ]
 
 log = logging.getLogger(__name__)
@@ -71,7 +67,7 @@ class _RunIsOver(BaseException):
     """All results are delivered: what this worker waits for, such as the generation after a failure, never comes."""
 
 
-class ControlClient:
+class ControlClient(ActivityRecorder):
     """A worker's connection to the coordinator.
 
     Args:
@@ -104,7 +100,7 @@ class ControlClient:
     ) -> None:
         self.member = Member(-1 if rank is None else rank, joining, returns=patience > 0)
         self._survives = survives
-        self.activity = messages.Activity(0, "start", "", time.monotonic())
+        super().__init__()
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
@@ -450,47 +446,6 @@ class ControlClient:
         self._leaving = True
         self._wake_heartbeat.set()
 
-    # ------------------------------------------------------------------ what the main thread does, for the heartbeat
-
-    def doing(self, step: int, operation: str, kind: str = "", microbatch: int = -1) -> None:
-        """Records what the main thread does from now on; without a ``kind`` nobody knows how long that takes.
-
-        Args:
-            step: the optimizer step.
-            operation: its name, for people.
-            kind: the kind of operation, if it has a usual duration. No hook of the user's may run in it.
-            microbatch: the index in the global batch of the micro-batch that it is for; -1 for none.
-        """
-        self.activity = messages.Activity(step, operation, "", time.monotonic(), kind, microbatch=microbatch)
-
-    @contextmanager
-    def busy(self, operation: str, kind: str = "") -> Iterator[None]:
-        """Records that the main thread does something else within the block; then times afresh what it did before."""
-        before = self.activity
-        self.doing(before.step, operation, kind)
-        try:
-            yield
-        finally:
-            self.activity = _resumed(before)
-
-    @contextmanager
-    def waiting(self, what: str, coordinated: bool = False) -> Iterator[None]:
-        """Records that the main thread waits for ``what`` within the block; then times afresh what it did before, as
-        waiting does not count. ``coordinated``: what it waits for comes from the coordinator.
-        """
-        before = self.activity
-        self.activity = messages.Activity(
-            before.step, before.operation, what, time.monotonic(), coordinated=coordinated, microbatch=before.microbatch
-        )
-        try:
-            yield
-        finally:
-            self.activity = _resumed(before)
-
-    def progressed(self) -> None:
-        """Records progress in what the main thread does or waits for."""
-        self.activity = _resumed(self.activity)
-
     def _wait(
         self, ready: Callable[[], _T | None], what: str, timeout: float | None = None, interruptible: bool = False
     ) -> _T:
@@ -641,7 +596,7 @@ class ControlClient:
 
     def _beat(self) -> None:
         while not self._leaving:
-            debugged = _is_debugged(self._main_thread)
+            debugged = is_debugged(self._main_thread)
             try:
                 while self._requests:
                     self.send(self._requests.popleft())
@@ -669,71 +624,3 @@ class ControlClient:
         if self.on_lost is not None and code == EXIT_LOST_COORDINATOR and not self._leaving:
             self.on_lost()
         os._exit(self._status if self._leaving else code)
-
-
-def _resumed(before: messages.Activity) -> messages.Activity:
-    """``before``, timed afresh; by itself, as ``dataclasses.replace`` takes several times as long."""
-    return messages.Activity(
-        before.step,
-        before.operation,
-        before.waiting_for,
-        time.monotonic(),
-        before.kind,
-        before.coordinated,
-        before.microbatch,
-    )
-
-
-def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
-    """Class and message of ``error``, and its traceback, as text that can be sent: UTF-8 lacks some characters.
-
-    ``shown``: the traceback, if it is not to be the whole one.
-    """
-    texts = (
-        f"{type(error).__name__}: {error}",
-        "".join(traceback.format_exception(error)) if shown is None else shown,
-    )
-    summary, text = (text.encode(errors="backslashreplace").decode() for text in texts)
-    return summary, text
-
-
-def _is_debugged(main_thread: int | None) -> bool:
-    """Whether another process traces this one (gdb, strace), or its main thread is in Python's debugger."""
-    try:
-        with open("/proc/self/status") as status:
-            if any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in status):
-                return True
-    except OSError:
-        pass  # no /proc on this system: debuggers of other processes are not seen
-    if "bdb" not in sys.modules:
-        return False
-    return any(re.search(r"\b[bp]db\.py$", file) for file in _files_on_stack(main_thread or 0))
-
-
-def _files_on_stack(thread: int) -> list[str]:
-    """The files of the functions that a thread is in; none if it is not known.
-
-    Each way to ask for them is fatal in some versions of Python. Before 3.12 ``sys._current_frames()`` can block a
-    process forever (seen in 3.11.7; CPython issue 106883): the garbage collector may run inside it, and a finalizer
-    release the GIL, while it holds the lock that another thread needs to start a thread. ``faulthandler`` dies by
-    SIGSEGV (seen in 3.13.0) at a thread that lets go of the GIL while it clears the frame of a function that C called,
-    as torch does whenever it frees a tensor.
-    """
-    if sys.version_info >= (3, 12):
-        frame, files = sys._current_frames().get(thread), []  # noqa: TID251 - not fatal here
-        while frame is not None:
-            files.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        return files
-    if not hasattr(os, "memfd_create"):
-        return []
-    try:
-        descriptor = os.memfd_create("stacks")
-    except OSError:
-        return []  # descriptors or memory are used up; the thread counts as where it nearly always is
-    with open(descriptor, "w+b") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        stacks = file.read().decode(errors="replace")
-    stack = re.search(rf"^(?:Current t|T)hread 0x0*{thread:x}\b.*\n((?:  .*\n)*)", stacks, re.MULTILINE)
-    return [] if stack is None else re.findall(r'^  File "(.*)", line', stack[1], re.MULTILINE)

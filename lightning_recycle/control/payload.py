@@ -1,4 +1,4 @@
-"""Values that workers exchange through the coordinator, which passes them on without opening them.
+"""Payloads: pickled values that pass through the coordinator unopened, and exceptions as text.
 
 A payload is a pickle, so only who runs the user's code may open it: workers and the launching process. The coordinator
 never imports :func:`unpack`; it need not have the classes, and nothing that it receives can run in it.
@@ -7,12 +7,13 @@ never imports :func:`unpack`; it need not have the classes, and nothing that it 
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_recycle.control.protocol.messages import Payload
 
-__all__ = ["pack", "unpack", "unpack_all"]
+__all__ = ["in_words", "pack", "unpack", "unpack_all"]
 
 _PIECE = 1 << 30  # bytes; msgpack has no byte string of 4 GiB or more
 
@@ -37,3 +38,16 @@ def unpack(payload: Payload | bool | None) -> Any:
 def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | bool | None]) -> dict[int, Any]:
     """The values of payloads by rank or by stage."""
     return {key: unpack(payload) for key, payload in payloads.items()}
+
+
+def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
+    """Class and message of ``error``, and its traceback, as text that can be sent: UTF-8 lacks some characters.
+
+    ``shown``: the traceback, if it is not to be the whole one.
+    """
+    texts = (
+        f"{type(error).__name__}: {error}",
+        "".join(traceback.format_exception(error)) if shown is None else shown,
+    )
+    summary, text = (text.encode(errors="backslashreplace").decode() for text in texts)
+    return summary, text

@@ -23,12 +23,11 @@ from lightning_recycle.control.client import (
     EXIT_LOST_COORDINATOR,
     EXIT_RAISED,
     ControlClient,
-    in_words,
 )
 from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
 from lightning_recycle.control.network.addresses import machine_name, shown
 from lightning_recycle.control.network.handshake import Refused, VersionMismatch
-from lightning_recycle.control.payload import unpack
+from lightning_recycle.control.payload import in_words, unpack
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError

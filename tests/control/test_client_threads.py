@@ -11,8 +11,8 @@ import pytest
 from support.thread_client import ThreadClient
 
 from lightning_recycle.control import client as client_module
-from lightning_recycle.control.client import in_words
 from lightning_recycle.control.network.connection import Inbox, MessageConnection
+from lightning_recycle.control.payload import in_words
 from lightning_recycle.control.protocol.encoding import encode
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS, Crash, Heartbeat, Hello, Regroup
 
@@ -57,7 +57,7 @@ def test_a_worker_whose_heartbeat_stops_ends_and_says_why(
     def debugged(_: Any) -> bool:
         raise MemoryError
 
-    monkeypatch.setattr(client_module, "_is_debugged", debugged)
+    monkeypatch.setattr(client_module, "is_debugged", debugged)
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=0.1)
     crash = last_words(theirs)
     assert (crash.fault, crash.summary) == (True, "its thread recycle-beat raised MemoryError: ")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.client import _is_debugged
+from lightning_recycle.control.activity import is_debugged
 
 PATIENCE = 10.0
 
@@ -39,28 +39,28 @@ def test_a_thread_in_pythons_debugger_is_being_debugged(how: str) -> None:
     thread = threading.Thread(target=debug)
     thread.start()
     with os.fdopen(write, "w") as commands:
-        assert wait_for(lambda: _is_debugged(thread.ident))
-        assert not _is_debugged(threading.get_ident())
+        assert wait_for(lambda: is_debugged(thread.ident))
+        assert not is_debugged(threading.get_ident())
         commands.write("continue\n" if how == "set_trace" else "quit\n")
         commands.flush()
         if how == "post_mortem":
-            assert wait_for(lambda: not _is_debugged(thread.ident))
+            assert wait_for(lambda: not is_debugged(thread.ident))
         goes_on.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()
-    assert not _is_debugged(thread.ident)
+    assert not is_debugged(thread.ident)
 
 
 def test_a_process_that_gdb_looks_at_is_being_debugged(tmp_path: Path) -> None:
     """Any process may say that it traces its child; a debugger does nothing else."""
     script = """
         import ctypes, os, time
-        from lightning_recycle.control.client import _is_debugged
+        from lightning_recycle.control.activity import is_debugged
         child = os.fork()
         if not child:
-            assert not _is_debugged(None)
+            assert not is_debugged(None)
             ctypes.CDLL(None).ptrace(0, 0, 0, 0)  # PTRACE_TRACEME
-            os._exit(_is_debugged(None))
+            os._exit(is_debugged(None))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
@@ -70,7 +70,7 @@ def test_looking_for_a_debugger_leaves_a_process_running_that_collects_garbage_a
     """``sys._current_frames()`` in its place stops Python 3.11.7 in one of three runs."""
     script = """
         import bdb, gc, threading, time
-        from lightning_recycle.control.client import _is_debugged
+        from lightning_recycle.control.activity import is_debugged
 
         class Unhurried:
             def __init__(self):
@@ -93,7 +93,7 @@ def test_looking_for_a_debugger_leaves_a_process_running_that_collects_garbage_a
             looks += 1
             Unhurried(), Unhurried()
             held = [[] for _ in range(looks % 40)]  # the next collection is due anywhere in what follows
-            _is_debugged(threading.main_thread().ident)
+            is_debugged(threading.main_thread().ident)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
@@ -102,7 +102,7 @@ def test_looking_for_a_debugger_leaves_a_process_running_that_clears_what_functi
     """``faulthandler`` in its place kills Python 3.13.0 at once."""
     script = """
         import bdb, threading, time
-        from lightning_recycle.control.client import _is_debugged
+        from lightning_recycle.control.activity import is_debugged
 
         class Unhurried:
             def __del__(self):
@@ -113,7 +113,7 @@ def test_looking_for_a_debugger_leaves_a_process_running_that_clears_what_functi
 
         def look():
             while time.monotonic() < end:
-                assert not _is_debugged(threading.main_thread().ident)
+                assert not is_debugged(threading.main_thread().ident)
 
         end = time.monotonic() + 2
         threading.Thread(target=look).start()
