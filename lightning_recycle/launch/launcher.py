@@ -38,7 +38,7 @@ from lightning_recycle.launch.run_attempt import RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, prepare
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.trainer_call import TrainerCall
-from lightning_recycle.launch.trainer_results import Untrained, take_results
+from lightning_recycle.launch.trainer_results import MissingWeights, take_results
 from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import end_import
 from lightning_recycle.planning.schedule import Schedule
@@ -69,7 +69,7 @@ class SupervisorLauncher(_Launcher):
         self._said_how_it_ended = False
         self._has_run = False
         self._has_fitted = False
-        self._untrained: Untrained | None = None
+        self._untrained: MissingWeights | None = None
 
     @property
     @override
@@ -194,7 +194,7 @@ class SupervisorLauncher(_Launcher):
         """Remembers, and says, whether the trained weights have stayed in the workers."""
         self._untrained = None
         if self._strategy.missing_weights is not None:
-            self._untrained = Untrained(trainer.lightning_module, one_stage)
+            self._untrained = MissingWeights(trainer.lightning_module, one_stage)
             log.warning("The model in this process is not the trained one: %s.", self._strategy.missing_weights)
 
     def _how_it_ended(self, outcome: Outcome | None) -> str:
@@ -221,7 +221,7 @@ class SupervisorLauncher(_Launcher):
                 log.warning("%s is not written: the run failed, and its newest weights were in the workers.", path)
             return False
         if self._strategy.missing_weights is not None:
-            Untrained.refuse_to_save(path)
+            MissingWeights.refuse_to_save(path)
         if "optimizer_states" in checkpoint and self._strategy.missing_optimizers is not None:
             raise UnsupportedFeatureError(
                 f"trainer.save_checkpoint({os.fspath(path)!r}) was called in the launching process, which has the"

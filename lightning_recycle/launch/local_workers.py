@@ -29,11 +29,11 @@ from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_group import Members
-from lightning_recycle.launch.worker_payload import NameWithEnvironment, Payload, modules_found
+from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerPayload, modules_found
 from lightning_recycle.pickling import import_of_main, main_module
 from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
 
-__all__ = ["Crew", "LocalWorker", "process_context"]
+__all__ = ["LocalWorker", "LocalWorkerGroup", "process_context"]
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class LocalWorker:
                     signal.pidfd_send_signal(self._pidfd, signum)
 
     def release(self) -> None:
-        """Lets the crew close it once it has ended."""
+        """Lets the group close it once it has ended."""
         self._released = True
 
     @property
@@ -254,7 +254,7 @@ def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
     target(argument)
 
 
-class Crew:
+class LocalWorkerGroup:
     """All worker processes that one run starts here. Use it as a context manager: none survives it.
 
     Each has the environment that this process has now.
@@ -279,7 +279,7 @@ class Crew:
         self._members = Members[LocalWorker]()
         self._environment = dict(os.environ)
         self._main = main_module()
-        self.payload = Payload(payload, self._main)
+        self.payload = WorkerPayload(payload, self._main)
 
     def start(self, argument: Any, name: str) -> LocalWorker:
         """Starts a worker; callable from any thread.
@@ -302,7 +302,7 @@ class Crew:
         _end_stopped_fork_server()  # it would report the end of none
         self._members.end(patience)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> LocalWorkerGroup:
         return self
 
     def __exit__(self, *_: object) -> None:

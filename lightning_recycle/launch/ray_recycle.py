@@ -31,7 +31,7 @@ from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.engines.ray_run import RayRun, RunEnd
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.outcome import error_of
-from lightning_recycle.launch.worker_results import Extras, StagePart
+from lightning_recycle.launch.worker_results import LeaderResult, StageResult
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import get_planner
 
@@ -220,11 +220,11 @@ class RayReCycle:
     def _result(self, end: RunEnd) -> RayResult:
         history = [event for _, events in end.outcomes for event in events]
         state: dict[str, Tensor] = {}
-        extras: Extras | None = None
+        extras: LeaderResult | None = None
         for outcome, events in end.outcomes:
             if not isinstance(outcome, Finished):
                 raise error_of(outcome, self.grid, events)
-            parts: list[StagePart] = []
+            parts: list[StageResult] = []
             for rank in sorted(outcome.results):
                 part, found = unpack(outcome.results.pop(rank))
                 parts.append(part)
@@ -235,12 +235,12 @@ class RayReCycle:
         return RayResult(end.returned, _metrics(extras), _checkpoint(extras), state, history)
 
 
-def _metrics(extras: Extras) -> dict[str, Tensor]:
+def _metrics(extras: LeaderResult) -> dict[str, Tensor]:
     metrics: dict[str, Tensor] = extras.trainer["_logger_connector"].get("_callback_metrics", {})
     return dict(metrics)
 
 
-def _checkpoint(extras: Extras) -> str | None:
+def _checkpoint(extras: LeaderResult) -> str | None:
     """The best checkpoint of the first callback that has one, by the states of the callbacks."""
     for state in extras.callbacks.values():
         for path in ("best_model_path", "last_model_path"):

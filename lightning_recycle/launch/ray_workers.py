@@ -29,7 +29,7 @@ from lightning_recycle.launch.worker_payload import dump, load, not_sent
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Grid
 
-__all__ = ["RayCrew", "RayWorker", "room_in_cluster"]
+__all__ = ["RayWorkerGroup", "RayWorkerProcess", "free_slots"]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class RayPayload:
         return load(ray_cluster.import_ray().get(self._data))
 
 
-class CrewActor:
+class TrainerActor:
     """One worker."""
 
     def introduce(self) -> tuple[str, int]:
@@ -81,7 +81,7 @@ class CrewActor:
         return None
 
 
-class RayWorker:
+class RayWorkerProcess:
     """An actor that runs a worker.
 
     Attributes:
@@ -118,7 +118,7 @@ class RayWorker:
         """Ray's dashboard shows where an actor is; nothing is written here."""
 
     def release(self) -> None:
-        """Lets the crew forget it once it has ended."""
+        """Lets the group forget it once it has ended."""
         self._released = True
 
     @property
@@ -131,8 +131,8 @@ class RayWorker:
         os.close(self.sentinel)
 
 
-class RayCrew:
-    """All workers that one run has on Ray; see :class:`~lightning_recycle.launch.worker_group.AnyCrew`.
+class RayWorkerGroup:
+    """All workers that one run has on Ray; see :class:`~lightning_recycle.launch.worker_group.WorkerGroup`.
 
     A replacement counts as started when Ray has found room for it, however long that takes.
 
@@ -162,7 +162,7 @@ class RayCrew:
         self._target, self._resources = target, resources
         self._name = uuid.uuid4().hex[:12]
         self._environment = {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _STAYS}
-        self._members = Members[RayWorker]()
+        self._members = Members[RayWorkerProcess]()
         self._started = 0
         self._seats = Seats(grid, resources)
         try:
@@ -176,7 +176,7 @@ class RayCrew:
             self._seats.close()
             raise
 
-    def start(self, argument: Any, name: str) -> RayWorker:
+    def start(self, argument: Any, name: str) -> RayWorkerProcess:
         """Starts a worker; callable from any thread. One that joins a training is waited for, until Ray has room.
 
         Raises:
@@ -199,7 +199,7 @@ class RayCrew:
                     break  # it has ended, as the coordinator will see
         return worker
 
-    def _request(self, argument: Any, name: str) -> RayWorker:
+    def _request(self, argument: Any, name: str) -> RayWorkerProcess:
         with self._members.lock:
             if self._members.closed.is_set():
                 raise WorkerStartError("The run is over.")
@@ -211,15 +211,15 @@ class RayCrew:
             )
             self._started += 1
             actor = ray_cluster.start_actor(
-                CrewActor, f"recycle-{self._name}-{self._started}", self._resources, seat.group, seat.bundle
+                TrainerActor, f"recycle-{self._name}-{self._started}", self._resources, seat.group, seat.bundle
             )
             call = actor.run.remote(self._target, argument, self._environment)
-            worker = RayWorker(actor, seat, actor.introduce.remote(), call)
+            worker = RayWorkerProcess(actor, seat, actor.introduce.remote(), call)
             self._members.add(worker)
         log.debug("%s is actor recycle-%s-%d.", name, self._name, self._started)
         return worker
 
-    def _node_of(self, worker: RayWorker) -> str | None:
+    def _node_of(self, worker: RayWorkerProcess) -> str | None:
         if not self._ray.wait([worker.introduction], timeout=0.0)[0]:
             return None
         with contextlib.suppress(self._ray.exceptions.RayError):  # it is about to be seen as ended
@@ -227,7 +227,7 @@ class RayCrew:
             return str(node)
         return None
 
-    def _has_lost_its_seat(self, worker: RayWorker) -> bool:
+    def _has_lost_its_seat(self, worker: RayWorkerProcess) -> bool:
         with self._members.lock:
             living = self._members.living()
             present = [other.seat for other in living if self._node_of(other) is not None]
@@ -255,7 +255,7 @@ class RayCrew:
         """Waits ``patience`` seconds for all workers to end, then kills the rest."""
         self._members.end(patience)
 
-    def __enter__(self) -> RayCrew:
+    def __enter__(self) -> RayWorkerGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -263,7 +263,7 @@ class RayCrew:
         self._seats.close()
 
 
-def room_in_cluster(needs: Mapping[str, float], wanted: int) -> int:
+def free_slots(needs: Mapping[str, float], wanted: int) -> int:
     """How many workers that need so much of each resource the cluster has room for now, ``wanted`` at most."""
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:

@@ -32,10 +32,10 @@ from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.engines.ray_placement import needs_of_worker
-from lightning_recycle.launch.local_workers import Crew
+from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.signals import EndSignals
-from lightning_recycle.launch.worker_group import AnyCrew
+from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
 from lightning_recycle.planning.grid import Grid
@@ -77,7 +77,7 @@ class RunAttempt:
         self._profile_path, self._profile = run.find_profile()
         self._setup = replace(run.setup, profiles=self._profile_path is not None and self._profile is None)
         self._devices = _Devices(run)
-        self._group: AnyCrew
+        self._group: WorkerGroup
         self._coordinator: Coordinator
 
     def run(self) -> Outcome | None:
@@ -90,7 +90,9 @@ class RunAttempt:
         payload = (call, Settings.capture())
         with (
             served(monitor, http, shows),
-            _crew_of(options.engine, worker_main, payload, grid, _needs(self._run), options.start_timeout) as group,
+            _worker_group(
+                options.engine, worker_main, payload, grid, _needs(self._run), options.start_timeout
+            ) as group,
         ):
             self._group = group
             self._coordinator = self._make_coordinator(planner)
@@ -230,7 +232,7 @@ class _Devices:
 
 def devices_left(run: PreparedRun) -> int:
     """How many workers of ``run`` can be started now."""
-    room = _room_of(run.options.engine, _needs(run), run.setup.grid.num_workers)
+    room = _free_slots(run.options.engine, _needs(run), run.setup.grid.num_workers)
     return len(_Devices(run).usable) if room is None else room
 
 
@@ -261,15 +263,15 @@ def _write_profile(path: Path | None, profile: Profile) -> None:
     log.info("The measured profile is in %s.", path)
 
 
-def _crew_of(
+def _worker_group(
     engine: str,
     target: Callable[[Any], None],
     payload: Any,
     grid: Grid,
     resources: Mapping[str, float],
     start_timeout: float,
-) -> AnyCrew:
-    """A crew of the workers that ``engine`` starts.
+) -> WorkerGroup:
+    """The worker group of a run, on ``engine``.
 
     Args:
         engine: "local" or "ray".
@@ -284,18 +286,18 @@ def _crew_of(
         WorkerStartError: if there is no room for the workers in time.
     """
     if engine == "ray":
-        from lightning_recycle.launch.ray_workers import RayCrew
+        from lightning_recycle.launch.ray_workers import RayWorkerGroup
 
-        return RayCrew(target, payload, grid, resources, start_timeout)
-    return Crew(target, payload)
+        return RayWorkerGroup(target, payload, grid, resources, start_timeout)
+    return LocalWorkerGroup(target, payload)
 
 
-def _room_of(engine: str, resources: Mapping[str, float], wanted: int) -> int | None:
+def _free_slots(engine: str, resources: Mapping[str, float], wanted: int) -> int | None:
     """How many workers ``engine`` has room for when none of a run are left, ``wanted`` at most; None if that is not the
     engine's to say, as with the devices of this machine, which do not go.
     """
     if engine == "ray":
-        from lightning_recycle.launch.ray_workers import room_in_cluster
+        from lightning_recycle.launch.ray_workers import free_slots
 
-        return room_in_cluster(resources, wanted)
+        return free_slots(resources, wanted)
     return None

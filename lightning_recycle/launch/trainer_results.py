@@ -39,10 +39,10 @@ from lightning_recycle.errors import (
 )
 from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.launch.worker_results import (
-    Extras,
-    FiledPart,
+    LeaderResult,
     StageOptimizers,
-    StagePart,
+    StageResult,
+    StageResultFile,
     UserObjects,
 )
 from lightning_recycle.model.cutting import parts_of
@@ -54,10 +54,10 @@ from lightning_recycle.session.weight_callbacks import swap_schedules, take_prun
 __all__ = [
     "STAY_IN_THE_WORKERS",
     "WEIGHTS_STAY",
-    "ShownLoaders",
-    "Untrained",
+    "MissingWeights",
+    "ReturnedLoaders",
     "make_optimizers",
-    "show_loaders",
+    "returned_loaders",
     "take_results",
 ]
 
@@ -67,7 +67,7 @@ WEIGHTS_STAY = (
 """Why a process has no trained weights."""
 
 
-class Untrained:
+class MissingWeights:
     """The note about ``module``; ``one_stage``: it is one stage of the model, and can not run again."""
 
     def __init__(self, module: pl.LightningModule, one_stage: bool) -> None:
@@ -184,7 +184,7 @@ def _group(
 # ---------------------------------------------------------------------- loaders
 
 
-class ShownLoaders(CombinedLoader):
+class ReturnedLoaders(CombinedLoader):
     """What a loop holds: the user's loaders, with their states in the workers."""
 
     def __init__(self, iterables: Any, mode: Any, states: Sequence[dict[str, Any]]) -> None:
@@ -218,7 +218,7 @@ class _Requested:
         return getattr(self._source.dataloader(), name)
 
 
-def show_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:
+def returned_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:
     """What a loop holds that has read the loaders of ``source``.
 
     Args:
@@ -229,7 +229,7 @@ def show_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]], mo
     iterables: Any = _Requested(source) if source.is_module() else source.instance
     if isinstance(iterables, CombinedLoader):
         iterables, mode = iterables.iterables, iterables._mode
-    return ShownLoaders(iterables, mode, states)
+    return ReturnedLoaders(iterables, mode, states)
 
 
 # ---------------------------------------------------------------------- the whole
@@ -253,11 +253,11 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
     """
     trainer = call.trainer
     state: dict[str, torch.Tensor] = {}
-    parts: list[StagePart] = []
-    extras: Extras | None = None
+    parts: list[StageResult] = []
+    extras: LeaderResult | None = None
     for rank in sorted(results):
         part, found = unpack(results.pop(rank))
-        parts.append(part.read() if isinstance(part, FiledPart) else part)
+        parts.append(part.read() if isinstance(part, StageResultFile) else part)
         extras = found or extras
     assert extras is not None
     parts.sort(key=lambda part: part.stage)
@@ -348,7 +348,7 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
     return "no file, as none could be written"
 
 
-def _restore_trainer(trainer: pl.Trainer, extras: Extras) -> None:
+def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
     """Progress, metrics, and what is known of the data."""
     for path, attributes in extras.trainer.items():
         vars(attrgetter(path)(trainer) if path else trainer).update(attributes)
@@ -357,12 +357,12 @@ def _restore_trainer(trainer: pl.Trainer, extras: Extras) -> None:
     trainer.fit_loop._combined_loader_states_to_load = []  # nothing is being resumed
     for path, states in extras.loaders.items():
         loop = attrgetter(path)(trainer)
-        loop._combined_loader = show_loaders(
+        loop._combined_loader = returned_loaders(
             loop._data_source, states, "max_size_cycle" if path == "fit_loop" else "sequential"
         )
 
 
-def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: Extras) -> None:
+def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: LeaderResult) -> None:
     strategy = cast(_Strategy, trainer.strategy)
     known = [stage for stage in stages if stage is not None]
     strategy.missing_optimizers = STAY_IN_THE_WORKERS if len(known) < len(stages) else None
@@ -376,7 +376,7 @@ def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | 
             log.info("The launching process has no optimizers: %s", error)
 
 
-def _restore_states(trainer: pl.Trainer, extras: Extras) -> None:
+def _restore_states(trainer: pl.Trainer, extras: LeaderResult) -> None:
     """What callbacks, the data module and the precision plugin have in state dicts."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):  # it takes results only from its own directory

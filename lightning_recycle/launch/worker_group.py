@@ -15,12 +15,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.joining.run_config import WorkerProcess
 
-__all__ = ["AnyCrew", "Member", "Members"]
+__all__ = ["Member", "Members", "WorkerGroup"]
 
 _EXIT_SECONDS = 10.0  # for a killed worker to be gone
 
 
-class AnyCrew(Protocol):
+class WorkerGroup(Protocol):
     """All worker processes that one run starts. A context manager: none survives it.
 
     Attributes:
@@ -44,7 +44,7 @@ class AnyCrew(Protocol):
     def end(self, patience: float) -> None:
         """Waits ``patience`` seconds for all workers to end, then kills the rest."""
 
-    def __enter__(self) -> AnyCrew: ...
+    def __enter__(self) -> WorkerGroup: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None, /
@@ -52,7 +52,7 @@ class AnyCrew(Protocol):
 
 
 class Member(WorkerProcess, Protocol):
-    """What a crew must know of a worker, besides what the coordinator does."""
+    """A worker of a group, which knows more of it than the coordinator."""
 
     @property
     def is_over(self) -> bool:
@@ -66,11 +66,11 @@ _Member = TypeVar("_Member", bound=Member)
 
 
 class Members(Generic[_Member]):
-    """The workers of one crew.
+    """The workers of one group.
 
     Attributes:
         lock: held by whoever changes who is in.
-        closed: whether the crew has ended.
+        closed: whether the group has ended.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Payload of a worker process: environment, global settings, and the pickled Trainer with its function.
+"""WorkerPayload of a worker process: environment, global settings, and the pickled Trainer with its function.
 
 - The environment is that of the launching process when the run starts. The fork server has the environment of the first
   run, so the variables of each run travel with every worker of it, also with one that is started later. A worker has
@@ -40,10 +40,10 @@ from lightning_recycle.lightning_names import name_here
 from lightning_recycle.pickling import MainModule, MainPickler, enter_main
 
 __all__ = [
-    "Inherited",
     "NameWithEnvironment",
-    "Payload",
+    "ReceivedPayload",
     "Settings",
+    "WorkerPayload",
     "dump",
     "ignore_untrue_warnings",
     "load",
@@ -189,8 +189,8 @@ def ignore_untrue_warnings() -> None:
 # ---------------------------------------------------------------------- Trainer, module and data
 
 
-class Payload:
-    """A value for all workers; in a worker it arrives as :class:`Inherited`.
+class WorkerPayload:
+    """A value for all workers; in a worker it arrives as :class:`ReceivedPayload`.
 
     It lies in memory where the system has files there (Linux), whatever room TMPDIR has, else in a file without a name
     in TMPDIR.
@@ -232,11 +232,11 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only as an argument of a new process: what travels is the descriptor."""
-        return Inherited, (reduction.DupFd(self._file.fileno()), self.logs)
+        return ReceivedPayload, (reduction.DupFd(self._file.fileno()), self.logs)
 
 
-class Inherited:
-    """A :class:`Payload` in a worker."""
+class ReceivedPayload:
+    """A :class:`WorkerPayload` in a worker."""
 
     def __init__(self, descriptor: Any, logs: LogSender) -> None:
         self._descriptor, self.logs = descriptor, logs

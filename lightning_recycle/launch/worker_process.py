@@ -36,7 +36,7 @@ from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.launch.trainer_results import STAY_IN_THE_WORKERS, WEIGHTS_STAY
 from lightning_recycle.launch.worker_exceptions import dump_exception, from_users_code
 from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
-from lightning_recycle.launch.worker_results import UserObjects, extras_of, part_of, way_home
+from lightning_recycle.launch.worker_results import UserObjects, leader_result, stage_result, way_home
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
@@ -68,8 +68,8 @@ class _Strategy(Protocol):
 class WorkerStart:
     """What a worker process of this machine is started with.
 
-    ``payload``: the :class:`~lightning_recycle.launch.worker_payload.Payload` of the run, which is
-    :class:`~lightning_recycle.launch.worker_payload.Inherited` in the worker.
+    ``payload``: the :class:`~lightning_recycle.launch.worker_payload.WorkerPayload` of the run, which is
+    :class:`~lightning_recycle.launch.worker_payload.ReceivedPayload` in the worker.
     """
 
     place: Place
@@ -218,8 +218,8 @@ def _run(
         whole = None
         if setup.outsiders and way is Way.MESSAGES:
             whole = session.checkpoints.joined("weights", weights_of(session.module))
-        part: Callable[[], Any] = partial(part_of, session, user, way, setup.gathering.folder)
-        extras: Callable[[], Any] = partial(extras_of, session, user, way, setup.gathering.large_bytes, returned)
+        part: Callable[[], Any] = partial(stage_result, session, user, way, setup.gathering.folder)
+        extras: Callable[[], Any] = partial(leader_result, session, user, way, setup.gathering.large_bytes, returned)
         session.checkpoints.deliver_result(part if reports else _nothing, extras if reports else _nothing)
     client.leave()
     if goes_on:

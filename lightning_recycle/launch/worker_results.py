@@ -29,14 +29,14 @@ from lightning_recycle.session.user_objects import home_graph, weights_by_name, 
 
 __all__ = [
     "LOOPS",
-    "Brought",
-    "Extras",
-    "FiledPart",
+    "CarriedObjects",
+    "LeaderResult",
     "StageOptimizers",
-    "StagePart",
+    "StageResult",
+    "StageResultFile",
     "UserObjects",
-    "extras_of",
-    "part_of",
+    "leader_result",
+    "stage_result",
     "way_home",
 ]
 
@@ -62,7 +62,7 @@ _ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes besides s
 
 
 @dataclass(frozen=True)
-class StagePart:
+class StageResult:
     """What a stage delivers.
 
     Args:
@@ -76,26 +76,26 @@ class StagePart:
     stage: int
     state: dict[str, Tensor] | None
     optimizers: StageOptimizers | None
-    objects: Brought
+    objects: CarriedObjects
 
 
 @dataclass(frozen=True)
-class FiledPart:
-    """A :class:`StagePart` in a file of this machine."""
+class StageResultFile:
+    """A :class:`StageResult` in a file of this machine."""
 
     path: Path
 
-    def read(self) -> StagePart:
+    def read(self) -> StageResult:
         """The part, mapped from the file, which may be deleted. Weights are copied into a module; states of optimizers
         stay mapped, so they take memory once they are used, and room on the disk as long as they live.
         """
         part = torch.load(self.path, map_location="cpu", weights_only=False, mmap=True)
-        assert isinstance(part, StagePart)
+        assert isinstance(part, StageResult)
         return part
 
 
 @dataclass(frozen=True)
-class Brought:
+class CarriedObjects:
     """The user's objects, as they come home.
 
     Args:
@@ -131,7 +131,7 @@ class UserObjects:
     ) -> ObjectGraph:
         return home_graph(self._trainer, self._callbacks, self._data, modules, whole, shared, skipped)
 
-    def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> Brought:
+    def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
         """What comes home.
 
         Args:
@@ -152,9 +152,9 @@ class UserObjects:
         for path in sorted(skipped):
             log.info("%s stays in the workers, as it is large.", path)
         trained = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
-        return Brought(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
+        return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
 
-    def take(self, brought: Brought, weights: Mapping[str, Tensor]) -> None:
+    def take(self, brought: CarriedObjects, weights: Mapping[str, Tensor]) -> None:
         """Makes the objects of this process those; ``weights`` are for what this module does not have yet."""
         module = self._trainer.lightning_module
         modules = {"": module} if brought.whole else dict(module.named_modules())
@@ -164,7 +164,7 @@ class UserObjects:
 
 
 @dataclass(frozen=True)
-class Extras:
+class LeaderResult:
     """What the leader delivers besides.
 
     Args:
@@ -185,7 +185,7 @@ class Extras:
     loops: dict[str, dict[str, Any]]
     loaders: dict[str, list[dict[str, Any]]]
     callbacks: dict[str, Any]
-    objects: Brought
+    objects: CarriedObjects
     schedulers: list[dict[str, Any]]
     copies: dict[tuple[int, str], str]
     precision: dict[str, Any]
@@ -212,16 +212,18 @@ def _brings_optimizers(session: Session) -> bool:
     return session.trainer.state.fn == TrainerFn.FITTING and not session.checkpoints.sharded
 
 
-def part_of(session: Session, user: UserObjects, way: Way, folder: str | None = None) -> StagePart | FiledPart:
+def stage_result(
+    session: Session, user: UserObjects, way: Way, folder: str | None = None
+) -> StageResult | StageResultFile:
     """The part of this worker's stage, as it comes home: in a message, or in a new file of ``folder``."""
     if way is Way.STAYS:
-        return StagePart(session.worker.stage, None, None, user.pack(session.parts.is_of_layer, shared=False))
+        return StageResult(session.worker.stage, None, None, user.pack(session.parts.is_of_layer, shared=False))
     if way is Way.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             torch.save(_part(session, user, copies=False), path)
-            return FiledPart(path)
+            return StageResultFile(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
             log.warning("The result comes home in a message instead of a file: %s", error)
             with contextlib.suppress(OSError):  # there may be nothing to delete
@@ -229,22 +231,22 @@ def part_of(session: Session, user: UserObjects, way: Way, folder: str | None = 
     return _part(session, user, copies=True)
 
 
-def _part(session: Session, user: UserObjects, copies: bool) -> StagePart:
+def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
     """The part of this worker's stage; ``copies``: with tensors of its own."""
     module, optimizers = session.module, None
     if _brings_optimizers(session):
         optimizers = [(to_cpu(o.state_dict(), copies), group_names(module, o)) for o in session.trainer.optimizers]
     layers = user.pack(session.parts.is_of_layer, shared=False)
-    return StagePart(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers)
+    return StageResult(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers)
 
 
-def extras_of(session: Session, user: UserObjects, way: Way, most_bytes: float, returned: Any) -> Extras:
+def leader_result(session: Session, user: UserObjects, way: Way, most_bytes: float, returned: Any) -> LeaderResult:
     """What this worker, the leader, adds; ``most_bytes``: as in :meth:`UserObjects.pack`."""
     trainer, is_of_layer = session.trainer, session.parts.is_of_layer
     whole = session.grid.stages == 1 and way is not Way.STAYS
     objects = user.pack(None if whole else lambda name: not is_of_layer(name), True, most_bytes)
     loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
-    return Extras(
+    return LeaderResult(
         returned=to_cpu(returned),
         trainer={
             path: {name: to_cpu(value) for name, value in settings_of(owner, names).items()}

@@ -52,13 +52,13 @@ def test_an_unknown_choice_is_refused() -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files from which results were read; every result is large."""
     found: list[Path] = []
-    true_read = worker_results.FiledPart.read
+    true_read = worker_results.StageResultFile.read
 
-    def noted(part: worker_results.FiledPart) -> worker_results.StagePart:
+    def noted(part: worker_results.StageResultFile) -> worker_results.StageResult:
         found.append(part.path)
         return true_read(part)
 
-    monkeypatch.setattr(worker_results.FiledPart, "read", noted)
+    monkeypatch.setattr(worker_results.StageResultFile, "read", noted)
     monkeypatch.setattr(run_preparation, "FILE_BYTES", 0)
     return found
 

@@ -3,7 +3,7 @@
 import os
 import time
 
-from lightning_recycle.launch.local_workers import Crew
+from lightning_recycle.launch.local_workers import LocalWorkerGroup
 
 
 def work(_: None) -> None:
@@ -12,7 +12,7 @@ def work(_: None) -> None:
 
 
 if __name__ == "__main__":
-    with Crew(work, None) as crew:
+    with LocalWorkerGroup(work, None) as group:
         for name in ("first", "second"):
-            crew.start(None, name)
+            group.start(None, name)
         time.sleep(600.0)

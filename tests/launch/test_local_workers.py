@@ -18,7 +18,7 @@ from support.process_tree import is_alive
 from support.sampling import sampled
 from support.waiting import wait_for
 
-from lightning_recycle.launch.local_workers import Crew, LocalWorker, _ensure_fork_server
+from lightning_recycle.launch.local_workers import LocalWorker, LocalWorkerGroup, _ensure_fork_server
 
 SECONDS = 60.0  # more than anything here takes
 
@@ -29,11 +29,11 @@ def lose(worker: LocalWorker) -> None:
 
 
 def test_workers_that_ended_hold_no_descriptors_while_the_run_goes_on() -> None:
-    with Crew(time.sleep, None) as crew:
-        survivor = crew.start(SECONDS, "survivor")
+    with LocalWorkerGroup(time.sleep, None) as group:
+        survivor = group.start(SECONDS, "survivor")
         open_descriptors = []
         for _ in range(5):
-            worker = crew.start(SECONDS, "lost and replaced")
+            worker = group.start(SECONDS, "lost and replaced")
             open_descriptors.append(psutil.Process().num_fds())
             lose(worker)
             worker.release()
@@ -42,11 +42,11 @@ def test_workers_that_ended_hold_no_descriptors_while_the_run_goes_on() -> None:
 
 
 def test_a_worker_that_somebody_may_still_ask_about_is_kept() -> None:
-    with Crew(time.sleep, None) as crew:
-        watched, released = crew.start(SECONDS, "watched"), crew.start(SECONDS, "released")
+    with LocalWorkerGroup(time.sleep, None) as group:
+        watched, released = group.start(SECONDS, "watched"), group.start(SECONDS, "released")
         lose(watched)
         released.release()
-        crew.start(SECONDS, "another")
+        group.start(SECONDS, "another")
         assert watched.describe_exit(0.0) == "it was killed by SIGKILL"
         assert released.describe_exit(0.0) is None  # it lives
 
@@ -57,14 +57,14 @@ def fork_server(of: int | None = None) -> psutil.Process:
 
 
 def test_workers_outlive_their_fork_server() -> None:
-    with Crew(time.sleep, None) as crew:
-        killed, ends = crew.start(SECONDS, "killed"), crew.start(3.0, "ends")
+    with LocalWorkerGroup(time.sleep, None) as group:
+        killed, ends = group.start(SECONDS, "killed"), group.start(3.0, "ends")
         fork_server().kill()
         assert killed.describe_exit(1.0) is None
         killed.kill()
         assert wait([killed.sentinel, ends.sentinel], SECONDS) == [killed.sentinel]
         assert "fork server" in str(killed.describe_exit(SECONDS))
-        later = crew.start(SECONDS, "started by a new fork server")
+        later = group.start(SECONDS, "started by a new fork server")
         assert ends.describe_exit(SECONDS)
         lose(later)
 
@@ -72,8 +72,8 @@ def test_workers_outlive_their_fork_server() -> None:
 @pytest.mark.parametrize("status", [7, 255, -signal.SIGKILL])
 def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(status: int) -> None:
     """As each start of a process does, such as that of a replacement in another thread."""
-    with Crew(time.sleep if status < 0 else os._exit, None) as crew:
-        worker = crew.start(SECONDS if status < 0 else status, "ends")
+    with LocalWorkerGroup(time.sleep if status < 0 else os._exit, None) as group:
+        worker = group.start(SECONDS if status < 0 else status, "ends")
         if status < 0:
             os.kill(worker.pid or 0, -status)
         assert wait([worker.sentinel], SECONDS)
@@ -87,14 +87,14 @@ def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(stat
 def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with Crew(time.sleep, None) as crew:
-        worker, ends = crew.start(SECONDS, "killed"), crew.start(SECONDS, "killed, too")
+    with LocalWorkerGroup(time.sleep, None) as group:
+        worker, ends = group.start(SECONDS, "killed"), group.start(SECONDS, "killed, too")
         server = fork_server()
         server.suspend()
         worker.kill()
         assert "has not reported it within 1 s" in str(worker.describe_exit(SECONDS))
         started = time.monotonic()
-        later = crew.start(SECONDS, "started by a new fork server")
+        later = group.start(SECONDS, "started by a new fork server")
         assert time.monotonic() - started < 60
         assert f"process {server.pid}) was stopped" in caplog.text
         assert ends.describe_exit(0.0) is None, "it goes on"
@@ -105,15 +105,15 @@ def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
 STOPPED = """
 import psutil, sys, time
 from multiprocessing import forkserver
-from lightning_recycle.launch.local_workers import Crew
+from lightning_recycle.launch.local_workers import LocalWorkerGroup
 def stop():
     server = psutil.Process(forkserver._forkserver._forkserver_pid)
     server.suspend()
     while server.status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
 if __name__ == "__main__":
-    with Crew(time.sleep, None) as crew:
-        crew.start(100.0, "worker")
+    with LocalWorkerGroup(time.sleep, None) as group:
+        group.start(100.0, "worker")
         if sys.argv[1] == "in the run":
             stop()
     if sys.argv[1] == "after it":
@@ -140,7 +140,7 @@ def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when: str,
 LOADS = """
 import multiprocessing, sys, time
 import torch
-from lightning_recycle.launch.local_workers import Crew
+from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.processes import die_with_parent
 from torch.utils.data import DataLoader
 def init(_):
@@ -153,9 +153,9 @@ def load(path):
         time.sleep(0.1)
 if __name__ == "__main__":
     import os
-    with Crew(load, None) as crew:
+    with LocalWorkerGroup(load, None) as group:
         for name in sys.argv[1:]:
-            worker = crew.start(name, "loads")
+            worker = group.start(name, "loads")
             while not os.path.exists(name):
                 time.sleep(0.05)
             worker.kill()
@@ -181,13 +181,13 @@ def exit_with_what_is_wrong(_: object) -> None:
 
 
 def test_the_collector_of_a_worker_works_and_leaves_alone_what_was_imported_for_it() -> None:
-    with Crew(exit_with_what_is_wrong, None) as crew:
-        assert crew.start(None, "worker").describe_exit(SECONDS) == "it exited with code 0"
+    with LocalWorkerGroup(exit_with_what_is_wrong, None) as group:
+        assert group.start(None, "worker").describe_exit(SECONDS) == "it exited with code 0"
 
 
 def test_an_exit_status_of_255_is_one() -> None:
-    with Crew(os._exit, None) as crew:
-        assert crew.start(255, "ends").describe_exit(SECONDS) == "it exited with code 255"
+    with LocalWorkerGroup(os._exit, None) as group:
+        assert group.start(255, "ends").describe_exit(SECONDS) == "it exited with code 255"
 
 
 @pytest.mark.long
@@ -214,8 +214,8 @@ def test_every_worker_reads_what_it_is_given_and_no_folder_has_it(
 ) -> None:
     _ensure_fork_server()  # its socket stays for later tests
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests write to the usual one
-    with Crew(exit_with_sum, [1, 2, 3] + [0] * 1_000_000) as crew:
-        workers = [crew.start(crew.payload, "reads") for _ in range(3)]
+    with LocalWorkerGroup(exit_with_sum, [1, 2, 3] + [0] * 1_000_000) as group:
+        workers = [group.start(group.payload, "reads") for _ in range(3)]
         assert not [name for name in os.listdir(tmp_path) if name.startswith("lightning_")]
         assert [worker.describe_exit(SECONDS) for worker in workers] == ["it exited with code 6"] * 3
 
