@@ -31,12 +31,15 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import track
 
 from lightning_recycle.arguments import __version__, at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
@@ -194,17 +197,19 @@ class PlanLibrary:
         missing = [common for common, result in results.items() if result is None]
         errors: list[ReCycleError] = []
         at_once = max(1, min(processes or os.cpu_count() or 1, len(missing)))
-        bar = _ProgressBar(progress, len(results), len(results) - len(missing))
-        with bar, ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(at_once) as pool:
             waiting = {pool.submit(_plan_in_child, first[common], self.planner): common for common in missing}
-            for done in as_completed(waiting):
+            done_in_turn: Iterable[Future[PlanResult]] = as_completed(waiting)
+            if progress:
+                console = Console(stderr=True)
+                done_in_turn = track(done_in_turn, "Planning ahead", len(missing), console=console, transient=True)
+            for done in done_in_turn:
                 try:
                     fresh = done.result()
                     self.put(fresh)
                     results[waiting[done]] = fresh
                 except ReCycleError as error:
                     errors.append(error)
-                bar.advance()
         if errors:
             raise errors[0]
         found = [(problem, results[representative(problem)]) for problem in wanted]
@@ -414,29 +419,3 @@ def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
     # A user's own planner may not be transferable to another process; then it plans here.
     log.info("Planning in a separate process failed (%s); planning here.", found.failure)
     return solve(problem, planner)
-
-
-class _ProgressBar:
-    """A bar on the terminal while the ``with`` block runs, or nothing."""
-
-    def __init__(self, show: bool, total: int, done: int) -> None:
-        self._show, self._total, self._done = show, total, done
-        self._bar: Any = None
-
-    def __enter__(self) -> None:
-        if self._show:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._bar.add_task("Planning ahead", total=self._total, completed=self._done)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self) -> None:
-        """One more plan is done."""
-        if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0])

@@ -29,7 +29,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, permutations
+from heapq import heapify, heappop, heappush
+from itertools import combinations, islice, pairwise, permutations
 from math import comb, prod
 
 from lightning_recycle.arguments import whole
@@ -120,15 +121,19 @@ def normalize(
         for stage, bound in enumerate(stage_lower_bounds(everywhere)):
             bounds[stage].append(round(bound, 9))
     pressure = [[_memory_pressure(problem, s, count) for count in counts] for s in range(grid.stages)]
-    allowed = [[True] * len(counts) for _ in range(grid.stages)]
-    # One criterion after the other, because the best prefix under several criteria is not part of the best whole.
+    caps = [most] * grid.stages
+    # Both tables rise with the count, so the least possible maximum comes from dealing failures one by one.
     for table in (bounds, pressure):
-        least = _least_maximum(table, allowed, failures)
-        allowed = [
-            [fine and value <= least for fine, value in zip(*row, strict=True)]
-            for row in zip(allowed, table, strict=True)
-        ]
-    chosen = _least_sum(pressure, allowed, failures)
+        allowed = [row[: cap + 1] for row, cap in zip(table, caps, strict=True)]
+        dealt = _dealt([row[1:] for row in allowed], failures)
+        least = max(row[count] for row, count in zip(table, dealt, strict=True))
+        caps = [sum(value <= least for value in row) - 1 for row in allowed]
+    # The pressure is convex in the count, so the least sum comes from the smallest increments.
+    increments = [
+        [round(after - before, 8) for before, after in pairwise(row[: cap + 1])]
+        for row, cap in zip(pressure, caps, strict=True)
+    ]
+    chosen = _dealt(increments, failures)
     if period is None:
         return chosen
 
@@ -273,45 +278,17 @@ def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
     return round((grid.stages - stage) * grid.pipelines / (grid.pipelines - failures) / limit, 9)
 
 
-def _least_maximum(table: list[list[float]], allowed: list[list[bool]], failures: int) -> float:
-    """The smallest possible maximum of ``table[stage][count]`` with ``failures`` in total."""
-    best: list[float | None] = [0.0] + [None] * failures  # by failures in the stages so far
-    for row, fine in zip(table, allowed, strict=True):
-        after: list[float | None] = [None] * (failures + 1)
-        for before, so_far in enumerate(best):
-            if so_far is None:
-                continue
-            for count in range(min(len(row), failures - before + 1)):
-                if fine[count]:
-                    value, old = max(so_far, row[count]), after[before + count]
-                    if old is None or value < old:
-                        after[before + count] = value
-        best = after
-    assert best[failures] is not None  # the caller has checked that there is a distribution
-    return best[failures] or 0.0
-
-
-def _least_sum(table: list[list[float]], allowed: list[list[bool]], failures: int) -> tuple[int, ...]:
-    """The distribution with the smallest sum; on a tie, the one with the fewest failures in the earliest stages."""
-    best: list[float | None] = [0.0] + [None] * failures  # by failures in the stages from here on
-    choices: list[list[int]] = []  # from the last stage to the first
-    for row, fine in zip(reversed(table), reversed(allowed), strict=True):
-        after: list[float | None] = [None] * (failures + 1)
-        choice = [0] * (failures + 1)
-        for count in range(min(len(row), failures + 1)):  # the smallest first: it stays when others are equal
-            if fine[count]:
-                for behind, so_far in enumerate(best[: failures + 1 - count]):
-                    if so_far is not None:
-                        value, old = round(so_far + row[count], 9), after[behind + count]
-                        if old is None or value < old:
-                            after[behind + count], choice[behind + count] = value, count
-        best = after
-        choices.append(choice)
-    distribution: list[int] = []
-    for choice in reversed(choices):
-        distribution.append(choice[failures])
-        failures -= choice[failures]
-    return tuple(distribution)
+def _dealt(steps: Sequence[Sequence[float]], failures: int) -> tuple[int, ...]:
+    """The number of failures of each stage if each goes where the next step is smallest; on a tie, to a late stage."""
+    counts = [0] * len(steps)
+    queue = [(row[0], -stage) for stage, row in enumerate(steps) if row]
+    heapify(queue)
+    for _ in range(failures):
+        stage = -heappop(queue)[1]
+        counts[stage] += 1
+        if counts[stage] < len(steps[stage]):
+            heappush(queue, (steps[stage][counts[stage]], -stage))
+    return tuple(counts)
 
 
 _MOST_COMPARED = 100_000  # distributions

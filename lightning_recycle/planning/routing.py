@@ -40,7 +40,7 @@ from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, W
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule, gc_paused
 
-__all__ = ["alike", "renamed", "representative", "reroute", "reroute_stage"]
+__all__ = ["alike", "renamed", "representative", "reroute"]
 
 
 def reroute(
@@ -58,13 +58,6 @@ def reroute(
     """
     microbatches = tuple(grid.all_microbatches())
     return tuple(_reroute(grid, stage, failed, factors or {}, microbatches) for stage in range(grid.stages))
-
-
-def reroute_stage(
-    grid: Grid, stage: int, failed: Collection[Worker], factors: Mapping[Worker, float] | None = None
-) -> dict[Microbatch, Worker]:
-    """:func:`reroute` for one stage."""
-    return _reroute(grid, stage, failed, factors or {}, tuple(grid.all_microbatches()))
 
 
 def _reroute(

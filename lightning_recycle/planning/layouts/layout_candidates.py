@@ -395,12 +395,6 @@ class LayoutPlan:
         """By how much steps are faster than with re-routing alone, as a fraction of a period; 0 where nothing moves."""
         return 1.0 - self.chosen.period / self.reroute.period if self.reroute.period else 0.0
 
-    def without_schedules(self) -> LayoutPlan:
-        """The figures alone, small enough for messages and history."""
-        bare = tuple(replace(candidate, judgement=None, problem=None) for candidate in self.candidates)
-        chosen = next(each for each, full in zip(bare, self.candidates, strict=True) if full is self.chosen)
-        return LayoutPlan(chosen, bare, self.next_change)
-
     def expecting(self, next_change: float, changing: Changing | None = None) -> LayoutPlan:
         """The choice among the same candidates if the next change is expected in that many seconds.
 
