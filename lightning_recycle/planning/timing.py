@@ -185,10 +185,6 @@ class Codes:
         """The same operations on the same workers, of another problem."""
         return Codes(problem, self.routes, fused=self.fused, turns=self.turns)
 
-    def routed(self, routes: Sequence[Mapping[Microbatch, Worker]]) -> Codes:
-        """The same operations on other workers."""
-        return Codes(self.problem, routes, fused=self.fused, turns=self.turns)
-
     def code(self, kind: int, stage: int, microbatch: int) -> int:
         """The code of an operation."""
         return (kind * self.stages + stage) * self.n + microbatch

@@ -1,10 +1,10 @@
-"""Which techniques and which layout: chosen by measured costs, at the start of a run and at every change.
+"""Selection of techniques by measured costs: split or fused backwards, staggered or common optimizer steps.
 
 Concept: splitting a backward is not free: B and W together may take longer than the fused BW, by 4 to 17 % of a step
 where it was measured on cores that workers share. So a plan with split backwards, at what B and W take, is compared
 with one of fused backwards, at what BW takes; and the staggered optimizer, at what it costs a step, with one optimizer
 step for all stages. What is simpler is kept unless the other wins by ``least_gain``: fused over split, plain over
-staggered, and a layout over its successor (:mod:`~lightning_recycle.planning.layouts.layout_search`).
+staggered.
 
 Contract: pure, deterministic: all who know the same costs choose the same. Everything that was compared is kept in
 numbers.
@@ -24,12 +24,10 @@ from typing import Literal, TypeAlias
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts.layout_candidates import Changing, Judge, LayoutPlan, Way, judged
-from lightning_recycle.planning.layouts.layout_search import plan_layout
+from lightning_recycle.planning.layouts.layout_candidates import Judge, judged
 from lightning_recycle.planning.problem import Problem, Technique
 
-__all__ = ["Choice", "Switch", "TechniqueChoice", "choose", "choose_technique"]
+__all__ = ["Switch", "TechniqueChoice", "choose_technique"]
 
 Switch: TypeAlias = bool | Literal["auto"]
 """On, off, or as the costs decide."""
@@ -70,23 +68,6 @@ class TechniqueChoice:
             if other != self.technique
         ]
         return (*lines, f"split backwards cost {100 * self.splitting:.1f} % of F and BW")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Techniques and layout.
-
-    Args:
-        technique: the choice of techniques, under the layout.
-        layout: the choice of the layout; None where layers were not known.
-    """
-
-    technique: TechniqueChoice
-    layout: LayoutPlan | None = None
-
-    def why(self) -> tuple[str, ...]:
-        """The reasons in numbers, a line each."""
-        return (*self.technique.why(), *(self.layout.why() if self.layout is not None else ()))
 
 
 def choose_technique(
@@ -137,61 +118,6 @@ def choose_technique(
             best = other
     work = sum(costs.forward) + sum(fused)
     return TechniqueChoice(best[0], tuple(compared), (sum(both) - sum(fused)) / work if work else 0.0)
-
-
-def choose(
-    problem: Problem,
-    layers: LayerCosts,
-    cuts: Sequence[int],
-    *,
-    next_change: float,
-    decoupled: Switch = "auto",
-    staggered: Switch = "auto",
-    stagger_seconds: float = 0.0,
-    changing: Changing | None = None,
-    fixed: str = "",
-    ways: Sequence[Way] = ("workers", "layers", "both"),
-    judge: Judge = judged,
-) -> Choice:
-    """The techniques for the present layout, the best layout with them, and the techniques for that.
-
-    Args:
-        problem: grid, failed and slow workers, limit in flight.
-        layers, cuts, next_change, changing, fixed, ways: as for
-            :func:`~lightning_recycle.planning.layouts.layout_search.plan_layout`.
-        decoupled, staggered, stagger_seconds, judge: as for :func:`choose_technique`.
-
-    Raises:
-        ConfigurationError: as they do.
-        PlanningError: when there is no plan that moves nothing.
-    """
-
-    def technique(bounds: Sequence[float], failed: frozenset) -> TechniqueChoice:
-        at = replace(
-            problem,
-            failed=failed,
-            costs=layers.costs(bounds),
-            memory=layers.memory(bounds),
-        )
-        fused = layers.costs(bounds, decoupled=False).backward_input
-        return choose_technique(
-            at, fused, decoupled=decoupled, staggered=staggered, stagger_seconds=stagger_seconds, judge=judge
-        )
-
-    first = technique(cuts, problem.failed)
-    plan = plan_layout(
-        replace(problem, technique=first.technique),
-        layers,
-        cuts,
-        next_change=next_change,
-        changing=changing,
-        fixed=fixed,
-        ways=ways,
-        judge=judge,
-    )
-    if plan.chosen is plan.reroute:
-        return Choice(first, plan)
-    return Choice(technique(plan.chosen.layout.cuts, plan.chosen.failed), plan)
 
 
 def _possible(name: str, switch: Switch) -> tuple[bool, ...]:

@@ -4,8 +4,7 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, even_cuts
-from lightning_recycle.planning.layouts.technique_selection import choose, choose_technique
+from lightning_recycle.planning.layouts.technique_selection import choose_technique
 
 FUSED, SPLIT = p.Technique(False, False), p.Technique(True, True)
 GRID = p.Grid(3, 4, 6)
@@ -63,16 +62,3 @@ def test_bad_switches_are_refused() -> None:
         choose_technique(problem(), (2.0,) * 4, decoupled="on")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="one per stage"):
         choose_technique(problem(), (2.0,))
-
-
-def test_techniques_and_layout_are_chosen_together() -> None:
-    grid = p.Grid(4, 4, 16)
-    slots = (0.01,) * 64
-    layers = LayerCosts(slots, slots, slots, backward=(0.018,) * 64, parameter_bytes=(1e6,) * 64, bandwidth=1e9)
-    cuts = even_cuts(64, 4)
-    asked = p.Problem(grid, layers.costs(cuts), frozenset({p.Worker(1, 2)}))
-    choice = choose(asked, layers, cuts, next_change=3600.0)
-    assert choice.layout is not None
-    assert choice.layout.chosen.way in ("layers", "both")
-    assert choice.layout.chosen.period < choice.layout.reroute.period
-    assert len(choice.why()) == len(choice.technique.why()) + 5
