@@ -110,7 +110,7 @@ class FakeWorker:
     def end_connecting(self) -> None:
         if self.connected < self.member.generation and all(map(self.member.published, self.wanted)):
             self.connected = self.member.generation
-            self.say(messages.Connected(self.rank, self.connected))
+            self.say(messages.Reached(self.rank, self.connected, messages.Milestone.CONNECTED))
             self.begin_step()
 
     def begin_step(self) -> None:

@@ -28,7 +28,7 @@ from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.plans.run_planner import RunPlanner
-from lightning_recycle.control.protocol.messages import Connected
+from lightning_recycle.control.protocol.messages import Milestone, Reached
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.problem import Technique
@@ -58,7 +58,7 @@ def work(grid: Grid, rank: int, address: tuple[str, int], key: bytes, to_all: bo
             communicator.configure(resume.generation, neighbours, peers)
         except (CommunicationError, Interrupted):
             continue
-        client.send(Connected(rank, resume.generation))
+        client.send(Reached(rank, resume.generation, Milestone.CONNECTED))
         told.send((resume.generation, time.process_time() - began, len(os.listdir("/proc/self/fd"))))
 
 

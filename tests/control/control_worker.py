@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from lightning_recycle.control.client import ControlClient, Interrupted
-from lightning_recycle.control.protocol.messages import Applied, Connected, Entered, Losses, Resume
+from lightning_recycle.control.protocol.messages import Applied, Losses, Milestone, Reached, Resume
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 
 
@@ -56,10 +56,10 @@ class Member:
             except Interrupted:
                 continue
             self.resumes.append(resume)
-            self.client.send(Connected(self.client.rank, resume.generation))
+            self.client.send(Reached(self.client.rank, resume.generation, Milestone.CONNECTED))
             if self.client.rank in resume.donors:  # there is no state to get
                 self.version = resume.decision.version
-                self.client.send(Entered(self.client.rank, resume.generation))
+                self.client.send(Reached(self.client.rank, resume.generation, Milestone.ENTERED))
             if self.version < resume.decision.version:
                 self.apply()
             return

@@ -579,7 +579,7 @@ class SimulatedWorker:
             elif one.receiver == self.rank:
                 yield from self.exchange(f"layers {one.layers} for {self.rank}", self.version, (one.donor,))
         self.beside = (resume.becomes, self.version)
-        self.send(messages.LayersHeld(self.rank, self.generation))
+        self.send(messages.Reached(self.rank, self.generation, messages.Milestone.LAYERS_HELD))
         yield from self.wait(lambda: self.interrupted, interruptible=False)
         raise Interrupted
 
@@ -617,7 +617,7 @@ class SimulatedWorker:
                 if self.rank in resume.strangers:
                     self.cuts = self.layout(resume.cuts)
                 self.has_state = True
-                self.send(messages.Entered(self.rank, self.generation))
+                self.send(messages.Reached(self.rank, self.generation, messages.Milestone.ENTERED))
             case recovery.Apply():
                 yield from self.apply()
             case recovery.Settle():
@@ -692,7 +692,7 @@ class SimulatedWorker:
             self.send(messages.Disputed(self.rank, self.generation, step, 0, self.rank, mine, first))
             yield from self.wait(lambda: False)
         elif self.open >= 0:
-            self.send(messages.Passed(self.rank, self.generation, step))
+            self.send(messages.Reached(self.rank, self.generation, messages.Milestone.PASSED, step))
         if part.reduces:
             assert right or not plan.microbatches, f"it reduces what follows from a wrong guess before step {step}"
             self.tell("W", step, sum(16**m for m in plan.microbatches) + self.network.is_spoiled(self, step) / 2)

@@ -134,7 +134,7 @@ def at_boundary(state: s.MembershipState, step: int) -> tuple[s.MembershipState,
     generation, number = state.generation.number, state.generation.pause.number
     state, _ = feed(state, *(m.Paused(rank, generation, step - 1, number) for rank in state.roster.ranks))
     state, _ = feed(state, *(told(rank, step - 1, None) for rank in state.roster.ranks))
-    state, _ = feed(state, *(m.AtBoundary(rank, generation, step) for rank in state.roster.ranks))
+    state, _ = feed(state, *(m.Reached(rank, generation, m.Milestone.AT_BOUNDARY, step) for rank in state.roster.ranks))
     return feed(state, *(status_report(rank, state.generation.number, step) for rank in state.roster.ranks))
 
 
@@ -330,8 +330,8 @@ def checked_losses(state: s.MembershipState, step: int, loss: float = 0.5) -> m.
     return m.Losses(1, step, dict.fromkeys(range(GRID.global_microbatches), loss), generation=state.generation.number)
 
 
-def passed(state: s.MembershipState, step: int, *ranks: int) -> list[m.Passed]:
-    return [m.Passed(rank, state.generation.number, step) for rank in ranks]
+def passed(state: s.MembershipState, step: int, *ranks: int) -> list[m.Reached]:
+    return [m.Reached(rank, state.generation.number, m.Milestone.PASSED, step) for rank in ranks]
 
 
 @pytest.mark.parametrize("losses_come", [0, 3, 6])

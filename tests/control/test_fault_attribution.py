@@ -124,7 +124,9 @@ def test_before_the_workers_have_met_an_exception_is_the_users_own() -> None:
 def test_a_worker_that_joins_is_always_evicted() -> None:
     state, _ = feed(running(), all_losses(0), s.Lost(3, "gone"), *reports((0, 1, 2), 1), m.Ready(3))
     begun = [m.Paused(rank, 1, 0) for rank in (0, 1, 2)]
-    state, _ = feed(state, *begun, *applied((0, 1, 2), 0), *(m.AtBoundary(rank, 1, 1) for rank in (0, 1, 2)))
+    state, _ = feed(
+        state, *begun, *applied((0, 1, 2), 0), *(m.Reached(rank, 1, m.Milestone.AT_BOUNDARY, 1) for rank in (0, 1, 2))
+    )
     state, _ = feed(state, *reports((0, 1, 2), 2, 1), *reports((3,), 2, -1))
     assert state.roster.joining == {3}
     for past in ((), (Remembered(1, 1, 1, (5, "F 0"), 1),)):

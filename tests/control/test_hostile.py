@@ -36,8 +36,8 @@ _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "a part of a message": (m.Facts(), "Facts may not be sent here"),
     "another rank": (m.Leave(0), "it speaks for rank 0"),
     "a crash of another rank": (m.Crash(2, False, "", None, ""), "it speaks for rank 2"),
-    "a future generation": (m.Connected(3, 7), "generation 7 has not begun"),
-    "a negative generation": (m.Connected(3, -9), "generation -9 has not begun"),
+    "a future generation": (m.Reached(3, 7, m.Milestone.CONNECTED), "generation 7 has not begun"),
+    "a negative generation": (m.Reached(3, -9, m.Milestone.CONNECTED), "generation -9 has not begun"),
     "no number": (m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0), math.nan), "its seconds is nan"),
     "no nested number": (m.Heartbeat(3, 0, m.Activity(0, "F", "", math.inf)), "its since is inf"),
     "a negative duration": (m.Applied(3, 0, {"F": -1.0}), "its operation_seconds is -1.0"),
@@ -111,7 +111,7 @@ def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and
     original = coordinator_module.membership.transition
 
     def transition(state: Any, event: Any) -> Any:
-        if isinstance(event, m.Confirm | m.Entered):
+        if isinstance(event, m.Confirm | m.Reached):
             raise KeyError("a defect")
         return original(state, event)
 
@@ -120,7 +120,7 @@ def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and
 
     monkeypatch.setattr(coordinator_module.membership, "transition", transition)
     monkeypatch.setattr(plane.coordinator._history, "fault_injected", fault_injected)
-    message = m.Entered(3, 0) if culprit == "membership" else m.FaultInjected(3, "kill", "F", 1.0)
+    message = m.Reached(3, 0, m.Milestone.ENTERED) if culprit == "membership" else m.FaultInjected(3, "kill", "F", 1.0)
     members[3].client.send(message)
     together(*(member.step for member in members[:3]))
     (failure,) = plane.events("failure")

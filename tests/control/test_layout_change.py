@@ -48,7 +48,7 @@ def test_a_user_wants_a_layout_also_after_a_loss_and_the_planner_for_its_workers
 
 
 def test_it_is_decided_when_all_hold_their_layers() -> None:
-    state, commands = feed(under_way(), *(m.LayersHeld(rank, 1) for rank in ALL))
+    state, commands = feed(under_way(), *(m.Reached(rank, 1, m.Milestone.LAYERS_HELD) for rank in ALL))
     (record,) = records(commands, "layers_moved")
     assert record.details["cuts"] == CUTS
     assert (state.layout.cuts, state.generation.becomes, state.generation.number) == (CUTS, (), 2)
@@ -59,14 +59,18 @@ def test_connections_stay_while_all_wait_for_it() -> None:
     state, commands = stop_at(state, 2)
     assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, keeps_connections=True)]
     state, _ = feed(state, *reports(ALL, 1, 2))
-    _, commands = feed(state, *(m.LayersHeld(rank, 1) for rank in ALL))
+    _, commands = feed(state, *(m.Reached(rank, 1, m.Milestone.LAYERS_HELD) for rank in ALL))
     assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 1, keeps_connections=True)]
     _, commands = feed(state, s.Lost(3, "SIGKILL"))
     assert not messages(commands, m.Regroup)[0].keeps_connections
 
 
 def test_layers_of_another_generation_do_not_count() -> None:
-    state, _ = feed(under_way(), *(m.LayersHeld(rank, 1) for rank in ALL[:-1]), m.LayersHeld(ALL[-1], 0))
+    state, _ = feed(
+        under_way(),
+        *(m.Reached(rank, 1, m.Milestone.LAYERS_HELD) for rank in ALL[:-1]),
+        m.Reached(ALL[-1], 0, m.Milestone.LAYERS_HELD),
+    )
     assert (state.layout.cuts, state.generation.becomes) == ((), CUTS)
 
 

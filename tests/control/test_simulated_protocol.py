@@ -327,12 +327,12 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
 STOPPING: list[tuple[str, Any, str, str, str]] = [
     ("one wish stops all at once", control_collectives, "_settle_stop", "not state.roster.live <= stop.wanted",
      "False"),
-    ("those that wait are not told that others went on", control_collectives, "add_answer",
+    ("those that wait are not told that others went on", control_collectives, "_add_answer",
      "return _stop_later(state, stop.point, min(stop.wanted))", "return state, ()"),
-    ("nobody asks the others", control_collectives, "add_request", "ask = (Send(", "_ = (Send("),
+    ("nobody asks the others", control_collectives, "_add_request", "ask = (Send(", "_ = (Send("),
     ("a wish that not all have is forgotten", control_collectives, "_stop_later",
      "after_step=AfterStep.STOP", "passed=0"),
-    ("a wish at an earlier point counts for a later one", control_collectives, "add_request",
+    ("a wish at an earlier point counts for a later one", control_collectives, "_add_request",
      "(stop is not None and event.point < stop.point)", "False"),
     ("the wish of the dead counts", control_collectives, "_settle_stop",
      "return state.with_collectives(stop_round=None), ()", "return _stop_later(state, stop.point, min(stop.wanted))"),
@@ -484,7 +484,7 @@ def test_it_is_noticed_when(
     monkeypatch: pytest.MonkeyPatch, mutation: str, owner: Any, name: str, old: str, new: str
 ) -> None:
     function = broken(owner, name, old, new)
-    for handlers in (membership._OF_ANY, membership._OF_MEMBERS):
+    for handlers in (membership._OF_ANY, membership._OF_MEMBERS, membership._OF_MILESTONES):
         for kind, handler in handlers.items():
             if handler is getattr(owner, name):
                 monkeypatch.setitem(handlers, kind, function)  # type: ignore[arg-type]

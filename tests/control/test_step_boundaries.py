@@ -30,8 +30,16 @@ def paused(ranks: Iterable[int], generation: int, step: int) -> list[m.Paused]:
     return [m.Paused(rank, generation, step) for rank in ranks]
 
 
-def arrived(ranks: Iterable[int], generation: int, step: int) -> list[m.AtBoundary]:
-    return [m.AtBoundary(rank, generation, step) for rank in ranks]
+def arrived(ranks: Iterable[int], generation: int, step: int) -> list[m.Reached]:
+    return [at_boundary(rank, generation, step) for rank in ranks]
+
+
+def at_boundary(rank: int, generation: int, step: int) -> m.Reached:
+    return m.Reached(rank, generation, m.Milestone.AT_BOUNDARY, step)
+
+
+def entered(rank: int, generation: int) -> m.Reached:
+    return m.Reached(rank, generation, m.Milestone.ENTERED)
 
 
 def finish(ranks: tuple[int, ...], steps: Iterable[int]) -> list[s.MembershipEvent]:
@@ -65,7 +73,7 @@ def joining_3(step: int = 2) -> s.MembershipState:
 
 
 def rejoined_3(step: int = 2) -> s.MembershipState:
-    return feed(joining_3(step), m.Entered(3, 2))[0]
+    return feed(joining_3(step), entered(3, 2))[0]
 
 
 # ---------------------------------------------------------------------- joining
@@ -142,7 +150,7 @@ def test_several_workers_join_together() -> None:
 
 
 def test_who_has_joined_is_recorded_once_it_has_its_state() -> None:
-    state, commands = feed(joining_3(), m.Entered(3, 2))
+    state, commands = feed(joining_3(), entered(3, 2))
     assert commands == [s.Record("rejoined", 2, 3)]
     assert state.roster.joining == frozenset()
     assert state.holders(1) == {1, 3}
@@ -172,7 +180,7 @@ def test_who_becomes_ready_while_another_one_gets_its_state_waits_for_that() -> 
     state, _ = feed(state, *reports((0, 1), 3, 1), without_state(3, 3))
     state, commands = feed(state, m.Ready(2))
     assert commands == []
-    _, commands = feed(state, m.Entered(3, 3))
+    _, commands = feed(state, entered(3, 3))
     assert messages(commands, m.Pause) == [m.Pause(3)]
 
 
@@ -184,7 +192,7 @@ def test_the_leader_leads_as_long_as_it_lives_also_when_a_lower_pipeline_comes_b
     assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 2, 3), 3)]
     state, commands = stop_at(state, 1)
     assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 3)]
-    state, _ = feed(state, *reports((0, 2, 3), 2, 1), without_state(1, 2), m.Entered(1, 2))
+    state, _ = feed(state, *reports((0, 2, 3), 2, 1), without_state(1, 2), entered(1, 2))
     _, commands = feed(state, *(m.Arrive(rank, 0, "log", None) for rank in ALL), s.Lost(3, "gone"))
     assert messages(commands, m.Answer)[0].leader == 3
     assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 1, 2), 1)]
@@ -239,7 +247,7 @@ def test_who_had_to_stay_leaves_when_another_one_has_entered() -> None:
     assert records(commands, "left") == []
     state, commands = feed(state, *reports(THREE, 2, 2), without_state(3, 2))
     assert messages(commands, m.Pause) == [], "worker 3 has no state yet"
-    state, commands = feed(state, m.Entered(3, 2))
+    state, commands = feed(state, entered(3, 2))
     assert messages(commands, m.Pause) == [m.Pause(2)]
     _, commands = stop_at(state, 3)
     assert records(commands, "left") == [s.Record("left", 3, 1)]
@@ -395,8 +403,8 @@ def test_another_holder_gives_the_state_when_the_donor_dies() -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        m.Paused(0, 0, 0), m.Paused(3, 1, 0), m.AtBoundary(0, 1, 0), m.AtBoundary(0, 1, 2), m.AtBoundary(0, 0, 1),
-        m.AtBoundary(3, 1, 1), m.Entered(0, 1), m.Ready(0), m.Ready(3), m.Paused(0, 1, 7),
+        m.Paused(0, 0, 0), m.Paused(3, 1, 0), at_boundary(0, 1, 0), at_boundary(0, 1, 2), at_boundary(0, 0, 1),
+        at_boundary(3, 1, 1), entered(0, 1), m.Ready(0), m.Ready(3), m.Paused(0, 1, 7),
     ],
     ids=repr,
 )  # fmt: skip
@@ -406,7 +414,15 @@ def test_words_of_another_generation_step_or_worker_do_not_count_in_a_pause(stal
 
 
 @pytest.mark.parametrize(
-    "stale", [m.Paused(0, 1, 0), m.AtBoundary(0, 1, 2), m.Entered(3, 2), m.Ready(3), m.Entered(0, 2)], ids=repr
+    "stale",
+    [
+        m.Paused(0, 1, 0),
+        at_boundary(0, 1, 2),
+        entered(3, 2),
+        m.Ready(3),
+        entered(0, 2),
+    ],
+    ids=repr,
 )
 def test_words_of_a_pause_that_is_over_change_nothing(stale: s.MembershipEvent) -> None:
     state = rejoined_3()
@@ -414,7 +430,15 @@ def test_words_of_a_pause_that_is_over_change_nothing(stale: s.MembershipEvent) 
 
 
 @pytest.mark.parametrize(
-    "early", [m.Paused(0, 1, 0), m.AtBoundary(0, 1, 1), m.Entered(0, 1), s.CandidateLost(3), m.Entered(3, 1)], ids=repr
+    "early",
+    [
+        m.Paused(0, 1, 0),
+        at_boundary(0, 1, 1),
+        entered(0, 1),
+        s.CandidateLost(3),
+        entered(3, 1),
+    ],
+    ids=repr,
 )
 def test_answers_to_what_nobody_asked_change_nothing(early: s.MembershipEvent) -> None:
     state = running_without_3()

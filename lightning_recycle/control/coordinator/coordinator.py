@@ -649,7 +649,7 @@ class Coordinator:
                 self._watch.beat(rank, message, now)
                 if not self._state.collectives.open:
                     return
-            case messages.Connected():
+            case messages.Reached(milestone=messages.Milestone.CONNECTED):
                 self._on_connected(message)
                 return
             case messages.Profiled():
@@ -723,7 +723,7 @@ class Coordinator:
             self._send(protocol.Send((rank,), found))
         self._evict_unreachable()
 
-    def _on_connected(self, message: messages.Connected) -> None:
+    def _on_connected(self, message: messages.Reached) -> None:
         if message.generation != self._state.generation.number:
             return
         self._connected.add(message.rank)

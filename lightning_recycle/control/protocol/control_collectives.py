@@ -5,13 +5,13 @@ worker has arrived. A worker that does another thing instead, or has begun a lat
 one out and never comes: the run ends.
 
 Early stops: Lightning looks at ``trainer.should_stop`` at a few places after each step, its *stop points*, which all
-workers pass in the same order. A worker whose flag is set there asks and waits (RequestStop). A worker whose flag is
-not set goes on silently, unless another has asked about that point (StopRequested, GoesOn). If all live workers ask at
-the same point, as after a decision on values that all have, they stop right there, like a single device. Else some have
-begun what they cannot undo: all stop after the next step whose losses are not complete yet. Its StepLoss says so. Every
-RequestStop is answered as soon as all live workers have asked at its point, or one has gone on there, and all get the
-same answer. If a worker asks that is not lost before the answer, the run stops, at the latest after the step that
-follows the point.
+workers pass in the same order. A worker whose flag is set there asks and waits (StopWish). A worker whose flag is
+not set goes on silently, unless another has asked about that point (StopRequested, StopWish). If all live workers ask
+at the same point, as after a decision on values that all have, they stop right there, like a single device. Else some
+have begun what they cannot undo: all stop after the next step whose losses are not complete yet. Its StepLoss says so.
+Every wish to stop is answered as soon as all live workers have asked at its point, or one has gone on there, and all
+get the same answer. If a worker asks that is not lost before the answer, the run stops, at the latest after the step
+that follows the point.
 
 Keys to connect (:class:`Rendezvous`): before the workers of a generation are connected, some publish keys and some look
 them up. A question waits until all that it asks for is there, and is then answered by one message. So the traffic is
@@ -48,9 +48,8 @@ from lightning_recycle.control.protocol.state import (
 __all__ = [
     "Rendezvous",
     "StopPlace",
-    "add_answer",
     "add_arrival",
-    "add_request",
+    "add_wish",
     "check_attendance",
     "forget_retracted",
     "last_point",
@@ -173,7 +172,12 @@ def last_point(step: int) -> int:
     return stop_point(step, max(StopPlace))
 
 
-def add_request(state: MembershipState, event: messages.RequestStop) -> Next:
+def add_wish(state: MembershipState, event: messages.StopWish) -> Next:
+    """A worker wants to stop at a stop point, or is past it."""
+    return _add_request(state, event) if event.stops else _add_answer(state, event)
+
+
+def _add_request(state: MembershipState, event: messages.StopWish) -> Next:
     """A worker wants to stop at ``event.point`` and waits."""
     stop = state.collectives.stop_round
     if state.steps.after_step is AfterStep.STOP or (stop is not None and event.point < stop.point):
@@ -190,7 +194,7 @@ def add_request(state: MembershipState, event: messages.RequestStop) -> Next:
     return state, ask + verdict
 
 
-def add_answer(state: MembershipState, event: messages.GoesOn) -> Next:
+def _add_answer(state: MembershipState, event: messages.StopWish) -> Next:
     """A worker is past ``event.point``, where another one wants to stop."""
     stop = state.collectives.stop_round
     if stop is None or stop.is_over or stop.point != event.point:

@@ -72,7 +72,7 @@ _ORDER: tuple[type[Any], ...] = (
     messages.Restored,
     messages.Applied,
     messages.Losses,
-    messages.RequestStop,
+    messages.StopWish,
     messages.Arrive,
     messages.Ready,
     messages.Leave,
@@ -344,7 +344,7 @@ class Memory:
         self._answer: messages.Answer | None = None
         self._answered_at = -1  # the newest step that it had begun when the answer came
         self._known: messages.Known | None = None
-        self._request: messages.RequestStop | None = None
+        self._request: messages.StopWish | None = None
         self._raised: messages.Raised | None = None
         self._confirm: messages.Confirm | None = None
         self._profiled: messages.Profiled | None = None
@@ -372,7 +372,7 @@ class Memory:
                 self._losses[message.step] = message
             case messages.Arrive(generation=None):
                 self._arrival = message
-            case messages.RequestStop():
+            case messages.StopWish(stops=True):
                 self._request = message
             case messages.Raised():
                 self._raised = message
@@ -380,7 +380,7 @@ class Memory:
                 self._confirm = message
             case messages.Restored():
                 self._restored = message.version
-            case messages.Entered():
+            case messages.Reached(milestone=messages.Milestone.ENTERED):
                 self._applied = self._joins_after
             case messages.Ready():
                 self._is_ready = True

@@ -3,7 +3,7 @@
 Concept: a layout is the same for all pipelines, so a layer that goes to another stage goes to all workers of that
 stage. Each of them gets it from a worker of the stage that has it. That is a transaction in two generations, at a step
 boundary. In the first all hold what they have and get what they lack; nothing runs. When all of them have it
-(:class:`~lightning_recycle.control.protocol.messages.LayersHeld`) the layout is decided: the second generation has it,
+(:class:`~lightning_recycle.control.protocol.messages.Milestone`) the layout is decided: the second generation has it,
 and workers drop what they no longer need. A loss in the first generation undoes the change, as everybody still has what
 it had. A loss after it undoes nothing, as everybody holds what it needs.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_recycle.control.protocol import generation
-from lightning_recycle.control.protocol.messages import Cuts, LayersHeld, LayoutWanted
+from lightning_recycle.control.protocol.messages import Cuts, LayoutWanted, Reached
 from lightning_recycle.control.protocol.state import Layout, LayoutReady, MembershipState, Next, Record, after
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.fractional_cuts import are_bounds, held_ranges
@@ -79,7 +79,7 @@ def on_layout_ready(state: MembershipState, event: LayoutReady) -> Next:
     return state.with_layout(wanted=event), ()
 
 
-def on_layers_held(state: MembershipState, event: LayersHeld) -> Next:
+def on_layers_held(state: MembershipState, event: Reached) -> Next:
     """A worker has what it needs of the layout to come; when all have, it holds, whoever is lost from now on."""
     becomes, wanted = state.generation.becomes, state.layout.wanted
     if not becomes or not state.generation.runs(event.generation):

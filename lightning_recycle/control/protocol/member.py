@@ -259,7 +259,9 @@ class Member:
         if boundary is None or self._said == place:
             return Hold(replies, self.pause)
         self._said = place
-        return Hold((*replies, messages.AtBoundary(self.rank, self.generation, step)), self.pause)
+        return Hold(
+            (*replies, messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step)), self.pause
+        )
 
     def commit(self, step: int, payload: Any, guesses: bool = False) -> messages.Commit:
         """The message that this worker is REDUCED in ``step``; ``guesses``: and does not wait for the answer."""
@@ -297,11 +299,11 @@ class Member:
         if not 0 <= self._asked <= self._passed:
             return ()
         point, self._asked = self._asked, -1
-        return (messages.GoesOn(self.rank, point),)
+        return (messages.StopWish(self.rank, point, False),)
 
-    def request_stop(self, point: int) -> messages.RequestStop:
+    def request_stop(self, point: int) -> messages.StopWish:
         """The message that this worker wants to stop at ``point``."""
-        return messages.RequestStop(self.rank, point)
+        return messages.StopWish(self.rank, point)
 
     def stop_verdict(self, point: int) -> messages.StopVerdict | None:
         """Whether all stop at ``point``, where this worker asked to."""

@@ -31,7 +31,7 @@ from lightning_recycle.control.protocol import (
     step_boundary,
     step_commit,
 )
-from lightning_recycle.control.protocol.messages import AfterStep
+from lightning_recycle.control.protocol.messages import AfterStep, Milestone
 from lightning_recycle.control.protocol.recovery import WorkerStatus, decide
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
@@ -268,6 +268,19 @@ _OF_ANY: Mapping[type[Any], _Handler] = {
 }
 """Events of the shell, and of workers that are about to join."""
 
+_OF_MILESTONES: Mapping[Milestone, _Handler] = {
+    Milestone.ENTERED: step_boundary.on_entered,
+    Milestone.AT_BOUNDARY: step_boundary.on_at_boundary,
+    Milestone.LAYERS_HELD: layout_change.on_layers_held,
+    Milestone.PASSED: step_commit.add_pass,
+}
+"""Milestones of members; only the shell needs to know when they are connected."""
+
+
+def _reached(state: MembershipState, event: messages.Reached) -> Next:
+    return _OF_MILESTONES[event.milestone](state, event)
+
+
 _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     Joined: _joined,
     Lost: _lose,
@@ -280,19 +293,15 @@ _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     messages.Broken: generation.on_broken,
     messages.Leave: step_boundary.on_leave,
     messages.Paused: step_boundary.on_paused,
-    messages.AtBoundary: step_boundary.on_at_boundary,
-    messages.Entered: step_boundary.on_entered,
+    messages.Reached: _reached,
     messages.LayoutWanted: layout_change.on_layout_wanted,
-    messages.LayersHeld: layout_change.on_layers_held,
     messages.Restored: step_commit.on_restored,
     messages.Losses: step_commit.add_losses,
-    messages.Passed: step_commit.add_pass,
     messages.Applied: step_commit.add_applied,
     messages.Commit: step_commit.add_commit,
     messages.Arrive: control_collectives.add_arrival,
     messages.Heartbeat: control_collectives.check_attendance,
-    messages.RequestStop: control_collectives.add_request,
-    messages.GoesOn: control_collectives.add_answer,
+    messages.StopWish: control_collectives.add_wish,
     messages.Disputed: corruption_response.on_disputed,
     messages.Voted: corruption_response.on_voted,
     messages.NotFinite: corruption_response.on_not_finite,

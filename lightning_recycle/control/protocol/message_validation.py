@@ -30,8 +30,7 @@ __all__ = ["objection", "objection_to_return"]
 _AHEAD = 2  # steps beyond the newest applied one: it runs the next, and a hook within it is already in the one after
 _OF_MEMBERS = (
     messages.Paused,
-    messages.AtBoundary,
-    messages.Entered,
+    messages.Reached,
     messages.Restored,
     messages.Saved,
     messages.Report,
@@ -44,17 +43,14 @@ _OF_MEMBERS = (
     messages.Commit,
     messages.Undo,
     messages.Arrive,
-    messages.RequestStop,
-    messages.GoesOn,
+    messages.StopWish,
     messages.Raised,
     messages.LayoutWanted,
     messages.LayerFacts,
-    messages.LayersHeld,
     messages.Disputed,
     messages.Voted,
     messages.NotFinite,
     messages.Incomparable,
-    messages.Connected,
     messages.Publish,
     messages.LookUp,
 )
@@ -137,14 +133,12 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             messages.Commit()
             | messages.Undo()
             | messages.Paused()
-            | messages.AtBoundary()
+            | messages.Reached()
             | messages.Saved()
             | messages.Raised()
             | messages.Disputed()
         ):
             return _unless(-1 <= message.step <= newest, f"step {message.step} cannot have begun")
-        case messages.Passed():
-            return _unless(0 <= message.step <= newest, f"step {message.step} cannot have begun")
         case messages.NotFinite():
             if not -1 <= message.microbatch < state.grid.global_microbatches:
                 return f"there is no micro-batch {message.microbatch}"
@@ -162,7 +156,7 @@ def _out_of_range(state: MembershipState, rank: int, message: Any) -> str | None
             return _unless(0 <= number <= state.collectives.next, f"collective {number} cannot be the next one")
         case messages.Heartbeat():
             return _unless(-1 <= message.begun <= newest, f"step {message.begun} cannot have begun")
-        case messages.RequestStop() | messages.GoesOn():
+        case messages.StopWish():
             return _unless(0 <= message.point <= last_point(newest), f"stop point {message.point} cannot have come")
         case messages.LayerFacts():
             return _unless(_tells_of_layers(message, state.grid), "it tells of other layers than those of a stage")

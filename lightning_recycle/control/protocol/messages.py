@@ -184,21 +184,31 @@ class Paused:
     number: int = 0
 
 
+class Milestone(Enum):
+    """Points that workers reach in a generation.
+
+    ``CONNECTED``: its communicator is complete. ``ENTERED``: a worker that joins has the state of its stage.
+    ``LAYERS_HELD``: it holds all layers that it is to have in the layout for which the generation began, besides its
+    own. ``AT_BOUNDARY``: it has applied all steps before ``step`` and waits at its beginning, as :class:`Boundary`
+    asked. ``PASSED``: in ``step`` workers check each other's computations, and it has found nothing, or has nothing to
+    check.
+    """
+
+    CONNECTED = "connected"
+    ENTERED = "entered"
+    LAYERS_HELD = "layers held"
+    AT_BOUNDARY = "at boundary"
+    PASSED = "passed"
+
+
 @dataclass(frozen=True, slots=True)
-class AtBoundary:
-    """The worker has applied all steps before ``step`` and waits at its beginning, as :class:`Boundary` asked."""
+class Reached:
+    """The worker has reached ``milestone`` in ``generation``; ``step``: where the milestone is of a step."""
 
     rank: int
     generation: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """A worker that joined in ``generation`` has the state of its stage."""
-
-    rank: int
-    generation: int
+    milestone: Milestone
+    step: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +271,8 @@ class Losses:
     """Losses of micro-batches of ``step``, by global index; sent before any gradient of the last of them.
 
     ``outputs``: what hooks did with the outputs, by the same index, if there are such hooks; passed on unread.
-    ``generation``: the one in which all must have :class:`Passed` the step; in others these do not count. None: they
-    count as they are.
+    ``generation``: the one in which all must have passed the step (:class:`Reached`); in others these do not count.
+    None: they count as they are.
     """
 
     rank: int
@@ -270,15 +280,6 @@ class Losses:
     losses: Mapping[int, float]
     outputs: Mapping[int, bytes] = field(default_factory=dict)
     generation: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """In ``step`` workers check each other's computations, and this one has found nothing, or has nothing to check."""
-
-    rank: int
-    generation: int
-    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,22 +405,17 @@ class Arrive:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStop:
-    """The worker's ``trainer.should_stop`` is set at stop point ``point``
-    (:mod:`~lightning_recycle.control.protocol.control_collectives`), and it waits to be told whether all stop there
-    (:class:`StopVerdict`).
+class StopWish:
+    """Whether the worker stops training at stop point ``point``
+    (:mod:`~lightning_recycle.control.protocol.control_collectives`).
+
+    If so, its ``trainer.should_stop`` is set there, and it waits to hear whether all stop (:class:`StopVerdict`). If
+    not, it is past the point, and answers :class:`StopRequested`.
     """
 
     rank: int
     point: int
-
-
-@dataclass(frozen=True, slots=True)
-class GoesOn:
-    """The answer to :class:`StopRequested` of a worker that wants nothing of the kind, and is past ``point``."""
-
-    rank: int
-    point: int
+    stops: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,22 +564,6 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LayersHeld:
-    """The worker holds all layers that it is to have in the layout for which ``generation`` began, besides its own."""
-
-    rank: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The worker's communicator of ``generation`` is complete."""
-
-    rank: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
 class Publish:
     """What others of ``generation`` must know of a worker to connect to it: who looks ``key`` up gets ``value``."""
 
@@ -670,7 +650,7 @@ class Returned:
     arrival: Arrive | None = None
     answer: Answer | None = None
     known: Known | None = None
-    request: RequestStop | None = None
+    request: StopWish | None = None
     raised: Raised | None = None
     confirm: Confirm | None = None
     is_ready: bool = False
@@ -797,7 +777,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopVerdict:
-    """The answer to :class:`RequestStop`: whether all ask to stop at ``point``, and stop there. If not, all stop after
+    """The answer to :class:`StopWish`: whether all ask to stop at ``point``, and stop there. If not, all stop after
     one of the next steps (:attr:`StepLoss.after_step`).
     """
 
@@ -969,15 +949,13 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Leave,
     EndRun,
     Paused,
-    AtBoundary,
-    Entered,
+    Reached,
     Restored,
     Saved,
     Confirm,
     Report,
     Broken,
     Losses,
-    Passed,
     Applied,
     Profiled,
     Measured,
@@ -985,8 +963,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Commit,
     Undo,
     Arrive,
-    RequestStop,
-    GoesOn,
+    StopWish,
     Raised,
     Disputed,
     Voted,
@@ -995,8 +972,6 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Crash,
     LayoutWanted,
     LayerFacts,
-    LayersHeld,
-    Connected,
     Publish,
     LookUp,
     FaultInjected,

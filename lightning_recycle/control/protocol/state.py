@@ -122,14 +122,12 @@ MembershipEvent: TypeAlias = (
     | messages.Report
     | messages.Broken
     | messages.Losses
-    | messages.Passed
     | messages.Applied
     | messages.Commit
     | messages.Undo
     | messages.Arrive
     | messages.Heartbeat
-    | messages.RequestStop
-    | messages.GoesOn
+    | messages.StopWish
     | messages.Raised
     | messages.Disputed
     | messages.Voted
@@ -137,13 +135,11 @@ MembershipEvent: TypeAlias = (
     | messages.Incomparable
     | messages.Crash
     | messages.LayoutWanted
-    | messages.LayersHeld
     | messages.Ready
     | messages.Leave
     | messages.EndRun
     | messages.Paused
-    | messages.AtBoundary
-    | messages.Entered
+    | messages.Reached
     | messages.Restored
     | messages.Returned
 )

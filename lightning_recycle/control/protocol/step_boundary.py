@@ -3,8 +3,8 @@
 A loss changes the roster at once, in the middle of a step. Everything else waits for a *step boundary*, so that nothing
 is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are
 asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
-new generation begins when all are there (AtBoundary). A worker that joins gets the state of its stage from a peer
-in that generation; until then it holds nothing and does not count as a replica (Entered).
+new generation begins when all are there (Reached). A worker that joins gets the state of its stage from a peer
+in that generation; until then it holds nothing and does not count as a replica.
 
 Another plan for the same workers (PlanReady) also begins at a step boundary, but no worker stops there: the Boundary
 carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
@@ -126,7 +126,7 @@ def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> Next
     return state, (Send(state.roster.ranks, message, plan.schedule), Record("replanned", boundary, None, plan.details))
 
 
-def on_at_boundary(state: MembershipState, event: messages.AtBoundary) -> Next:
+def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
     """A worker waits at the boundary; when all do, those who enter and leave do so in a new generation."""
     pause, layout, plan = state.generation.pause, state.layout.wanted, state.generation.plan
     if pause is None or event.generation != state.generation.number or event.step != pause.boundary:
@@ -166,7 +166,7 @@ def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> Members
     return state.updated(roster=roster, steps=state.steps.updated(passed=0, applied=applied))
 
 
-def on_entered(state: MembershipState, event: messages.Entered) -> Next:
+def on_entered(state: MembershipState, event: messages.Reached) -> Next:
     """A worker that joins has the state of its stage."""
     if event.rank not in state.roster.joining:
         return state, ()

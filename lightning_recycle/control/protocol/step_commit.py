@@ -81,7 +81,7 @@ def add_losses(state: MembershipState, event: messages.Losses) -> Next:
     return _sum_up(state, event.step)
 
 
-def add_pass(state: MembershipState, event: messages.Passed) -> Next:
+def add_pass(state: MembershipState, event: messages.Reached) -> Next:
     """A worker has no doubt about its peers' results in a step."""
     if not state.generation.runs(event.generation) or event.step != state.steps.summed:
         return state, ()

@@ -9,7 +9,7 @@ Machines of other kinds may round in another way: they have no say, and a worker
 its own once more instead, which shows errors that do not come again.
 
 A result that is found wrong has been handed on to other stages. So all say when they have nothing against a step
-(:class:`~lightning_recycle.control.protocol.messages.Passed`), and nobody applies it before.
+(:class:`~lightning_recycle.control.protocol.messages.Milestone`), and nobody applies it before.
 
 Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.checks.microbatch_records`). Nothing of
 the user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
@@ -142,7 +142,9 @@ class Verifier:
         return step == self._open and not self._client.knows_loss(step)
 
     def _pass(self) -> None:
-        self._client.send(messages.Passed(self._client.rank, self._client.generation, self._open))
+        self._client.send(
+            messages.Reached(self._client.rank, self._client.generation, messages.Milestone.PASSED, self._open)
+        )
 
     @property
     def _tag(self) -> int:

@@ -338,7 +338,7 @@ class Executor:
         """
         self._client.doing(self.version, "layers", _RECOVER)
         self._moving.exchange(resume)
-        self._client.send(messages.LayersHeld(self._client.rank, resume.generation))
+        self._client.send(messages.Reached(self._client.rank, resume.generation, messages.Milestone.LAYERS_HELD))
         self._client.await_announcement(_LAYERS_TIMEOUT)
         raise Interrupted
 
@@ -370,7 +370,7 @@ class Executor:
             )
             self._runner.drop_reductions()
         self._runner.follow(program)
-        self._client.send(messages.Connected(self._client.rank, resume.generation))
+        self._client.send(messages.Reached(self._client.rank, resume.generation, messages.Milestone.CONNECTED))
 
     def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:
         """Does one of the actions of a recovery; ``commits``: the payloads by which a step is applied."""
@@ -392,7 +392,7 @@ class Executor:
                     self._callbacks.restore_snapshot(snapshot)
                 self.version = resume.decision.version
                 self._joining = False
-                self._client.send(messages.Entered(self._client.rank, resume.generation))
+                self._client.send(messages.Reached(self._client.rank, resume.generation, messages.Milestone.ENTERED))
             case Apply():
                 with self._runner.stage.as_in_training(), self._client.busy("STEP", OpKind.STEP.value):
                     self._runner.apply(commits)
