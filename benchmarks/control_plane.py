@@ -25,7 +25,6 @@ import multiprocessing
 import os
 import pstats
 import selectors
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -36,6 +35,7 @@ from typing import Any
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.connection import MessageConnection, connect
+from lightning_recycle.control.plans.background_planner import Urgency
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
@@ -291,11 +291,10 @@ def lateness(grid: Grid, apart: bool) -> tuple[float, list[float]]:
         stage: {"F": 0.1 + stage % 5 / 1e3, "B": 0.11 + stage % 3 / 1e3, "W": 0.09, "REDUCE": 0.02, "STEP": 0.01}
         for stage in range(grid.stages)
     }
-    problem = planner._problem(frozenset({Worker(grid.pipelines // 2, grid.stages // 2)}), costs)
-    making = threading.Thread(target=planner._get_ready, args=(problem,))
+    problem = planner.problem(frozenset({Worker(grid.pipelines // 2, grid.stages // 2)}), costs)
     late, began = [], time.monotonic()
-    making.start()
-    while making.is_alive():
+    planner.background.begin(Urgency.AHEAD, planner.maker.make(problem, planner.assumptions))
+    while not planner.background.is_idle:
         wanted = time.monotonic() + 0.001
         time.sleep(0.001)
         late.append(time.monotonic() - wanted)

@@ -72,7 +72,6 @@ def run_in_child(
     argument: Any,
     on_message: Report,
     time_limit: float | None = None,
-    cancelled: threading.Event | None = None,
 ) -> ChildExit:
     """Call the function ``entry`` ("module:function") with ``argument`` and a :data:`Report` in a child process.
 
@@ -81,12 +80,10 @@ def run_in_child(
         argument: its argument, picklable.
         on_message: called here for each message of the child.
         time_limit: seconds after which the child is killed; None for no limit.
-        cancelled: an event; once it is set, the child is killed within ``_LOOK_SECONDS``.
 
     Raises:
         Cancelled: if the plan for which it runs is given up (:mod:`~lightning_recycle.planning.cancellation`).
     """
-    planning = cancellation.current()
     deadline = None if time_limit is None else time.monotonic() + time_limit
     try:
         payload = pickle.dumps(argument)
@@ -98,7 +95,7 @@ def run_in_child(
         except OSError as error:
             return ChildExit(f"its process could not be started: {error}", "")
         try:
-            answered, failure = _listen(ours, payload, on_message, deadline, child, cancelled or planning)
+            answered, failure = _listen(ours, payload, on_message, deadline, child, cancellation.current())
         finally:
             if child.poll() is None:
                 child.kill()

@@ -44,6 +44,7 @@ from rich.progress import track
 from lightning_recycle.arguments import __version__, at_least
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
+from lightning_recycle.planning.child_process import Report, run_in_child
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_of, read_plan
@@ -52,7 +53,6 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.routing import renamed, representative
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.solve_elsewhere import solve_elsewhere
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
@@ -413,9 +413,19 @@ def _one_line(error: BaseException) -> str:
 
 
 def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
-    found = solve_elsewhere(problem, planner)
-    if isinstance(found, PlanResult):
-        return found
+    received: list[tuple[str, Any]] = []
+    end = run_in_child(f"{__name__}:_solve", (problem, planner), lambda *message: received.append(message))
+    for kind, value in received:
+        if kind == "result":
+            return value  # type: ignore[no-any-return]
+        raise PlanningError(str(value))
     # A user's own planner may not be transferable to another process; then it plans here.
-    log.info("Planning in a separate process failed (%s); planning here.", found.failure)
+    log.info("Planning in a separate process failed (%s); planning here.", end.failure)
     return solve(problem, planner)
+
+
+def _solve(task: tuple[Problem, Planner], report: Report) -> None:
+    try:
+        report("result", solve(*task))
+    except ReCycleError as error:
+        report("error", _one_line(error))

@@ -15,14 +15,19 @@ from typing import Any
 from control_worker import Member
 from support.thread_client import ThreadClient
 
-from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions, Positions
+from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.network.connection import MessageConnection, connect
 from lightning_recycle.control.payload import pack
+from lightning_recycle.control.plans.assumptions import Assumptions
+from lightning_recycle.control.plans.background_planner import BackgroundPlanner
+from lightning_recycle.control.plans.plan_maker import PlanMaker
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
+from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.problem import Costs, Problem
-from lightning_recycle.planning.result import PlanResult
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
+from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.schedule import Schedule
 
 PATIENCE = 15.0  # seconds for what must happen
@@ -70,14 +75,23 @@ def fake_schedule(failed: frozenset[Worker] = frozenset(), grid: Grid = GRID) ->
     return Schedule(Problem(grid, Costs.uniform(grid.stages), failed), workers, 1.0)
 
 
+class Untimed(Assumptions):
+    """Leaves schedules alone, in which nobody does anything."""
+
+    def retime(self, schedule: Schedule, seconds: Any) -> Schedule:
+        return schedule
+
+
 class FakePlanner:
     """Gives the coordinator schedules; remembers the requests."""
 
-    improves = False
     source = "made"
 
     def __init__(self, grid: Grid = GRID) -> None:
         self.grid = grid
+        self.background = BackgroundPlanner()
+        self.maker = PlanMaker(HeuristicPlanner(), None, is_large=False)
+        self.assumptions = Untimed(grid, Technique(), None, None, "auto", recompute=True, chooses_split=False)
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
         self.ahead: list[frozenset[Worker]] = []
         self.error: Exception | None = None
@@ -91,21 +105,11 @@ class FakePlanner:
         self.asked.append((failed, {stage: dict(times) for stage, times in seconds.items()}))
         return fake_schedule(failed, self.grid)
 
-    def retime(self, schedule: Schedule, seconds: Any) -> Schedule:
-        return schedule
-
     def plan_ahead(self, failed: frozenset[Worker], seconds: Any, running: Schedule | None = None) -> None:
         self.ahead.append(failed)
 
-    def take_better(self) -> list[PlanResult]:
-        return []
-
-    def tried(self, trials: Any) -> None: ...
-
-    def choice(self, problem: Any) -> None:
-        return None
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.background.close()
 
 
 class ControlPlane:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Schedule, cancellation, heuristic
 
 
@@ -32,6 +33,37 @@ class Sleeping:
         self.report.write_text(str(os.getpid()))
         time.sleep(600)
         return heuristic(problem)
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Finds no plan."""
+
+    def plan(self, problem: Problem) -> Schedule:
+        raise PlanningError("no licence")
+
+
+@dataclass(frozen=True)
+class Exiting:
+    """Ends its process."""
+
+    def plan(self, problem: Problem) -> Schedule:
+        os._exit(3)
+
+
+@dataclass(frozen=True)
+class Heavy(Failing):
+    """Does not fit into the buffer of a connection."""
+
+    ballast: bytes = bytes(8_000_000)
+
+
+@dataclass(frozen=True)
+class Endless:
+    """A question without an answer."""
+
+    def answer(self) -> None:
+        time.sleep(600)
 
 
 @dataclass(frozen=True)

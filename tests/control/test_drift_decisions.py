@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from slow_planners import Failing
 
 from lightning_recycle import planning as p
-from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question, propose
+from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.planning.program import worker_program
 
 SLOT = 0.02  # seconds
@@ -58,7 +59,7 @@ class Run:
 
     def answer(self, question: Question) -> None:
         self.questions.append(question)
-        proposal = propose(question, "heuristic")
+        proposal = question.answer()
         gain = self.monitor.accepts(question, proposal)
         if gain is not None:
             assert proposal.schedule is not None
@@ -197,7 +198,7 @@ def test_a_change_must_pay_within_the_horizon() -> None:
     question = Run(slow(SLOW, 2.0, 0), DriftOptions(window=10, horizon_steps=20))
     question.answer = lambda q: question.questions.append(q)  # type: ignore[method-assign]
     (asked,) = question.steps(30).questions
-    proposal = propose(asked, "heuristic")
+    proposal = asked.answer()
     assert proposal.schedule is not None
     saved = 20 * (proposal.before - proposal.schedule.period)
     assert question.monitor.accepts(asked, replace(proposal, seconds=saved)) is None
@@ -214,7 +215,7 @@ def test_an_answer_about_a_plan_of_before_is_ignored() -> None:
     run = Run(slow(SLOW, 2.0, 0))
     run.answer = run.questions.append  # type: ignore[method-assign]
     (question,) = run.steps(30).questions
-    proposal = propose(question, "heuristic")
+    proposal = question.answer()
     run.monitor.begin(run.schedule, 30)
     assert run.monitor.accepts(question, proposal) is None
 
@@ -242,4 +243,5 @@ def test_without_hope_no_planner_is_asked() -> None:
     bound = p.lower_bound(asked.estimate.of(asked.schedule.problem))
     before = p.retime(asked.schedule, asked.estimate.costs, asked.estimate.factors).period
     assert before - bound < asked.threshold * before
-    assert propose(asked, "no such planner") == Proposal(None, before)
+    proposal = replace(asked, planner=Failing()).answer()
+    assert replace(proposal, seconds=0.0) == Proposal(None, before)

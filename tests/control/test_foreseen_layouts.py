@@ -1,7 +1,6 @@
 """The layout after a failure is there when it happens: it was asked for ahead."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -9,14 +8,15 @@ from itertools import pairwise
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import foreseen, layout_choice, layout_question
-from lightning_recycle.control.plans.foreseen import ForeseenLayouts
-from lightning_recycle.control.plans.layout_question import CHANGING, LayoutQuestion
+from lightning_recycle.control.plans import layout_choice
+from lightning_recycle.control.plans.layout_choice import CHANGING, ForeseenLayouts, LayoutQuestion
+from lightning_recycle.control.plans.planning_process import PlanningProcess
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
-from lightning_recycle.planning import Grid, LayerCosts, LayoutPlan, Problem, Technique, Worker, even_cuts, plan_layout
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning import Grid, LayerCosts, Problem, Technique, Worker, even_cuts, plan_layout
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
 from lightning_recycle.planning.layouts.layout_candidates import Judgement, in_turns
 from lightning_recycle.planning.layouts.layout_search import next_losses
@@ -37,19 +37,6 @@ def by_rule(problem: Problem, turns: Turns | None) -> Judgement:
 
 
 quick = partial(plan_layout, judge=by_rule, changing=CHANGING, ways=("layers",))
-
-
-def in_this_process(
-    questions: Sequence[LayoutQuestion],
-    found: Callable[[int, LayoutPlan | str], None],
-    cancelled: threading.Event,
-    time_limit: float | None = None,
-) -> str:
-    def report(_: str, answer: tuple[int, LayoutPlan | str]) -> None:
-        found(*answer)
-
-    layout_question._child(tuple(questions), report)
-    return ""
 
 
 class Run:
@@ -95,10 +82,8 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    for module in (layout_choice, foreseen):
-        monkeypatch.setattr(module, "find_layouts", in_this_process)
-    monkeypatch.setattr(layout_question, "lowest_priority", lambda: None)
-    monkeypatch.setattr(layout_question, "plan_layout", quick)
+    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
+    monkeypatch.setattr(layout_choice, "plan_layout", quick)
     found = Run()
     yield found
     found.plans.close()
@@ -107,7 +92,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
 def test_layers_move_at_once_when_a_worker_fails(run: Run, monkeypatch: pytest.MonkeyPatch, dead: Worker) -> None:
     run.prepared()
-    monkeypatch.setattr(layout_choice, "find_layouts", None)  # nobody is asked any more
+    monkeypatch.setattr(layout_choice, "plan_layout", None)  # nothing is asked any more
     run.plans.begin_generation(frozenset({dead}), (), 21)
     ready = run.relaid()
     assert ready is not None, run.plans.take_notes()
@@ -124,13 +109,13 @@ def test_layers_move_at_once_when_a_worker_fails(run: Run, monkeypatch: pytest.M
 
 def test_layers_that_take_other_times_now_are_asked_about_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.prepared()
-    asked = []
+    asked: list[LayoutQuestion] = []
 
-    def find(questions: Sequence[LayoutQuestion], *rest: object) -> str:
-        asked.extend(questions)
-        return "nobody answers"
+    def ask(_: object, question: LayoutQuestion, *__: object, **___: object) -> None:
+        asked.append(question)
+        raise PlanningError("no answer")
 
-    monkeypatch.setattr(layout_choice, "find_layouts", find)
+    monkeypatch.setattr(PlanningProcess, "ask", ask)
     run.steps(3, slower=1.5)
     run.plans.begin_generation(frozenset({Worker(2, 1)}), (), 24)
     assert wait_for(lambda: bool(asked), 60)

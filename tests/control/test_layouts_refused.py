@@ -1,17 +1,16 @@
 """Where layers cannot move, re-routing goes on, and one line of the record says why: with the defaults of a run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import layout_choice, layout_question
-from lightning_recycle.control.plans.layout_question import LayoutQuestion
+from lightning_recycle.control.plans.planning_process import PlanningProcess
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
-from lightning_recycle.planning import Grid, LayoutPlan, Technique, Worker
+from lightning_recycle.planning import Grid, Technique, Worker
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.validation import validate
 
@@ -19,20 +18,9 @@ GRID = Grid(3, 2, 6)
 DEAD = frozenset({Worker(1, 0)})
 
 
-def in_this_process(
-    questions: Sequence[LayoutQuestion], found: Callable[[int, LayoutPlan | str], None], *_: object
-) -> str:
-    def report(_: str, answer: tuple[int, LayoutPlan | str]) -> None:
-        found(*answer)
-
-    layout_question._child(tuple(questions), report)
-    return ""
-
-
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPlans]:
-    monkeypatch.setattr(layout_choice, "find_layouts", in_this_process)
-    monkeypatch.setattr(layout_question, "lowest_priority", lambda: None)
+    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
     planner = RunPlanner(GRID, "heuristic", Technique(decoupled=False), memory=5_500)
     planner.prepare()
     found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")

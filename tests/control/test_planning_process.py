@@ -6,19 +6,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from control_plane import GRID, PATIENCE, ControlPlane, die, in_thread
-from slow_planners import Gated, Modules, Unpicklable
+from slow_planners import Exiting, Failing, Gated, Heavy, Modules, Unpicklable
 from support.process_tree import is_alive
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
+from lightning_recycle.control.plans import planning_process
+from lightning_recycle.control.plans.plan_maker import PlanQuestion
+from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError, UnsendableError
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, solve
-from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
+from lightning_recycle.planning.cancellation import Cancelled
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -99,83 +102,119 @@ def test_a_run_that_ends_gives_up_the_plan_that_is_waited_for(plane: ControlPlan
         in_thread(member.regroup)
     plane.close()
     assert not is_alive(int(gated.report.read_text()))
-    assert not {"recycle-plan-in-need", "recycle-planning-process"} & {each.name for each in threading.enumerate()}
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("recycle-plan")]
+
+
+WANTED = threading.Event()  # never set: the question is wanted
+QUICK = PlanQuestion(LARGE, HeuristicPlanner())
 
 
 def test_a_plan_is_the_same_wherever_it_is_made(process: PlanningProcess) -> None:
-    here, there = solve(LARGE), process.solve(LARGE, HeuristicPlanner())
-    assert there.schedule == here.schedule
-    assert (there.lower_bound, there.status, there.backend) == (here.lower_bound, here.status, here.backend)
+    here, there = QUICK.answer(), process.ask(QUICK, WANTED)
+    assert there.result.schedule == here.result.schedule
+    assert replace(there.result, seconds=0.0) == replace(here.result, seconds=0.0)
 
 
 def test_the_process_imports_no_torch_and_yields_to_others_unless_a_plan_is_urgent(
     process: PlanningProcess, tmp_path: Path
 ) -> None:
     asks = Modules(report=tmp_path / "modules")
-    process.solve(LARGE, asks)
+    process.ask(PlanQuestion(LARGE, asks), WANTED)
     priority, *modules = asks.report.read_text().split()
     assert not {"torch", "lightning", "numpy"} & set(modules)
     assert int(priority) == 19
-    process.solve(LARGE, asks, urgent=True)
+    process.ask(PlanQuestion(LARGE, asks), WANTED, urgent=True)
     assert int(asks.report.read_text().split()[0]) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_process_that_died_is_started_again(process: PlanningProcess, gated: Gated) -> None:
-    lost = in_thread(process.solve, LARGE, gated)
+    lost = in_thread(process.ask, PlanQuestion(LARGE, gated), WANTED)
     assert wait_for(gated.report.exists, PATIENCE)
     first = int(gated.report.read_text())
     os.kill(first, signal.SIGKILL)
     with pytest.raises(ProcessLostError, match="signal 9"):
         lost.result(PATIENCE)
-    assert process.solve(LARGE, HeuristicPlanner()).schedule == solve(LARGE).schedule
+    assert process.ask(QUICK, WANTED).result.schedule == solve(LARGE).schedule
     assert process.pid != first
+
+
+def test_a_process_that_died_while_nothing_was_asked_is_started_again(process: PlanningProcess) -> None:
+    process.ask(QUICK, WANTED)
+    first = process.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert wait_for(lambda: not is_alive(first), PATIENCE)
+    assert wait_for(lambda: process._child is not None and process._child.lost is not None, PATIENCE)
+    process.ask(QUICK, WANTED)
+    assert process.pid != first
+
+
+def test_a_process_that_dies_each_time_is_not_started_for_ever(
+    process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning_process, "_MOST_LOSSES", 2)
+    for reason in ("exit code 3", "exit code 3", "it has ended 2 times"):
+        with pytest.raises(ProcessLostError, match=reason):
+            process.ask(PlanQuestion(LARGE, Exiting()), WANTED)
 
 
 def test_a_process_that_shows_no_life_is_given_up(
     process: PlanningProcess, gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = in_thread(process.solve, LARGE, gated)
+    lost = in_thread(process.ask, PlanQuestion(LARGE, gated), WANTED)
     assert wait_for(gated.report.exists, PATIENCE)
     os.kill(int(gated.report.read_text()), signal.SIGSTOP)
-    monkeypatch.setattr("lightning_recycle.control.plans.planning_process.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(planning_process, "SILENCE_SECONDS", 0.5)
     with pytest.raises(ProcessLostError, match="no sign of life"):
         lost.result(PATIENCE)
     assert wait_for(lambda: not is_alive(int(gated.report.read_text())), PATIENCE)
 
 
-def test_a_plan_that_is_not_wanted_any_more_leaves_the_process_for_the_next(
+def test_a_question_that_a_stopped_process_does_not_even_read_is_given_up(
+    process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.ask(QUICK, WANTED)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(planning_process, "SILENCE_SECONDS", 0.5)
+    with pytest.raises(ProcessLostError, match="no sign of life"):
+        process.ask(PlanQuestion(LARGE, Heavy()), WANTED)
+
+
+def test_a_question_that_is_not_wanted_any_more_leaves_the_process_for_the_next(
     process: PlanningProcess, gated: Gated
 ) -> None:
-    unwanted = threading.Event()
-
-    def ask() -> None:
-        with cancelled_by(unwanted):
-            process.solve(LARGE, gated)
-
-    given_up = in_thread(ask)
+    interrupted = threading.Event()
+    given_up = in_thread(process.ask, PlanQuestion(LARGE, gated), interrupted)
     assert wait_for(gated.report.exists, PATIENCE)
-    unwanted.set()
+    interrupted.set()
     with pytest.raises(Cancelled):
         given_up.result(PATIENCE)
-    process.solve(LARGE, HeuristicPlanner())
+    process.ask(QUICK, WANTED)
     assert process.pid == int(gated.report.read_text())
 
 
-def test_what_cannot_be_planned_there_is_told(process: PlanningProcess) -> None:
-    with pytest.raises(ProcessLostError, match="cannot be sent"):
-        process.solve(LARGE, Unpicklable())
-    everybody = frozenset(LARGE.grid.worker(rank) for rank in range(16) if rank % 4 == 0)
-    with pytest.raises(PlanningError):
-        process.solve(Problem(LARGE.grid, LARGE.costs, everybody), HeuristicPlanner())
+def test_a_question_that_cannot_be_sent_is_refused(process: PlanningProcess) -> None:
+    with pytest.raises(UnsendableError, match="cannot be sent"):
+        process.ask(PlanQuestion(LARGE, Unpicklable()), WANTED)
+    own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
+    sys.modules["__main__"].OfThisProcess = own  # type: ignore[attr-defined]
+    with pytest.raises(UnsendableError, match="cannot be read"):
+        process.ask(PlanQuestion(LARGE, own()), WANTED)
+    del sys.modules["__main__"].OfThisProcess  # type: ignore[attr-defined]
+    with pytest.raises(PlanningError, match="no licence"):
+        process.ask(PlanQuestion(LARGE, Failing()), WANTED)
 
 
 def test_it_ends_with_the_process_that_asks() -> None:
     code = (
-        "import os, time\n"
+        "import threading, time\n"
+        "from lightning_recycle.control.plans.plan_maker import PlanQuestion\n"
         "from lightning_recycle.control.plans.planning_process import PlanningProcess\n"
         "from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem\n"
         "process = PlanningProcess()\n"
-        "process.solve(Problem(Grid(2, 2, 2), Costs.uniform(2)), HeuristicPlanner())\n"
+        "question = PlanQuestion(Problem(Grid(2, 2, 2), Costs.uniform(2)), HeuristicPlanner())\n"
+        "process.ask(question, threading.Event())\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -9,6 +9,7 @@ import pytest
 from support.waiting import wait_for
 
 from lightning_recycle.commands.plan_settings import problems_ahead
+from lightning_recycle.control.plans.plan_maker import PlanAnswer, PlanQuestion
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
@@ -75,25 +76,25 @@ def peaks(planner: RunPlanner, failed: frozenset[Worker]) -> tuple[int, int]:
 def test_a_survivor_does_not_hold_all_micro_batches(planner: RunPlanner) -> None:
     """It held 16 of 16 where nothing limited it."""
     assert peaks(planner, FAILED)[0] == 2, "nothing is measured: as in 1F1B"
-    planner.measured(everywhere())
+    planner.assumptions.measured(everywhere())
     in_flight, held = peaks(planner, FAILED)
     assert held <= 500
     assert 2 <= in_flight <= 6
 
 
 def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: RunPlanner) -> None:
-    planner.measured(everywhere())
+    planner.assumptions.measured(everywhere())
     planner.plan_ahead(ALL, {})
-    assert wait_for(lambda: planner._ahead.idle, 60)
+    assert wait_for(lambda: planner.background.is_idle, 60)
     assert 300 < peaks(planner, FAILED)[1] <= 500
     assert planner.source == "ahead"
-    planner.measured(everywhere(fixed=300))
+    planner.assumptions.measured(everywhere(fixed=300))
     assert peaks(planner, FAILED)[1] <= 500
     assert planner.source == "made"
 
 
 def test_what_does_not_fit_is_said_once(planner: RunPlanner, caplog: pytest.LogCaptureFixture) -> None:
-    planner.measured(everywhere(after_forward=450))
+    planner.assumptions.measured(everywhere(after_forward=450))
     with caplog.at_level(logging.WARNING):
         assert peaks(planner, FAILED)[0] == 1
         assert peaks(planner, ALL)[0] == 1
@@ -105,12 +106,12 @@ def three_steps(planner: RunPlanner, plans: RunPlans) -> None:
     """After which plans are made ahead."""
     for _ in range(3):
         plans.stepped(1.0)
-    assert wait_for(lambda: planner._ahead.idle, 60)
+    assert wait_for(lambda: planner.background.is_idle, 60)
 
 
 def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: RunPlanner, plans: RunPlans) -> None:
     seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
-    plans.operation_seconds = seconds
+    plans.measurements.operation_seconds = seconds
     for rank in range(4):
         plans.measured(Measured(rank, footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)
@@ -139,10 +140,14 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
     planner: RunPlanner, plans: RunPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was kept as the plan for those who train now, although they had refused it."""
-    plans.operation_seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
+    plans.measurements.operation_seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     first = plans.schedules[-1].period
     longer = heuristic(Problem(GRID, Costs.uniform(2), in_flight_limit=(1, 1)))
-    monkeypatch.setattr(planner, "_made", lambda problem, *_: proven(longer.under(problem), "heuristic"))
+
+    def long_answer(problem: Problem) -> PlanAnswer:
+        return PlanAnswer(problem, proven(longer.under(problem), "heuristic"))
+
+    monkeypatch.setattr(PlanQuestion, "answer", lambda asked: long_answer(asked.problem))
     for rank in range(4):
         plans.measured(Measured(rank, footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)
@@ -155,7 +160,7 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
 def test_forwards_are_computed_again_instead_of_one_at_a_time(recompute: bool) -> None:
     planner = RunPlanner(GRID, "heuristic", Technique(), memory=500, recompute=recompute)
     planner.prepare()
-    planner.measured(everywhere(after_forward=300, after_backward=300, checkpoint=20))
+    planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=20))
     for failed in (ALL, FAILED):
         schedule = planner.plan(failed, {})
         assert any(schedule.recomputed(worker) for worker in schedule.live_workers) is recompute
@@ -183,7 +188,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         periods, sources = [], []
         for failed, measured in ((ALL, {}), (lost, footprints), (ALL, footprints)):
             planner = RunPlanner(grid, "heuristic", Technique(), costs=costs, library=library)
-            planner.measured(measured)
+            planner.assumptions.measured(measured)
             schedule = planner.plan(failed, {})
             ready = planner._ready.find(schedule.problem)
             assert ready is not None
@@ -219,18 +224,18 @@ def test_plans_of_the_library_stay_if_they_fit_and_are_improved(tmp_path: Path) 
     planner = RunPlanner(
         GRID, "heuristic", Technique(), costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"), memory=500
     )
-    planner.measured(everywhere())
+    planner.assumptions.measured(everywhere())
     schedule = planner.plan(FAILED, {})
     assert planner.source == "library"
     assert schedule.period == heuristic(limited[1]).period, "it fits, so nobody waits for a planner"
     planner.plan_ahead(FAILED, {}, schedule)
-    assert wait_for(lambda: planner._ahead.idle, 60)
-    (better,) = planner.take_better()
+    assert wait_for(lambda: planner.background.is_idle, 60)
+    (better,) = planner.background.take()
     assert better.schedule.period < schedule.period
     assert planner.plan(FAILED, {}) == better.schedule
     assert planner.source == "better"
     assert PlanLibrary(tmp_path, "heuristic").get(better.schedule.problem) == better.schedule, "for the next run"
-    planner.measured(everywhere(after_forward=300, after_backward=300, checkpoint=300))
+    planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=300))
     assert peaks(planner, FAILED)[0] == 1
     assert planner.source == "made"
     planner.close()

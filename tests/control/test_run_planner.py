@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_planners import Failing
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import ready_plans, run_planner
+from lightning_recycle.control.plans import plan_maker, ready_plans
 from lightning_recycle.control.plans.ready_plans import schedules_kept
 from lightning_recycle.control.plans.run_planner import RunPlanner
-from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
     Costs,
-    ExactPlanner,
     Grid,
     HeuristicPlanner,
     LayerCosts,
     PlanLibrary,
-    PlanResult,
     Problem,
     Schedule,
     Technique,
@@ -88,10 +86,10 @@ def test_the_speed_of_the_dead_does_not_matter(planner: RunPlanner) -> None:
 def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(planner: RunPlanner) -> None:
     before = planner.plan(ALL, {})
     adopted(planner)
-    planner.forget([SLOW])
+    planner.assumptions.forget([SLOW])
     assert planner.plan(ALL, {}) is before
     schedule = adopted(planner)
-    planner.forget([Worker(0, 0)])
+    planner.assumptions.forget([Worker(0, 0)])
     assert planner.plan(ALL, {}) is schedule
 
 
@@ -100,7 +98,7 @@ def test_what_a_slow_worker_measured_counts_once(planner: RunPlanner) -> None:
     slow = Worker(0, 1)
     schedule = adopted(planner, slow)
     seconds = {0: MEASURED[0], 1: {name: 2 * t if name != "REDUCE" else t for name, t in MEASURED[1].items()}}
-    timed = planner.retime(schedule, seconds)
+    timed = planner.assumptions.retime(schedule, seconds)
     assert timed.problem.worker_factors == ((slow, 2.0),)
     assert timed.problem.costs == replace(Costs.uniform(2, 2.0, 2.0, 2.0, 0.5, 1.0))
 
@@ -138,7 +136,7 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
     planner = open_planner(grid, Counted(), Technique())
     planner.prepare()
     planner.plan_ahead(ALL, {})
-    assert wait_for(lambda: planner._ahead.idle, 60)
+    assert wait_for(lambda: planner.background.is_idle, 60)
     distributions = {distribution_of(grid, problem.failed) for problem in asked}
     assert len(asked) == len(distributions) == 1 + 3 + 6, "none, one of 3 stages, two of them"
     for failed in map(frozenset, (*combinations(grid.workers(), 1), *combinations(grid.workers(), 2))):
@@ -147,7 +145,7 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
         assert schedule.failed == failed
         validate(schedule)
     planner.plan_ahead(frozenset({Worker(2, 1)}), {})
-    assert wait_for(lambda: planner._ahead.idle, 60)
+    assert wait_for(lambda: planner.background.is_idle, 60)
     assert len(asked) == 10 + 6, "the pairs are ready; with two more in any stages there are three"
 
 
@@ -174,7 +172,7 @@ class Poor(HeuristicPlanner):
 def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
     open_planner: Callable[..., RunPlanner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_planner, "HeuristicPlanner", Poor)
+    monkeypatch.setattr(plan_maker, "HeuristicPlanner", Poor)
     planner = open_planner(Grid(2, 3, 4), Patient(), Technique())
     planner.prepare()
     failed = frozenset({Worker(0, 1)})
@@ -182,13 +180,13 @@ def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
     assert planner.source == "made"
     assert needed == one_at_a_time(needed.problem)
     woken = threading.Event()
-    planner.on_better = woken.set
+    planner.background.wake = woken.set
     planner.plan_ahead(failed, {}, running=needed)
     assert woken.wait(60)
-    (better,) = planner.take_better()
+    (better,) = planner.background.take()
     assert better.schedule == heuristic(needed.problem)
     assert better.schedule.period < needed.period
-    assert wait_for(lambda: planner._ahead.idle, 60)
+    assert wait_for(lambda: planner.background.is_idle, 60)
     assert planner.plan(failed, {}) == better.schedule
     assert planner.source == "better"
     following = planner.plan(failed | {Worker(1, 2)}, {})
@@ -197,23 +195,18 @@ def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
 
 
 def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
-    open_planner: Callable[..., RunPlanner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    open_planner: Callable[..., RunPlanner], caplog: pytest.LogCaptureFixture
 ) -> None:
-    planner = open_planner(Grid(2, 2, 2), ExactPlanner("highs"), Technique())
-    monkeypatch.setattr(run_planner, "search", fails)
+    planner = open_planner(Grid(2, 2, 2), Failing(), Technique())
     for _ in range(2):
         planner.plan_ahead(ALL, {})
-        assert wait_for(lambda: planner._ahead.idle, 60)
+        assert wait_for(lambda: planner.background.is_idle, 60)
     messages = [record.getMessage() for record in caplog.records]
     assert (
         len([message for message in messages if "found no plan for the failure of (0, 0): no licence" in message]) == 1
     )
     planner.plan(frozenset({Worker(1, 0)}), {})
     assert planner.source == "ahead"
-
-
-def fails(*_: object) -> PlanResult:
-    raise PlanningError("no licence")
 
 
 def test_a_plan_of_the_library_needs_no_planner(

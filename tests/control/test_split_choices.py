@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import run_planner
+from lightning_recycle.control.plans import plans_ahead
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Tried
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Technique, Worker
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.profile import Footprint, SplitTrial
-from lightning_recycle.planning.result import proven
 
 GRID = Grid(3, 4, 6)
 ALL: frozenset[Worker] = frozenset()
@@ -53,12 +52,12 @@ class Run:
         self.settle()
 
     def settle(self) -> None:
-        assert wait_for(lambda: self.planner._ahead.idle, 120)
+        assert wait_for(lambda: self.planner.background.is_idle, 120)
 
 
 @pytest.fixture
 def open_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    monkeypatch.setattr(run_planner, "_SECONDS_FOR_TWO", 0.0)
+    monkeypatch.setattr(plans_ahead, "_SECONDS_FOR_TWO", 0.0)
     with contextlib.ExitStack() as stack:
 
         def make(planner: Any = "heuristic", **options: Any) -> Run:
@@ -140,9 +139,9 @@ def test_one_worker_of_each_stage_that_works_is_waited_for(open_run: Callable[..
     run = open_run()
     run.steps()
     for worker in GRID.workers():
-        assert not run.planner._splitting.is_tried  # type: ignore[union-attr]
+        assert run.planner.assumptions.splitting is None
         run.plans.tried(Tried(GRID.rank(worker), CHEAP))
-    assert run.planner._splitting.is_tried  # type: ignore[union-attr]
+    assert run.planner.assumptions.splitting is not None
 
 
 def test_what_operations_take_is_what_the_fused_plan_runs(open_run: Callable[..., Run]) -> None:
@@ -163,16 +162,14 @@ def test_what_operations_take_is_what_the_fused_plan_runs(open_run: Callable[...
 def test_memory_for_what_waits_between_b_and_w_is_no_reason_to_fail(open_run: Callable[..., Run]) -> None:
     run = open_run(memory=1_000)
     footprint = Footprint("a", 10_000, 0, 100, 0, 400, 1_000, 400)
-    run.planner.measured(dict.fromkeys(GRID.workers(), footprint))
+    run.planner.assumptions.measured(dict.fromkeys(GRID.workers(), footprint))
     run.steps()
     run.tried(CHEAP)
     schedule = run.begin(DEAD)
     assert max(schedule.peak_memory(worker) for worker in schedule.live_workers) <= 1_000
 
 
-def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(
-    open_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(open_run: Callable[..., Run]) -> None:
     asked: list[Problem] = []
 
     class Slow(HeuristicPlanner):
@@ -181,9 +178,8 @@ def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(
             return super().plan(problem)
 
     run = open_run(Slow())
-    run.planner._quick = HeuristicPlanner()
+    run.planner.maker.quick = HeuristicPlanner()
     asked.clear()
-    monkeypatch.setattr(run_planner, "search", lambda problem, planner: proven(planner.plan(problem), "Slow"))
     run.steps()
     run.tried(CROWDED)
     assert {problem.failed for problem in asked} >= {ALL}

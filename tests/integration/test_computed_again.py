@@ -44,7 +44,7 @@ def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan_ahead(plans: RunPlans) -> None:
         begin(plans)
-        wait_for(lambda: plans._planner._ahead.idle)
+        wait_for(lambda: plans._planner.background.is_idle)
 
     monkeypatch.setattr(RunPlans, "plan_ahead", plan_ahead)
 

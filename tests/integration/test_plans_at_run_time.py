@@ -16,7 +16,7 @@ from support.training import committed_steps, exact_fit, failures, fit
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.control.plans import run_planner
+from lightning_recycle.control.plans import plan_maker
 from lightning_recycle.planning import (
     Grid,
     HeuristicPlanner,
@@ -138,7 +138,7 @@ def test_after_a_failure_the_chosen_planner_improves_the_plan_that_was_ready(
     fault: Fault, offline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are exact across the change, and nobody regroups for it. A profile makes the gain always the same."""
-    monkeypatch.setattr(run_planner, "HeuristicPlanner", OneAtATime)
+    monkeypatch.setattr(plan_maker, "HeuristicPlanner", OneAtATime)
     run = exact_fit(
         Regression().double(),
         2,

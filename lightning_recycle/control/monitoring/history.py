@@ -64,7 +64,7 @@ class Event:
             that the user chose found a better one than the heuristic, or the memory that was measured, or what it costs
             to split backwards, allows or demands another one (then it is the planner). "chosen": with
             ``decoupled="auto"``, whether backwards are split, and why in numbers
-            (:func:`~lightning_recycle.control.plans.split_choice.facts_of`); "resumed" and "replanned" have the same as
+            (:func:`~lightning_recycle.control.plans.plan_maker.facts_of`); "resumed" and "replanned" have the same as
             ``details["backward"]`` of their plan. "saved":
             a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
             all stop after one of the next steps. "stage_lost": nobody holds a stage any more. "memory": at the end,

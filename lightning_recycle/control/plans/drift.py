@@ -10,19 +10,20 @@ things that are estimated separately, each by medians over a window of steps:
 
 When the estimate differs from what the plan assumes, by more than noise explains and not by one factor for all
 operations (which changes no plan), a new window is measured: all that still differs then counts, and only that. Then a
-better plan is looked for, elsewhere and in the background (:func:`propose`). It is taken if it saves ``threshold`` of a
+better plan is looked for in the background (:meth:`Question.answer`). It is taken if it saves ``threshold`` of a
 step, and within ``horizon_steps`` steps more than it costs to find it and switch to it. From then on, also after a
 refusal, further differences are measured against that estimate: a question that was answered is not asked again.
 
 A worker to which the plan gives nothing to do is not measured. After ``horizon_steps`` steps a plan is looked for in
 which it counts as recovered.
 
-Must not know: clocks, messages, processes; how plans are made.
+Must not know: messages, processes; how plans are made.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,12 +33,13 @@ from typing import Any, TypeAlias
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.planner import Planner, plan
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 
-__all__ = ["DriftMonitor", "DriftOptions", "Estimate", "Proposal", "Question", "propose"]
+__all__ = ["DriftMonitor", "DriftOptions", "Estimate", "Proposal", "Question"]
 
 _SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and many windows
 _SWAP_SECONDS = 0.1  # for switching to another plan, generously: a message to all and back
@@ -79,26 +81,13 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Is there a better plan than ``schedule`` if operations take the times of ``estimate``?
-
-    ``step_seconds``: the measured time of a step. ``threshold``: as in :class:`DriftOptions`.
-    """
-
-    schedule: Schedule
-    estimate: Estimate
-    step_seconds: float
-    threshold: float
-
-
-@dataclass(frozen=True, slots=True)
 class Proposal:
     """The answer to a question.
 
     Args:
         schedule: the best plan found; None if no plan can be good enough.
         before: the period of the old plan with the estimated times, in seconds.
-        seconds: how long the search took.
+        seconds: duration of the search.
     """
 
     schedule: Schedule | None
@@ -106,25 +95,49 @@ class Proposal:
     seconds: float = 0.0
 
 
-def propose(question: Question, planner: str | Planner) -> Proposal:
-    """Answers ``question``; takes as long as ``planner`` does, unless the lower bound shows that no plan would pay."""
-    estimate = question.estimate
-    problem = estimate.of(question.schedule.problem)
-    before = retime(question.schedule, estimate.costs, estimate.factors).period
-    if before - lower_bound(problem) < question.threshold * max(before, question.step_seconds):
-        return Proposal(None, before)
-    return Proposal(plan(problem, planner), before)
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Is there a better plan than ``schedule`` if operations take the times of ``estimate``?
+
+    Args:
+        schedule: the plan that runs.
+        estimate: the times of now.
+        step_seconds: the measured time of a step.
+        threshold: as in :class:`DriftOptions`.
+        planner: looks for the better plan.
+    """
+
+    schedule: Schedule
+    estimate: Estimate
+    step_seconds: float
+    threshold: float
+    planner: Planner = HeuristicPlanner()  # noqa: RUF009 - immutable
+
+    def answer(self) -> Proposal:
+        """The proposal of the planner, which is not asked if the lower bound shows that no plan would pay.
+
+        Raises:
+            PlanningError: when it finds no plan.
+        """
+        started = time.monotonic()
+        problem = self.estimate.of(self.schedule.problem)
+        before = retime(self.schedule, self.estimate.costs, self.estimate.factors).period
+        if before - lower_bound(problem) < self.threshold * max(before, self.step_seconds):
+            return Proposal(None, before, time.monotonic() - started)
+        found = plan(problem, self.planner)
+        return Proposal(found, before, time.monotonic() - started)
 
 
 class DriftMonitor:
-    """Watches whether the plan of a run still fits.
+    """Watches whether the plan of a run still fits; ``planner`` looks for better ones, by default the heuristic.
 
     Use: :meth:`begin` with every new plan, :meth:`observe` what workers measured, :meth:`stepped` after every step;
     then :meth:`question`, and :meth:`accepts` its answer.
     """
 
-    def __init__(self, options: DriftOptions) -> None:
+    def __init__(self, options: DriftOptions, planner: Planner | None = None) -> None:
         self._options = options
+        self._planner = planner or HeuristicPlanner()
         self._communication = 0.0
         self._schedule: Schedule | None = None
         self._first_step = 0
@@ -190,7 +203,8 @@ class DriftMonitor:
             self._suspicious = True
             self._measure_anew()
         else:
-            self._asked = Question(self._schedule, estimate, median(self._step_seconds), self._options.threshold)
+            seconds = median(self._step_seconds)
+            self._asked = Question(self._schedule, estimate, seconds, self._options.threshold, self._planner)
             self._asked_doubt = doubt
         return self._asked
 

@@ -1,13 +1,13 @@
 """When the layers of a run should lie in another way: what is known of them, and what to ask the planner.
 
-Concept: each worker tells once what its layers take (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`).
-With what the stages take now, and the memory that they have measured, that is what
-:func:`~lightning_recycle.planning.layouts.layout_search.plan_layout` needs. It is asked when the operations have been
-measured, and whenever workers are lost or return; in a process of the lowest priority, so nobody waits for the answer.
-For the single failures that may come next it is asked ahead (:mod:`~lightning_recycle.control.plans.foreseen`).
+Concept: each worker reports once what its layers take
+(:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With the times of the stages and the memory that was
+measured, that is what :func:`~lightning_recycle.planning.layouts.layout_search.plan_layout` needs. It is asked when the
+operations have been measured, and whenever workers are lost or return; in the background, so nothing waits for the
+answer. For the single failures that may come next it is asked ahead (:class:`ForeseenLayouts`).
 
-Contract: called from the coordinator's thread; ``wake`` from another one, when :meth:`LayoutChoice.take_answers` has
-something.
+Contract: called from the coordinator's thread. Answers are published by the background planner, as
+:class:`LayoutAnswer`.
 
 Must not know: connections, generations; how layers move.
 """
@@ -16,28 +16,27 @@ from __future__ import annotations
 
 import logging
 import operator
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from lightning_recycle.control.plans.asking import Asking
-from lightning_recycle.control.plans.foreseen import ForeseenLayouts
-from lightning_recycle.control.plans.layout_question import LayoutQuestion, find_layouts
-from lightning_recycle.control.plans.run_planner import OperationSeconds
+from lightning_recycle.control.plans.assumptions import OperationSeconds
+from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Job, Urgency
 from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.fractional_cuts import parts_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, Changing, FailureRecord, LayoutPlan, Way
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.routing import alike, renamed
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["Adapt", "LayoutAnswer", "LayoutChoice", "Surroundings"]
+__all__ = ["Adapt", "ForeseenLayouts", "LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Surroundings"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,64 @@ Adapt: TypeAlias = Literal["auto", "reroute", "layers"]
 
 _BANDWIDTH = 1e9  # bytes/s of a link that nobody has measured
 _NEVER = 1e12  # seconds
+_LEAST_GAIN = 0.05  # of a step: measured times are not exact
+_SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
+_WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
+_SAME = 0.1  # of a mean layer's work, of memory and of a link: measured again, all of them differ a little
+_TIMES = ("forward", "backward_input", "backward_weight", "backward", "reduce", "optimizer")
+_SIZES = ("output_bytes", "held_bytes", "waiting_bytes", "parameter_bytes", "optimizer_bytes")
+
+CHANGING = Changing(switch=_SWITCH_SECONDS, least_gain=_LEAST_GAIN)
+"""What a change costs in a run."""
+
+
+@dataclass(frozen=True)
+class LayoutQuestion:
+    """Which layout is best.
+
+    Args:
+        problem: who has failed, who is slow, and what the runtime can do.
+        layers: what the layers cost.
+        cuts: the layout of now.
+        next_change: seconds until the next failure, as expected.
+        fixed: why layers cannot move; empty if they can.
+        whole: why stages cannot share layers; empty if they can.
+    """
+
+    problem: Problem
+    layers: LayerCosts
+    cuts: Cuts
+    next_change: float
+    fixed: str = ""
+    whole: str = ""
+
+    def answer(self) -> LayoutPlan:
+        """The best layout, with all that was compared.
+
+        Raises:
+            ConfigurationError, PlanningError: when there is none.
+        """
+        return plan_layout(
+            self.problem,
+            self.layers,
+            self.cuts,
+            next_change=self.next_change,
+            changing=CHANGING,
+            fixed=self.fixed,
+            whole=self.whole,
+            ways=_WAYS,
+        )
+
+    def is_like(self, other: LayoutQuestion) -> bool:
+        """Whether the answer to the one is an answer to the other, for whichever worker of a stage has failed."""
+        if (
+            self.cuts != other.cuts
+            or (self.fixed, self.whole) != (other.fixed, other.whole)
+            or not _close(self.layers, other.layers)
+        ):
+            return False
+        # What a layout costs follows from its layers.
+        return alike(*(replace(each.problem, costs=self.problem.costs, memory=None) for each in (self, other)))
 
 
 @dataclass(frozen=True)
@@ -87,14 +144,14 @@ class LayoutChoice:
 
     Args:
         adapt: when layers move.
-        wake: called from another thread when an answer is there.
+        background: answers questions.
 
     Attributes:
         cuts: the layout of now; empty as long as nobody has told it.
         layers: what the layers were found to cost, when the newest question was asked; None before.
     """
 
-    def __init__(self, adapt: Adapt, wake: Callable[[], None]) -> None:
+    def __init__(self, adapt: Adapt, background: BackgroundPlanner) -> None:
         self.cuts: Cuts = ()
         self.layers: LayerCosts | None = None
         self._adapt = adapt
@@ -104,7 +161,7 @@ class LayoutChoice:
         self._newest: LayoutAnswer | None = None
         self._declined: LayoutAnswer | None = None
         self._asked = False  # something that nobody has answered yet
-        self._asking: Asking[LayoutAnswer] = Asking("recycle-layouts", wake)
+        self._background = background
         self._foreseen = ForeseenLayouts()
 
     def told(self, facts: LayerFacts) -> None:
@@ -134,9 +191,18 @@ class LayoutChoice:
         self._asked = True
         known = self._foreseen.plan(question)
         if known is None:
-            self._asking.ask(partial(_answer, question))
+            self._background.begin(Urgency.LAYOUT, self._look_for(question))
         else:
-            self._asking.answer(LayoutAnswer(problem.failed, self.cuts, known))
+            self._background.drop(Urgency.LAYOUT)
+            self._background.publish(LayoutAnswer(problem.failed, self.cuts, known))
+
+    def _look_for(self, question: LayoutQuestion) -> Job:
+        try:
+            plan = yield question
+        except PlanningError as error:
+            log.warning("No layout was looked for: %s", error)
+        else:
+            self._background.publish(LayoutAnswer(question.problem.failed, question.cuts, plan))
 
     @property
     def is_settled(self) -> bool:
@@ -152,7 +218,8 @@ class LayoutChoice:
         """Begins to look for the best layouts for ``problems`` that may come next, and forgets what was found for
         others.
         """
-        self._foreseen.ask([self._question(problem, measured) for problem in problems])
+        questions = [self._question(problem, measured) for problem in problems]
+        self._background.begin(Urgency.FORESEEN, self._foreseen.look_for(questions))
 
     def _question(self, problem: Problem, measured: Surroundings) -> LayoutQuestion:
         layers = self._costs(problem.costs, measured.backward, problem.memory, measured.link)
@@ -186,12 +253,12 @@ class LayoutChoice:
         split, fused = (self.layers.turns(cuts, grid, decoupled=decoupled) for decoupled in (True, False))
         return None if split is None or fused is None else (split, fused)
 
-    def take_answers(self) -> list[LayoutAnswer]:
-        """What has been found since the last call, if it is still of use."""
-        found = [answer for answer in self._asking.take_answers() if answer.before == self.cuts]
-        if found:
-            self._newest, self._asked = found[-1], False
-        return found
+    def accept(self, answer: LayoutAnswer) -> bool:
+        """Whether a published answer is still of use."""
+        if answer.before != self.cuts:
+            return False
+        self._newest, self._asked = answer, False
+        return True
 
     def objection(self, cuts: Cuts) -> str:
         """Why the layout ``cuts`` cannot be, empty if it can: what the planner does not look at."""
@@ -204,11 +271,6 @@ class LayoutChoice:
         if has_ties(facts[0].tied, cuts) != has_ties(facts[0].tied, self.cuts):
             return "layers that share a weight would come to lie on one stage, or on several"
         return ""
-
-    def close(self) -> None:
-        """Gives up and leaves no process behind."""
-        self._asking.close()
-        self._foreseen.close()
 
     def _costs(
         self, costs: Costs, backward: Mapping[int, float], memory: Memory | None, link: tuple[float, float]
@@ -242,12 +304,73 @@ class LayoutChoice:
         )
 
 
-def _answer(question: LayoutQuestion, cancelled: threading.Event) -> LayoutAnswer | None:
-    received: list[LayoutPlan | str] = []
-    failure = find_layouts((question,), lambda _, found: received.append(found), cancelled)
-    found = received[0] if received else failure
-    if isinstance(found, LayoutPlan):
-        return LayoutAnswer(question.problem.failed, question.cuts, found)
-    if not cancelled.is_set():
-        log.warning("No layout was looked for: %s", found)
-    return None
+class ForeseenLayouts:
+    """Layouts for the single failures that may come next, looked for while all is well.
+
+    The best layout takes a second or two to find, for which training goes on with re-routing alone. So a question for
+    each stage that may lose a worker is asked ahead, and its answer is kept. It serves if nothing that it depends on
+    has changed: which worker of a stage fails does not matter, as plans are renamed, and how long the workers that are
+    left may expect to go on is weighed again.
+    """
+
+    def __init__(self) -> None:
+        self._questions: tuple[LayoutQuestion, ...] = ()
+        self._plans: dict[int, LayoutPlan] = {}  # by number of the question; another thread fills it
+
+    def look_for(self, questions: Sequence[LayoutQuestion]) -> Job:
+        """The job that finds the answers to these; the earlier ones are forgotten."""
+        self._questions, self._plans = tuple(questions), {}
+        return _found(self._questions, self._plans)
+
+    def plan(self, question: LayoutQuestion) -> LayoutPlan | None:
+        """The answer to ``question``, if it was found ahead."""
+        for number, known in enumerate(self._questions):
+            if number in self._plans and known.is_like(question):
+                plan = self._plans[number].expecting(question.next_change, CHANGING)
+                return _named(plan, question.problem)
+        return None
+
+
+def _found(questions: tuple[LayoutQuestion, ...], plans: dict[int, LayoutPlan]) -> Job:
+    for number, question in enumerate(questions):
+        try:
+            plans[number] = yield question
+        except PlanningError as error:  # it is asked again when it is needed
+            log.info("Layout %d of %d was not found ahead: %s", number + 1, len(questions), error)
+
+
+def _close(one: LayerCosts, other: LayerCosts) -> bool:
+    if one.layers != other.layers or (one.memory_limit is None) != (other.memory_limit is None):
+        return False
+    work = sum(one.work(decoupled=False)) / one.layers
+    limits = one.memory_limit or 0.0, other.memory_limit or 0.0
+    state = sum(one.state_bytes) / one.layers + sum(one.held_bytes) / one.layers
+
+    def near(names: Sequence[str], unit: float) -> bool:
+        pairs = (pair for name in names for pair in zip(getattr(one, name), getattr(other, name), strict=True))
+        return all(abs(a - b) <= _SAME * unit for a, b in pairs)
+
+    return (
+        near(_TIMES, work)
+        and near(_SIZES, state)
+        and abs(one.overhead - other.overhead) <= _SAME * work
+        and abs(limits[0] - limits[1]) <= _SAME * limits[0]
+        and abs(one.bandwidth - other.bandwidth) <= _SAME * one.bandwidth
+    )
+
+
+def _named(plan: LayoutPlan, problem: Problem) -> LayoutPlan:
+    """The plan for the workers that have failed in ``problem``, not those that stood for them."""
+
+    def of(candidate: Candidate) -> Candidate:
+        if candidate.problem is None:
+            return replace(candidate, failed=problem.failed)
+        own = replace(candidate.problem, failed=problem.failed, worker_factors=problem.worker_factors)
+        judgement = candidate.judgement
+        if judgement is not None and judgement.schedule is not None:
+            judgement = replace(judgement, schedule=renamed(judgement.schedule, own))
+        return replace(candidate, failed=problem.failed, problem=own, judgement=judgement)
+
+    found = tuple(map(of, plan.candidates))
+    chosen = next(named for named, each in zip(found, plan.candidates, strict=True) if each is plan.chosen)
+    return LayoutPlan(chosen, found, plan.next_change)

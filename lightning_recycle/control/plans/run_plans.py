@@ -1,12 +1,18 @@
 """The plans of one run: what all run now, what is ready for the next failure, and when another plan is better.
 
-Concept: the coordinator says what happened (a generation begins, a step was applied, a question was answered) and gets
+Concept: the coordinator reports what happened (a generation begins, a step was applied, an answer was found) and gets
 schedules. Every schedule is made here, so no two workers can disagree about one.
 
-Contract: every method is called from the coordinator's thread. What takes long runs elsewhere: plans ahead and in need
-(:mod:`~lightning_recycle.control.plans.run_planner`), better ones in processes of the lowest priority, whether for the
-times that operations take now (:mod:`~lightning_recycle.control.plans.background`) or from the planner that the user
-chose (:mod:`~lightning_recycle.control.plans.searching`).
+| event | question |
+|---|---|
+| a generation begins | its plan (:mod:`~lightning_recycle.control.plans.run_planner`), the best layout for it |
+| 3rd step of a plan; memory or split backwards were measured | plans for the next failures |
+| 10th step of the run | the best layout for all (:mod:`~lightning_recycle.control.plans.layout_choice`) |
+| 20th step of the run, then once for each roster | layouts for the next failures |
+| operations no longer take the times of the plan | a plan for those (:mod:`~lightning_recycle.control.plans.drift`) |
+
+Contract: every method is called from the coordinator's thread. What takes long is answered in the background
+(:mod:`~lightning_recycle.control.plans.background_planner`), which wakes the coordinator for :meth:`RunPlans.better`.
 
 Must not know: connections; of a generation's roster, more than who failed.
 """
@@ -14,26 +20,29 @@ Must not know: connections; of a generation's roster, more than who failed.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.plans.background import BackgroundPlanning
+from lightning_recycle.control.plans.assumptions import OperationSeconds
+from lightning_recycle.control.plans.background_planner import Job, Urgency
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice, Surroundings
+from lightning_recycle.control.plans.measurements import Measurements
+from lightning_recycle.control.plans.plan_maker import facts_of
+from lightning_recycle.control.plans.planning_process import UnsendableError
 from lightning_recycle.control.plans.ready_plans import newest
-from lightning_recycle.control.plans.run_planner import OperationSeconds, RunPlanner
-from lightning_recycle.control.plans.split_choice import facts_of
-from lightning_recycle.control.plans.stage_levels import StageLevels
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
-from lightning_recycle.planning.grid import Grid, OpKind, Worker
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.layouts.layout_candidates import FailureRecord
 from lightning_recycle.planning.layouts.layout_search import next_losses
 from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice
-from lightning_recycle.planning.profile import Footprint, Profile, SplitTrial
+from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
@@ -44,7 +53,6 @@ __all__ = ["RunPlans"]
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
 _STEPS_BEFORE_FORESEEING = 20  # layouts for failures that may come take processor time: not in short runs
-_WARM_UP_STEPS = 2
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
@@ -64,7 +72,7 @@ class RunPlans:
 
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
-        operation_seconds: mean seconds of each kind of operation, by stage and name.
+        measurements: what the workers have measured.
         number: how many plans were begun.
     """
 
@@ -78,28 +86,21 @@ class RunPlans:
         adapt: Adapt = "reroute",
     ) -> None:
         self.schedules: list[Schedule] = []
-        self.operation_seconds: dict[int, dict[str, float]] = {}
+        self.measurements = Measurements(grid)
+        self.number = 0
         self._grid = grid
         self._planner = planner
-        planner.on_better = wake
-        self._drift = None if drift is None else DriftMonitor(drift)
-        self._background = None if drift is None else BackgroundPlanning(planner.planner, wake)
-        self._layouts = LayoutChoice(adapt, wake)
-        self._levels = StageLevels()
+        self._background = planner.background
+        self._background.wake = wake
+        self._drift = None if drift is None else DriftMonitor(drift, planner.maker.chosen)
+        self._layouts = LayoutChoice(adapt, self._background)
         self._layouts_due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
-        self._record = FailureRecord()
         self._foreseen_for: object = None  # those who trained, and how, when layouts were asked for ahead
-        self._measured_steps = 0  # of the run, as far as they count
-        self._profile: Profile | None = None
+        self._record = FailureRecord()
         self._on_profile = on_profile
-        self._profiled: dict[int, Profiled] = {}
-        self._footprints: dict[Worker, Footprint] = {}
-        self._trials: dict[Worker, SplitTrial] = {}
-        self._told: TechniqueChoice | None = None  # the newest choice that the record has
+        self._recorded: TechniqueChoice | None = None  # the newest choice that the record has
         self._notes: list[tuple[str, dict[str, Any]]] = []  # that nobody has taken
         self._steps = 0  # since the newest schedule began
-        self.number = 0
-        self._recomputed: tuple[int, Mapping[int, int]] = 0, {}  # R in a step, by stage; of the plan of that number
         self._links: Mapping[Worker, frozenset[Worker]] = {}  # who is connected with whom in the newest generation
 
     # ------------------------------------------------------------------ what all run
@@ -107,7 +108,7 @@ class RunPlans:
     def is_ready(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
         """Whether :meth:`begin_generation` has its schedule at once; if not, it is being made."""
         if self._drift is not None:
-            self._planner.forget(joining)
+            self._planner.assumptions.forget(joining)
         return self._planner.is_ready(failed, self.operation_seconds)
 
     def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
@@ -120,7 +121,7 @@ class RunPlans:
         """
         self._retime_newest()
         if self._drift is not None:
-            self._planner.forget(joining)
+            self._planner.assumptions.forget(joining)
         schedule = self._planner.plan(failed, self.operation_seconds)
         before = self.schedules[-1].failed if self.schedules else frozenset[Worker]()
         self._begin(schedule, step)
@@ -146,58 +147,48 @@ class RunPlans:
 
     def _begin(self, schedule: Schedule, step: int) -> None:
         self.number += 1
-        if self.schedules and self.schedules[-1].problem.technique != schedule.problem.technique:
-            self._levels.forget()
+        before = self.schedules[-1] if self.schedules else schedule
+        self.measurements.begin(schedule, other_technique=before.problem.technique != schedule.problem.technique)
         self.schedules.append(schedule)
         del self.schedules[: -newest(self.schedules)]
         self._steps = 0
         if self._drift is not None:
-            self._drift.begin(schedule, step, self._planner.communication)
+            self._drift.begin(schedule, step, self._planner.assumptions.communication)
 
     def _retime_newest(self) -> None:
         """Gives the newest schedule, now over, the times that were measured in it."""
         if self.schedules and self._steps:
-            self.schedules[-1] = self._planner.retime(self.schedules[-1], self.operation_seconds)
+            self.schedules[-1] = self._planner.assumptions.retime(self.schedules[-1], self.operation_seconds)
 
     @property
     def timed(self) -> Callable[[], Schedule] | None:
         """What gives the plan that runs with the times that were measured, in any thread; None before."""
         if not self.schedules or not self.operation_seconds:
             return None
-        return partial(self._planner.retime, self.schedules[-1], dict(self.operation_seconds))
+        return partial(self._planner.assumptions.retime, self.schedules[-1], dict(self.operation_seconds))
+
+    @property
+    def operation_seconds(self) -> OperationSeconds:
+        """Mean seconds of each kind of operation, by stage and name."""
+        return self.measurements.operation_seconds
 
     @property
     def computing_seconds(self) -> tuple[float, float] | None:
         """Worker-seconds of F, B and W in a step, and of forwards that run twice; None before all are measured."""
-        times = self.operation_seconds
-        if not self.schedules or len(times) < self._grid.stages:
-            return None
-        once = sum(
-            t.get("F", 0.0) + (t["B"] + t["W"] if {"B", "W"} <= t.keys() else t.get("BW", 0.0)) for t in times.values()
-        )
-        again = 0.0
-        if any("R" in t for t in times.values()):
-            if self._recomputed[0] != self.number:
-                ops = (s.op for operations in self.schedules[-1].workers.values() for s in operations)
-                self._recomputed = self.number, Counter(op.stage for op in ops if op.kind is OpKind.RECOMPUTE)
-            again = sum(count * times[stage].get("R", 0.0) for stage, count in self._recomputed[1].items())
-        return once * self._grid.pipelines * self._grid.microbatches, again
+        return self.measurements.computing_seconds(self.schedules[-1]) if self.schedules else None
 
     # ------------------------------------------------------------------ what is measured
 
     def applied(self, worker: Worker, message: Applied, leads: bool) -> None:
         """``worker`` has applied a step; ``leads``: its times are those of its stage."""
-        if leads:
-            self.operation_seconds[worker.stage] = self._as_run(message.operation_seconds)
-        if self._measured_steps >= _WARM_UP_STEPS:
-            self._levels.observe(worker.stage, self._as_run(message.step_seconds))
+        self.measurements.applied(worker, message, leads)
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
 
     def returned(self, worker: Worker, message: Returned) -> None:
-        """``worker`` says again what it had measured."""
+        """``worker`` reports again what it had measured."""
         if message.facts:
-            self.operation_seconds[worker.stage] = self._as_run(message.facts[-1].operation_seconds)
+            self.measurements.took(worker.stage, message.facts[-1].operation_seconds)
         if message.profiled is not None:
             self.profiled(message.profiled)
         if message.measured is not None:
@@ -209,61 +200,44 @@ class RunPlans:
 
     def profiled(self, message: Profiled) -> None:
         """A stage was profiled."""
-        self._profiled.setdefault(self._grid.worker(message.rank).stage, message)
-        if len(self._profiled) < self._grid.stages:
-            return
-        parts = [part for _, part in sorted(self._profiled.items())]
-        links = [part for part in parts if part.bandwidth]
-        self._profile = Profile(
-            stages=tuple(part.stage for part in parts),
-            latency=max((link.latency for link in links), default=0.0),
-            bandwidth=min((link.bandwidth for link in links), default=0.0),
-            steps=min(part.steps for part in parts),
-        )
-        self._on_profile(self._profile)
-        self._profiled = {}
+        if (profile := self.measurements.profiled(message)) is not None:
+            self._on_profile(profile)
 
     def measured(self, message: Measured) -> None:
         """A worker has measured its memory."""
-        self._footprints[self._grid.worker(message.rank)] = message.footprint
-        if self.schedules and self._footprints.keys() >= set(self.schedules[-1].live_workers):
-            self._planner.measured(self._footprints)
-            if self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
-                self.plan_ahead()
+        known = self.measurements.footprints
+        known[self._grid.worker(message.rank)] = message.footprint
+        if self.schedules and known.keys() >= set(self.schedules[-1].live_workers):
+            self._planner.assumptions.measured(known)
+            self._plan_ahead_again()
 
     def tried(self, message: Tried) -> None:
         """A worker has tried what it costs to split backwards."""
-        self._trials[self._grid.worker(message.rank)] = message.trial
+        known = self.measurements.trials
+        known[self._grid.worker(message.rank)] = message.trial
         if not self.schedules:
             return
         newest = self.schedules[-1]
-        if self._trials.keys() >= set(newest.live_workers) - newest.idle_workers():
-            self._planner.tried(self._trials)
-            if self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
-                self.plan_ahead()
-
-    def _as_run(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """``seconds`` without those of B and W that are of an earlier plan: all that run now are fused."""
-        if not self.schedules or self.schedules[-1].problem.technique.decoupled or "BW" not in seconds:
-            return dict(seconds)
-        return {name: value for name, value in seconds.items() if name not in ("B", "W")}
+        if known.keys() >= set(newest.live_workers) - newest.idle_workers():
+            self._planner.assumptions.tried(known)
+            self._plan_ahead_again()
 
     def stepped(self, seconds: float | None) -> None:
         """A step was committed, ``seconds`` after the previous one."""
         self._steps += 1
-        self._measured_steps += 1
+        self.measurements.steps += 1
         if seconds is not None and self.schedules:
             self._record = self._record.after(len(self.schedules[-1].live_workers), seconds)
-        if self._measured_steps == self._layouts_due:
+        if self.measurements.steps == self._layouts_due:
             self._ask_for_layout()
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
-        if self._measured_steps >= _STEPS_BEFORE_FORESEEING and self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
+        if self.measurements.steps >= _STEPS_BEFORE_FORESEEING and self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
             self._ask_for_layouts_ahead()
-        if self._drift is not None and self._background is not None and self.schedules:
+        if self._drift is not None and self.schedules:
             self._drift.stepped(seconds)
             if (question := self._drift.question()) is not None:
-                self._background.ask(question)
+                self._background.begin(Urgency.DRIFT, self._look_for_better(question))
 
     # ------------------------------------------------------------------ layouts
 
@@ -277,9 +251,9 @@ class RunPlans:
 
     def _ask_for_layout(self) -> None:
         """Looks for the best layout for those who train."""
-        if self._measured_steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
+        if self.measurements.steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
             return
-        known = self._known_seconds()
+        known = self.measurements.known_seconds
         self._layouts.ask(self._planner.problem(self.schedules[-1].failed, known), self._surroundings(known))
 
     def _ask_for_layouts_ahead(self) -> None:
@@ -291,32 +265,26 @@ class RunPlans:
         if now == self._foreseen_for:
             return
         self._foreseen_for = now
-        lost, known = next_losses(newest), self._known_seconds()
+        lost, known = next_losses(newest), self.measurements.known_seconds
         problems = [self._planner.problem(newest.failed | {worker}, known) for worker in lost]
         self._layouts.ask_ahead(problems, self._surroundings(known))
 
-    def _known_seconds(self) -> dict[int, dict[str, float]]:
-        """What operations take in each stage, by all workers and steps where that is known."""
-        return {stage: {**seconds, **self._levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
-
     def _surroundings(self, known: OperationSeconds) -> Surroundings:
         fused = {stage: seconds["BW"] for stage, seconds in known.items() if "BW" in seconds}
-        link = (0.0, 0.0) if self._profile is None else (self._profile.latency, self._profile.bandwidth)
-        return Surroundings(fused, link, self._record)
+        return Surroundings(fused, self.measurements.link, self._record)
 
     def relaid(self, cuts: Cuts) -> None:
         """All have the layout ``cuts`` from the next generation on: operations take other times, and other memory."""
-        layouts = self._layouts
-        if layouts.layers is not None and len(self.operation_seconds) == self._grid.stages:
-            self.operation_seconds = layouts.seconds_under(cuts, self.operation_seconds)
+        layouts, seconds = self._layouts, self.measurements.operation_seconds
+        if layouts.layers is not None and len(seconds) == self._grid.stages:
+            seconds = layouts.seconds_under(cuts, seconds)
         layouts.cuts = cuts
-        self._levels.forget()
-        self._footprints = {}
-        self._planner.relaid(self.operation_seconds, layouts.choice_of(cuts), layouts.turns(cuts, self._grid))
+        self.measurements.relaid(seconds)
+        self._planner.relaid(seconds, layouts.choice_of(cuts), layouts.turns(cuts, self._grid))
 
     def _relaying(self, answer: LayoutAnswer) -> LayoutReady | None:
         """What an answer asks for, if it is for those who train now."""
-        if not self.schedules or answer.failed != self.schedules[-1].failed:
+        if not self._layouts.accept(answer) or not self.schedules or answer.failed != self.schedules[-1].failed:
             return None
         plan = answer.plan
         why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts) or self._doubts(plan.gain)
@@ -339,10 +307,10 @@ class RunPlans:
         """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was
         measured speaks for it. Then it is looked for again when more is known.
         """
-        doubt = self._levels.doubt(self._grid.stages)
+        doubt = self.measurements.levels.doubt(self._grid.stages)
         if self.schedules[-1].failed or gain > doubt:
             return ""
-        self._layouts_due, self._patience = self._measured_steps + self._patience, 2 * self._patience
+        self._layouts_due, self._patience = self.measurements.steps + self._patience, 2 * self._patience
         return f"nobody is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
 
     # ------------------------------------------------------------------ what may come
@@ -355,13 +323,36 @@ class RunPlans:
         # A better one for these workers can begin only at a step boundary, so there must be steps.
         self._planner.plan_ahead(newest.failed, self.operation_seconds, newest if self._steps else None)
 
+    def _plan_ahead_again(self) -> None:
+        if self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
+            self.plan_ahead()
+
     def better(self) -> list[PlanReady | LayoutReady]:
         """The better plans and layouts found since the last call."""
-        found = [self._improved(result) for result in self._planner.take_better()]
-        if self._background is not None:
-            found += [self._accepted(question, proposal) for question, proposal in self._background.take_answers()]
-        layouts = [self._relaying(answer) for answer in self._layouts.take_answers()]
-        return [plan for plan in (*found, *layouts) if plan is not None]
+        wanted: list[PlanReady | LayoutReady | None] = []
+        for found in self._background.take():
+            if isinstance(found, PlanResult):
+                wanted.append(self._improved(found))
+            elif isinstance(found, LayoutAnswer):
+                wanted.append(self._relaying(found))
+            else:
+                wanted.append(self._accepted(*found))
+        return [ready for ready in wanted if ready is not None]
+
+    def _look_for_better(self, question: Question) -> Job:
+        """The job that looks for a plan for the times that operations take now; it publishes question and proposal."""
+        proposal: Proposal | None = None
+        try:
+            try:
+                proposal = yield question
+            except UnsendableError as error:
+                log.info(
+                    "The planner %r cannot run in the background (%s); the heuristic does.", question.planner, error
+                )
+                proposal = yield replace(question, planner=HeuristicPlanner())
+        except PlanningError as error:
+            log.warning("No plan was found for the times that the operations take now: %s", error)
+        self._background.publish((question, proposal))
 
     def _improved(self, result: PlanResult) -> PlanReady | None:
         """The plan of the planner that the user chose, or the one for the memory that was measured, if it is for those
@@ -372,9 +363,9 @@ class RunPlans:
         now = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
         if now != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
             return None  # somebody has failed meanwhile, or others are slow
-        choice = self._planner.choice(problem)
-        if choice is not None and choice is not self._told:
-            self._told = choice
+        choice = self._planner.maker.choices.of(problem)
+        if choice is not None and choice is not self._recorded:
+            self._recorded = choice
             self._notes.append(("chosen", facts_of(choice)))
         if problem.technique != newest.problem.technique:
             if choice is None or choice.technique != problem.technique:
@@ -406,18 +397,18 @@ class RunPlans:
             return {}
         facts = self._backward(self.schedules[-1])
         if facts:
-            self._told = self._planner.choice(self.schedules[-1].problem)
+            self._recorded = self._planner.maker.choices.of(self.schedules[-1].problem)
         return facts
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
         """What was compared since the last call, as kinds and details of events: "chosen"
-        (:func:`~lightning_recycle.control.plans.split_choice.facts_of`) and "layout".
+        (:func:`~lightning_recycle.control.plans.plan_maker.facts_of`) and "layout".
         """
         taken, self._notes = self._notes, []
         return taken
 
     def _backward(self, schedule: Schedule) -> dict[str, Any]:
-        choice = self._planner.choice(schedule.problem)
+        choice = self._planner.maker.choices.of(schedule.problem)
         if choice is None or choice.technique != schedule.problem.technique:
             return {}
         return {"backward": facts_of(choice)}
@@ -444,7 +435,4 @@ class RunPlans:
     def close(self) -> None:
         """The run is over: no more plans are wanted."""
         self._planner.close()
-        self._layouts.close()
-        if self._background is not None:
-            self._background.close()
         self._retime_newest()

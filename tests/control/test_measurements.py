@@ -3,14 +3,16 @@
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_recycle.control.plans.layout_choice import LayoutAnswer
+from lightning_recycle.control.plans.measurements import StageLevels
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
-from lightning_recycle.control.plans.stage_levels import StageLevels
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Technique, Worker
@@ -69,6 +71,13 @@ def plans() -> Iterator[RunPlans]:
     plans.close()
 
 
+@dataclass(frozen=True)
+class Answer(LayoutAnswer):
+    """An answer whose layout is given."""
+
+    cuts: Any = ()
+
+
 class FoundLayouts:
     """What looks for layouts and has found one each time it was asked."""
 
@@ -76,7 +85,8 @@ class FoundLayouts:
         self.asked = 0
         self.plans = plans
         monkeypatch.setattr(plans, "_ask_for_layout", self._ask)
-        monkeypatch.setattr(plans._layouts, "take_answers", self._take)
+        monkeypatch.setattr(plans._background, "take", self._take)
+        monkeypatch.setattr(plans._layouts, "accept", lambda answer: True)
         monkeypatch.setattr(plans._layouts, "objection", lambda cuts: "")
         self._found: list[Any] = []
 
@@ -86,7 +96,7 @@ class FoundLayouts:
         reroute = SimpleNamespace(period=1.0)
         plan = SimpleNamespace(gain=GAIN, why=lambda: (), chosen=chosen, reroute=reroute, next_change=1e9)
         failed = self.plans.schedules[-1].failed
-        self._found = [SimpleNamespace(failed=failed, before=(0, 3, 6), cuts=(0, 4, 6), plan=plan)]
+        self._found = [Answer(failed, (0, 3, 6), plan, (0, 4, 6))]
 
     def _take(self) -> list[Any]:
         taken, self._found = self._found, []

@@ -1,0 +1,219 @@
+"""Assumptions of the plans of a run: times of operations, slow workers, memory, the costs of splitting backwards.
+
+Concept: a plan is made for a :class:`~lightning_recycle.planning.problem.Problem`, and everything in it but the failed
+workers is known here. Costs come from a profile or, without one, from what the run has measured so far; once a plan for
+other times is adopted (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's. Memory is at first the
+number of micro-batches that fault-free 1F1B holds, then the bytes that the workers have measured.
+
+Contract: values are replaced, never changed in place, so that a :meth:`Assumptions.snapshot` can be read by another
+thread.
+
+Must not know: which plans are made, how and when.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, PlannerInTurns
+from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.normalization import usual_limit
+from lightning_recycle.planning.planner import Planner
+from lightning_recycle.planning.problem import Problem, Technique
+from lightning_recycle.planning.profile import Footprint, MemoryLimit, SplitCosts, SplitTrial, memory_of
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import Turns, retime
+
+__all__ = ["Assumptions", "OperationSeconds", "costs_from", "names_of", "with_fused_backwards"]
+
+OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
+"""Mean seconds of each kind of operation, by stage and name; empty before the first step."""
+
+_Factors: TypeAlias = tuple[tuple[Worker, float], ...]
+
+log = logging.getLogger(__name__)
+
+
+def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
+    """Costs in seconds from measured operations; one slot each while a stage has not measured all of its operations.
+
+    A fused backward (BW) counts as half B, half W.
+    """
+    needed = ({"F", "B", "W"}, {"F", "BW"})
+    if any(not any(names <= seconds.get(stage, {}).keys() for names in needed) for stage in range(stages)):
+        return Costs.uniform(stages)
+
+    def of(name: str, fused_share: float = 0.0) -> tuple[float, ...]:
+        return tuple(seconds[s].get(name, fused_share * seconds[s].get("BW", 0.0)) for s in range(stages))
+
+    return Costs(of("F"), of("B", 0.5), of("W", 0.5), of("REDUCE"), of("STEP"))
+
+
+class Assumptions:
+    """The assumptions of a run on ``grid``.
+
+    Args:
+        grid: the grid of the run.
+        technique: what the runtime can do.
+        in_flight_limit: the limit per worker; None for
+            :func:`~lightning_recycle.planning.normalization.usual_limit` and the memory that was measured.
+        costs: of the operations, in seconds; None to measure them (one slot each before anything is measured).
+        memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`.
+        recompute: whether forwards may be computed again where memory makes a plan slow.
+        chooses_split: whether plans split backwards only where that is faster by what the workers have tried.
+
+    Attributes:
+        costs: the costs that are given or adopted; None while the measured ones count.
+        splitting: the costs of splitting backwards, once they are tried and if that is a choice.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        technique: Technique,
+        in_flight_limit: int | None,
+        costs: Costs | None,
+        memory: MemoryLimit,
+        recompute: bool,
+        chooses_split: bool,
+    ) -> None:
+        self.costs = costs
+        self.technique = technique
+        self.splitting: SplitCosts | None = None
+        self._grid = grid
+        self._chooses_split = chooses_split and grid.stages > 1
+        if chooses_split and grid.stages == 1:
+            self.technique = replace(technique, decoupled=False)  # one stage has no idle slots
+        self._in_flight_limit = in_flight_limit
+        self._memory_limit, self._recompute = memory, recompute
+        self._costs_fused = False  # whether they are of fused backwards
+        self._factors: _Factors = ()
+        self._footprints: Mapping[Worker, Footprint] = {}
+        self._predicted: Memory | None = None  # of another layout, until it is measured
+        self._turns: tuple[Turns, Turns] | None = None  # how micro-batches differ, with split and with fused backwards
+        self._refused: set[str] = set()  # why there is no plan within memory, as far as it was logged
+
+    def snapshot(self) -> Assumptions:
+        """The assumptions of now, which later changes leave alone."""
+        return copy.copy(self)
+
+    # ------------------------------------------------------------------ changes
+
+    def adopt(self, schedule: Schedule) -> None:
+        """The times that ``schedule`` assumes count from now on."""
+        problem = schedule.problem
+        self.costs, self._factors = problem.costs, problem.worker_factors
+        self._costs_fused = not problem.technique.decoupled
+
+    def relaid(self, seconds: OperationSeconds, memory: Memory | None, turns: tuple[Turns, Turns] | None) -> None:
+        """The layers lie in another way.
+
+        Args:
+            seconds: what operations take now.
+            memory: the memory that is predicted, until it is measured; None if it is unknown.
+            turns: how micro-batches differ where backwards may be split, and where they are fused; None if they do not.
+        """
+        self._turns, self._footprints, self._predicted = turns, {}, memory
+        if self.costs is not None:
+            self.costs = replace(costs_from(seconds, self._grid.stages), communication=self.costs.communication)
+
+    def measured(self, footprints: Mapping[Worker, Footprint]) -> None:
+        """These workers have measured their memory, at least one of each stage."""
+        self._footprints = dict(footprints)
+
+    def tried(self, trials: Mapping[Worker, SplitTrial]) -> None:
+        """These workers have tried to split backwards, at least one of each stage."""
+        if self._chooses_split:
+            self.splitting = SplitCosts(self._grid, dict(trials))
+
+    def forget(self, workers: Iterable[Worker]) -> None:
+        """New processes hold the positions ``workers``: nothing is known of their speed."""
+        gone = frozenset(workers)
+        self._factors = tuple((worker, factor) for worker, factor in self._factors if worker not in gone)
+
+    # ------------------------------------------------------------------ consequences
+
+    @property
+    def communication(self) -> float:
+        """Seconds that a message between neighbouring stages takes, as far as known."""
+        return self.costs.communication if self.costs is not None else 0.0
+
+    def planner(self, planner: Planner) -> Planner:
+        """``planner``, for micro-batches that differ if they do."""
+        if self._turns is not None and isinstance(planner, HeuristicPlanner):
+            return PlannerInTurns(planner, *self._turns)
+        return planner
+
+    def retime(self, schedule: Schedule, seconds: OperationSeconds) -> Schedule:
+        """``schedule`` with the times that follow from the measured operations."""
+        if not seconds:
+            return schedule
+        problem, measured = schedule.problem, {}
+        for stage, by_name in seconds.items():
+            lead = min(problem.live_workers(stage))  # the worker that measured them
+            factor = problem.factor(lead)
+            measured[stage] = {name: value if name == "REDUCE" else value / factor for name, value in by_name.items()}
+        return retime(schedule, replace(costs_from(measured, self._grid.stages), communication=self.communication))
+
+    def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
+        """The problem if ``failed`` have failed, and operations take ``seconds``."""
+        stages = self._grid.stages
+        problem = Problem(
+            grid=self._grid,
+            costs=self.costs or costs_from(seconds, stages),
+            failed=failed,
+            technique=self.technique,
+            worker_factors=tuple((worker, factor) for worker, factor in self._factors if worker not in failed),
+        )
+        if self._chooses_split:
+            problem = self._with_technique(problem, seconds)
+        if self._in_flight_limit is not None:
+            return replace(problem, in_flight_limit=(self._in_flight_limit,) * stages)
+        measured = bool(self._footprints) or self._predicted is not None
+        limit = usual_limit(self._grid, failed, measured=measured)
+        if not self._footprints:
+            return replace(problem, in_flight_limit=limit, memory=self._predicted)
+        try:
+            memory = memory_of(self._grid, failed, self._footprints, self._memory_limit, recompute=self._recompute)
+            return replace(problem, in_flight_limit=limit, memory=memory)
+        except PlanningError as error:
+            if (reason := str(error)) not in self._refused:
+                self._refused.add(reason)
+                log.warning(
+                    "No plan for the failure of %s fits into memory: %s Going on with one micro-batch at a time.",
+                    names_of(failed),
+                    reason,
+                )
+            return replace(problem, in_flight_limit=(1,) * stages)
+
+    def _with_technique(self, problem: Problem, seconds: OperationSeconds) -> Problem:
+        """``problem`` with fused backwards while nothing is tried, else with the costs of split ones."""
+        if self.splitting is None:
+            return with_fused_backwards(problem, None)
+        fused = tuple({"B", "W"} > seconds.get(stage, {}).keys() & {"B", "W"} for stage in range(self._grid.stages))
+        if self.costs is not None:
+            fused = (self._costs_fused,) * self._grid.stages
+        technique = Technique(True, problem.technique.staggered)
+        return replace(problem, technique=technique, costs=self.splitting.of_split(problem.costs, fused))
+
+
+def with_fused_backwards(problem: Problem, known: SplitCosts | None) -> Problem:
+    """``problem`` with fused backwards; their costs follow from ``known``, where it has those of split backwards."""
+    technique = Technique(False, problem.technique.staggered)
+    if known is None or not problem.technique.decoupled:
+        return replace(problem, technique=technique)
+    half = tuple(value / 2 for value in known.of_fused(problem.costs, (False,) * problem.grid.stages))
+    costs = replace(problem.costs, backward_input=half, backward_weight=half)
+    return replace(problem, technique=technique, costs=costs)
+
+
+def names_of(workers: Iterable[Worker]) -> str:
+    """Workers in words."""
+    return ", ".join(map(str, sorted(workers))) or "nobody"

@@ -1,0 +1,248 @@
+"""Questions for plans, and where they are answered.
+
+Concept: a question goes to the planning process or, where that is no use, to a thread:
+
+| plan | where it is made |
+|---|---|
+| by the heuristic, for a small grid | in a thread; in need, at once |
+| by the heuristic, for a large grid | in the planning process; in a thread when that is lost |
+| by the planner that the user chose | in the planning process; in a thread if the planner cannot be sent there |
+
+With ``decoupled="auto"`` every plan is fused until all stages have tried what splitting costs. From then on a
+problem is asked with what B and W take; both plans are made, and the better one is kept
+(:func:`~lightning_recycle.planning.layouts.technique_selection.choose_technique`). A plan counts as what it takes
+without waiting for processors that workers share, but not as less than what keeps these busy.
+
+Contract: questions are pure and picklable; the rest is usable from several threads.
+
+Must not know: which plans are wanted, how they are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
+from lightning_recycle.control.plans.background_planner import Here
+from lightning_recycle.control.plans.planning_process import ProcessLostError, UnsendableError
+from lightning_recycle.control.plans.ready_plans import PlanKey, ReadyPlan, key_of
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
+from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice, choose_technique
+from lightning_recycle.planning.library import PlanLibrary
+from lightning_recycle.planning.planner import Planner, solve
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.profile import SplitCosts
+from lightning_recycle.planning.result import PlanResult
+from lightning_recycle.planning.timing import Turns
+
+__all__ = ["PlanAnswer", "PlanMaker", "PlanQuestion", "SplitChoices", "facts_of"]
+
+_KEPT = 4_096  # choices; as many plans are never kept
+_AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """A plan.
+
+    Args:
+        asked: the problem of the question.
+        result: the plan; its problem has fused backwards if these were better.
+        choice: the comparison of split with fused backwards, if that was asked.
+    """
+
+    asked: Problem
+    result: PlanResult
+    choice: TechniqueChoice | None = None
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """What is the plan of ``planner`` for ``problem``?
+
+    Args:
+        problem: the problem; with ``splitting``, with the costs of split backwards.
+        planner: the planner.
+        splitting: the costs of splitting, if the better of the plans with split and with fused backwards is wanted.
+    """
+
+    problem: Problem
+    planner: Planner
+    splitting: SplitCosts | None = None
+
+    def answer(self) -> PlanAnswer:
+        """The plan.
+
+        Raises:
+            PlanningError: when there is none.
+        """
+        known = self.splitting
+        if known is None or not self.problem.technique.decoupled:
+            return PlanAnswer(self.problem, solve(self.problem, self.planner))
+        made: dict[bool, PlanResult] = {}
+        computing, shortest = known.computing, math.inf
+
+        def judge(wanted: Problem, _: Turns | None) -> Judgement:
+            nonlocal shortest
+            split = wanted.technique.decoupled
+            wanted = self.problem if split else with_fused_backwards(self.problem, known)
+            least = known.least_seconds(wanted)
+            if split:
+                bound = max(least, computing * lower_bound(wanted))
+                if bound >= shortest:
+                    return Judgement(bound)  # no plan can be better
+            try:
+                made[split] = solve(wanted, self.planner)
+            except PlanningError:
+                if not split:
+                    raise
+                return Judgement(math.inf)  # what waits between B and W has no room
+            schedule = made[split].schedule
+            period = max(least, computing * schedule.period)
+            shortest = min(shortest, period)
+            return Judgement(period, schedule=schedule)
+
+        backward = known.of_fused(self.problem.costs, (False,) * self.problem.grid.stages)
+        staggered = self.problem.technique.staggered
+        choice = choose_technique(self.problem, backward, staggered=staggered, judge=judge)
+        return PlanAnswer(self.problem, made[choice.technique.decoupled], choice)
+
+
+class SplitChoices:
+    """The newest choice between split and fused backwards for each distribution of failed and slow workers."""
+
+    def __init__(self) -> None:
+        self._answers: dict[PlanKey, tuple[Problem, TechniqueChoice, Problem]] = {}  # asked, and of the plan
+
+    def keep(self, answer: PlanAnswer) -> None:
+        """Keeps the choice of an answer, if it has one."""
+        if answer.choice is None:
+            return
+        self._answers[key_of(answer.asked)] = answer.asked, answer.choice, answer.result.schedule.problem
+        while len(self._answers) > _KEPT:
+            del self._answers[next(iter(self._answers))]
+
+    def of(self, problem: Problem) -> TechniqueChoice | None:
+        """The newest choice for the failed and slow workers of ``problem``."""
+        found = self._answers.get(key_of(problem))
+        return None if found is None else found[1]
+
+    def asked(self, problem: Problem) -> Problem:
+        """The problem of the question whose answer has ``problem``; ``problem`` itself where nothing was chosen."""
+        found = self._answers.get(key_of(problem))
+        if found is None or (found[2].technique, found[2].costs) != (problem.technique, problem.costs):
+            return problem
+        return found[0]
+
+
+class PlanMaker:
+    """The planners of a run, and the library of its plans.
+
+    Args:
+        planner: the planner that the user chose.
+        library: where plans are looked for and stored.
+        is_large: whether plans of the heuristic are made in the planning process.
+
+    Attributes:
+        chosen: the planner that the user chose.
+        quick: the planner of plans ahead and in need: the chosen one if it is the heuristic, else the heuristic.
+        library: as above; None once its plans are for other times than those of the run.
+        choices: the choices between split and fused backwards.
+    """
+
+    def __init__(self, planner: Planner, library: PlanLibrary | None, is_large: bool) -> None:
+        self.chosen = planner
+        self.quick = planner if isinstance(planner, HeuristicPlanner) else HeuristicPlanner()
+        self.library = library
+        self.choices = SplitChoices()
+        self.is_large = is_large
+
+    @property
+    def improves(self) -> bool:
+        """Whether the chosen planner may find better plans than the quick one."""
+        return self.quick is not self.chosen
+
+    def make_at_once(self, problem: Problem, assumed: Assumptions, planner: Planner) -> PlanResult:
+        """The plan of ``planner``, made in this thread.
+
+        Raises:
+            PlanningError: when there is none.
+        """
+        question = PlanQuestion(problem, assumed.planner(planner), assumed.splitting)
+        return self._learn(question.answer(), planner)
+
+    def make(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:
+        """The plan of the quick planner, as a part of a job."""
+        question = PlanQuestion(problem, assumed.planner(self.quick), assumed.splitting)
+        answer = None
+        if self.is_large:
+            try:
+                answer = yield question
+            except ProcessLostError as error:
+                log.warning("The planning process is no use (%s): planning in a thread of the coordinator.", error)
+        if answer is None:
+            answer = yield Here(question)
+        return self._learn(answer, self.quick)
+
+    def search(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:
+        """The plan of the chosen planner for the technique of ``problem``, as a part of a job."""
+        question = PlanQuestion(problem, assumed.planner(self.chosen))
+        try:
+            answer = yield question
+        except UnsendableError as error:
+            log.info("%s: %r plans in a thread of the coordinator.", error, self.chosen)
+            answer = yield Here(question)
+        return self._learn(answer, self.chosen)
+
+    def stored(self, problem: Problem, *, needed: bool = False) -> ReadyPlan | None:
+        """The plan in the library; ``needed``: workers wait for it."""
+        library = self.library  # another thread may take it away meanwhile
+        if library is None:
+            return None
+        stored = library.lookup(problem)
+        if stored is None:
+            failed = ", ".join(map(str, sorted(problem.failed))) or "no failure"
+            level = logging.WARNING if needed else logging.INFO
+            log.log(level, "The plan library has none for %s: %s.", failed, library.miss(problem))
+            return None
+        return ReadyPlan(stored.schedule, "library", final=stored.gap <= _AS_GOOD or library.has(problem))
+
+    def _learn(self, answer: PlanAnswer, planner: Planner) -> PlanResult:
+        """Keeps the choice of an answer; stores the plan of the chosen planner, unless the library has one as good."""
+        self.choices.keep(answer)
+        result, library = answer.result, self.library
+        if result.warning is not None:
+            log.warning("%s", result.warning)
+        if library is not None and planner is self.chosen:
+            try:
+                stored = library.get(answer.asked)
+                if stored is None or result.schedule.period < stored.period * (1 - _AS_GOOD):
+                    library.put(result)
+            except PlanningError as error:  # the plan is good, whether it can be stored or not
+                log.warning("%s", error)
+        return result
+
+
+def facts_of(choice: TechniqueChoice) -> dict[str, Any]:
+    """A choice in numbers, for the record of a run.
+
+    Returns:
+        ``split``: whether backwards are split. ``cost``: how much longer they take then, as a fraction of F and BW.
+        ``wins``: what the split plan saves of a step, below 0 where it loses. ``fused_seconds`` and ``split_seconds``:
+        the least time of a step by the two plans, as far as they differ.
+    """
+    seconds = {technique.decoupled: period for technique, period in choice.compared if period < math.inf}
+    found = {"split": choice.technique.decoupled, "cost": choice.splitting, "wins": 0.0}
+    found |= {f"{'split' if split else 'fused'}_seconds": period for split, period in seconds.items()}
+    if len(seconds) == 2 and seconds[False]:
+        found["wins"] = 1.0 - seconds[True] / seconds[False]
+    return found

@@ -1,0 +1,366 @@
+"""One queue of questions: the most urgent first, the newest of its kind, and nothing is left at the end."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slow_planners import Endless, Failing, Reporting, Sleeping, Unpicklable
+from support.process_tree import is_alive
+from support.waiting import wait_for
+
+from lightning_recycle.control.plans import background_planner, planning_process
+from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Here, Job, Urgency
+from lightning_recycle.control.plans.drift import Estimate, Question
+from lightning_recycle.control.plans.plan_maker import PlanQuestion
+from lightning_recycle.control.plans.planning_process import UnsendableError
+from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.run_plans import RunPlans
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning import (
+    Costs,
+    Grid,
+    HeuristicPlanner,
+    Problem,
+    Schedule,
+    Technique,
+    Worker,
+    heuristic,
+    plan,
+)
+from lightning_recycle.planning.cancellation import Cancelled, cancelled_by, current
+
+PATIENCE = 30.0  # seconds
+PROBLEM = Problem(Grid(3, 2, 4), Costs.uniform(2))
+SLOW = Estimate(PROBLEM.costs, ((Worker(0, 0), 2.0),))
+
+
+@dataclass(frozen=True)
+class Value:
+    """A question whose answer is in it."""
+
+    value: Any
+
+    def answer(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+@dataclass
+class Waiting:
+    """A question that is answered when the test wants; asked in this process only."""
+
+    def __post_init__(self) -> None:
+        self.asked, self.go_on = threading.Semaphore(0), threading.Event()
+        self.given_up = 0
+
+    def answer(self) -> str:
+        self.asked.release()
+        unwanted = current()
+        assert unwanted is not None
+        while not self.go_on.wait(0.01):
+            if unwanted.is_set():
+                self.given_up += 1
+                raise Cancelled
+        return "waited"
+
+
+@pytest.fixture
+def planner() -> Iterator[BackgroundPlanner]:
+    planner = BackgroundPlanner()
+    yield planner
+    planner.close()
+    assert not threads()
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("recycle-plan")]
+
+
+def publishing(planner: BackgroundPlanner, *questions: Any) -> Job:
+    """Publishes the answers to all questions."""
+    for question in questions:
+        try:
+            found = yield question
+        except PlanningError as error:
+            found = error
+        if question is not None:
+            planner.publish(found)
+
+
+def found(planner: BackgroundPlanner, count: int) -> list[Any]:
+    answers: list[Any] = []
+
+    def all_there() -> bool:
+        answers.extend(planner.take())
+        return len(answers) >= count
+
+    assert wait_for(all_there, PATIENCE), answers
+    return answers
+
+
+def test_answers_are_published_wherever_they_were_found(planner: BackgroundPlanner) -> None:
+    woken = threading.Semaphore(0)
+    planner.wake = woken.release
+    planner.begin(Urgency.AHEAD, publishing(planner, Here(Value(1)), None, PlanQuestion(PROBLEM, HeuristicPlanner())))
+    assert woken.acquire(timeout=PATIENCE)
+    assert woken.acquire(timeout=PATIENCE)
+    one, answer = planner.take()
+    assert (one, answer.result.schedule) == (1, heuristic(PROBLEM))
+    assert wait_for(lambda: planner.is_idle, PATIENCE)
+    assert planner.take() == []
+
+
+def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: BackgroundPlanner) -> None:
+    questions = [
+        Here(Value(PlanningError("no room"))),
+        Here(Value(ValueError("a bug of a user's planner"))),
+        PlanQuestion(PROBLEM, Failing()),
+        Value(threading.Lock()),
+        Here(Value(5)),
+    ]
+    planner.begin(Urgency.AHEAD, publishing(planner, *questions))
+    *reasons, last = found(planner, 5)
+    assert [str(reason) for reason in reasons[:2]] == ["no room", "a bug of a user's planner"]
+    assert [type(reason) for reason in reasons] == [PlanningError, PlanningError, PlanningError, UnsendableError]
+    assert last == 5
+
+
+def test_a_job_with_a_bug_ends_alone(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture) -> None:
+    def wrong() -> Job:
+        yield None
+        raise ValueError("a bug")
+
+    planner.begin(Urgency.NEEDED, wrong())
+    planner.begin(Urgency.AHEAD, publishing(planner, Here(Value(1))))
+    assert found(planner, 1) == [1]
+    assert "a bug" in caplog.text
+
+
+def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner: BackgroundPlanner) -> None:
+    slow = Waiting()
+    planner.begin(Urgency.AHEAD, publishing(planner, Here(slow)))
+    assert slow.asked.acquire(timeout=PATIENCE)
+    planner.begin(Urgency.SEARCH, publishing(planner, Here(Value("search"))))
+    planner.begin(Urgency.FORESEEN, publishing(planner, Here(Value("foreseen"))))
+    planner.begin(Urgency.NEEDED, publishing(planner, Here(Value("needed"))))
+    assert found(planner, 1) == ["needed"]
+    assert slow.asked.acquire(timeout=PATIENCE), "again"
+    assert wait_for(lambda: slow.given_up == 1, PATIENCE)
+    slow.go_on.set()
+    assert found(planner, 3) == ["waited", "foreseen", "search"]
+
+
+def test_a_less_urgent_question_waits(planner: BackgroundPlanner) -> None:
+    slow = Waiting()
+    planner.begin(Urgency.LAYOUT, publishing(planner, Here(slow)))
+    assert slow.asked.acquire(timeout=PATIENCE)
+    planner.begin(Urgency.DRIFT, publishing(planner, Here(Value("drift"))))
+    time.sleep(0.2)
+    assert planner.take() == []
+    slow.go_on.set()
+    assert found(planner, 2) == ["waited", "drift"]
+    assert slow.given_up == 0
+
+
+@pytest.mark.parametrize("how", ["replaced", "dropped"])
+def test_what_is_not_wanted_any_more_is_given_up(planner: BackgroundPlanner, how: str) -> None:
+    slow = Waiting()
+    planner.begin(Urgency.LAYOUT, publishing(planner, Here(slow), Here(Value("the next of an old job"))))
+    assert slow.asked.acquire(timeout=PATIENCE)
+    if how == "dropped":
+        planner.drop(Urgency.LAYOUT)
+        planner.drop(Urgency.LAYOUT)  # there is none any more
+    planner.begin(Urgency.LAYOUT if how == "replaced" else Urgency.SEARCH, publishing(planner, Here(Value("new"))))
+    assert found(planner, 1) == ["new"]
+    assert wait_for(lambda: slow.given_up == 1, PATIENCE)
+    assert planner.take() == []
+
+
+def test_a_question_that_takes_too_long_has_no_answer(
+    planner: BackgroundPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_planner, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(planning_process, "TIME_LIMIT", 0.2)
+    planner.begin(Urgency.AHEAD, publishing(planner, Here(Waiting()), Endless(), Here(Value("next"))))
+    *reasons, last = found(planner, 3)
+    assert all("past its time limit" in str(reason) for reason in reasons)
+    assert last == "next"
+
+
+def test_a_planner_that_does_not_return_is_left_behind_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_planner, "_END_SECONDS", 0.2)
+    released = threading.Event()
+
+    @dataclass(frozen=True)
+    class Stubborn:
+        def answer(self) -> None:
+            released.wait(PATIENCE)
+
+    planner = BackgroundPlanner()
+    planner.begin(Urgency.AHEAD, publishing(planner, Here(Stubborn())))
+    planner.begin(Urgency.NEEDED, publishing(planner, Here(Value("it holds up nothing"))))
+    assert found(planner, 1) == ["it holds up nothing"]
+    planner.begin(Urgency.NEEDED, publishing(planner, Here(Stubborn())))
+    assert wait_for(lambda: threads().count("recycle-planning-here") >= 1, PATIENCE)
+    planner.close()
+    assert "left behind" in caplog.text
+    released.set()
+    assert wait_for(lambda: not threads(), PATIENCE)
+
+
+def test_a_closed_planner_begins_nothing(planner: BackgroundPlanner) -> None:
+    planner.begin(Urgency.AHEAD, publishing(planner, Here(Waiting())))
+    planner.close()
+    planner.begin(Urgency.AHEAD, publishing(planner, Here(Value(1))))
+    assert planner.is_idle
+    assert planner.take() == []
+
+
+def test_many_jobs_begun_by_many_threads_all_end(planner: BackgroundPlanner) -> None:
+    """Whatever is replaced, dropped and interrupted: the newest job of each urgency is done."""
+    ends: dict[Urgency, int] = {}
+
+    def job(urgency: Urgency, number: int) -> Job:
+        for _ in range(3):
+            assert (yield Here(Value(number))) == number
+            yield None
+        ends[urgency] = number
+
+    def begin(urgency: Urgency) -> None:
+        for number in range(50):
+            planner.begin(urgency, job(urgency, number))
+            if number % 7 == 3:
+                planner.drop(urgency)
+
+    beginning = [threading.Thread(target=begin, args=(urgency,)) for urgency in Urgency]
+    for thread in beginning:
+        thread.start()
+    for thread in beginning:
+        thread.join(PATIENCE)
+    assert wait_for(lambda: planner.is_idle, PATIENCE)
+    assert ends == dict.fromkeys(Urgency, 49)
+
+
+# ---------------------------------------------------------------------- the end of a run
+
+
+class Slow:
+    """A planner that needs a minute for each plan: it looks for a good one again and again."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+
+    def plan(self, problem: Problem) -> Schedule:
+        self.began.set()
+        for _ in range(100_000):
+            found = plan(problem)
+        return found
+
+
+def test_a_run_that_is_over_leaves_no_thread() -> None:
+    slow = Slow()  # it holds a lock: no other process can have it
+    planner = RunPlanner(Grid(2, 2, 2), slow, Technique())
+    planner.plan_ahead(frozenset(), {})
+    assert slow.began.wait(60)
+    planner.close()
+    assert not threads()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins: bool) -> None:
+    planner = RunPlanner(Grid(2, 2, 2), "heuristic", Technique())
+    if begins:
+        planner.plan_ahead(frozenset(), {})
+        assert wait_for(lambda: planner.background.is_idle, 60)
+    planner.close()
+    assert not threads()
+
+
+def plan_again_and_again(problem: Problem, planner: str) -> None:
+    while True:
+        plan(problem, planner)
+
+
+@pytest.mark.parametrize(("grid", "planner"), [(Grid(8, 8, 32), "heuristic"), (Grid(3, 4, 6), "highs")])
+def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid: Grid, planner: str) -> None:
+    unwanted = threading.Event()
+    threading.Timer(0.2, unwanted.set).start()
+    with cancelled_by(unwanted), pytest.raises(Cancelled):
+        plan_again_and_again(Problem(grid, Costs.uniform(grid.stages)), planner)
+
+
+# ---------------------------------------------------------------------- plans for other times
+
+
+@pytest.fixture
+def look_for() -> Iterator[Callable[[Any], Any]]:
+    """Begins to look for a better plan by a planner."""
+    planners = []
+
+    def begin(planner: Any) -> RunPlans:
+        run = RunPlanner(PROBLEM.grid, "heuristic", Technique())
+        planners.append(run)
+        plans = RunPlans(PROBLEM.grid, run, None, lambda profile: None, lambda: None)
+        question = Question(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
+        run.background.begin(Urgency.DRIFT, plans._look_for_better(question))
+        return plans
+
+    yield begin
+    for planner in planners:
+        planner.close()
+
+
+def answer(plans: RunPlans) -> Any:
+    ((question, proposal),) = found(plans._background, 1)
+    assert question.schedule == heuristic(PROBLEM)
+    return proposal
+
+
+def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for: Callable[[Any], RunPlans]) -> None:
+    proposal = answer(look_for(HeuristicPlanner()))
+    assert proposal.schedule == heuristic(SLOW.of(PROBLEM))
+    assert proposal.before == 24
+    assert 0 < proposal.seconds < PATIENCE
+
+
+def test_a_planner_works_in_another_process_at_the_lowest_priority(
+    look_for: Callable[[Any], RunPlans], tmp_path: Path
+) -> None:
+    assert answer(look_for(Reporting(tmp_path / "report"))).schedule is not None
+    pid, nice = map(int, (tmp_path / "report").read_text().split())
+    assert pid != os.getpid()
+    assert nice == 19
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
+def test_the_heuristic_replaces_a_planner_that_cannot_be_sent(look_for: Callable[[Any], RunPlans]) -> None:
+    assert answer(look_for(Unpicklable())).schedule == heuristic(SLOW.of(PROBLEM))
+
+
+def test_a_planner_that_fails_is_no_answer(look_for: Callable[[Any], RunPlans]) -> None:
+    assert answer(look_for(Failing())) is None
+
+
+@pytest.mark.parametrize("how", ["close", "another question"])
+def test_a_process_that_goes_on_with_what_is_not_wanted_is_stopped(
+    look_for: Callable[[Any], RunPlans], tmp_path: Path, how: str
+) -> None:
+    report = tmp_path / "report"
+    plans = look_for(Sleeping(report))
+    assert wait_for(lambda: report.exists() and report.read_text(), PATIENCE)
+    pid = int(report.read_text())
+    assert is_alive(pid)
+    if how == "close":
+        plans.close()
+    else:
+        plans._background.begin(Urgency.DRIFT, publishing(plans._background))
+    assert wait_for(lambda: not is_alive(pid), PATIENCE)
+    assert plans._background.take() == []
