@@ -20,7 +20,7 @@ from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.results import Event
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
+from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_ticks, keep_seconds
 from lightning_recycle.traces import load_trace
 
 __all__ = [
@@ -179,7 +179,7 @@ class TraceReplay:
 
     def __post_init__(self) -> None:
         load_trace(self.trace)  # refuses unknown names here, not later
-        object.__setattr__(self, "start", as_seconds("TraceReplay(start)", self.start))
+        keep_seconds(self, "start")
         at_least("TraceReplay", "speed", self.speed, above=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:

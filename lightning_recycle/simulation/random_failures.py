@@ -22,7 +22,7 @@ from lightning_recycle.arguments import at_least, fraction
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.failures import Change, Corruption, Outage, Slowdown, changes_of
-from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = [
     "LLAMA3_PER_GPU_DAY",
@@ -51,9 +51,7 @@ class Poisson:
     repair: Duration | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mtbf", as_seconds("Poisson(mtbf)", self.mtbf, positive=True))
-        if self.repair is not None:
-            object.__setattr__(self, "repair", as_seconds("Poisson(repair)", self.repair, positive=True))
+        keep_seconds(self, "mtbf", "repair", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""
@@ -104,8 +102,7 @@ class FailureRate:
             object.__setattr__(self, "rate", _RATES[self.rate])
         at_least("FailureRate", "rate", self.rate, above=True)
         at_least("FailureRate", "scale", self.scale, above=True)
-        if self.repair is not None:
-            object.__setattr__(self, "repair", as_seconds("FailureRate(repair)", self.repair, positive=True))
+        keep_seconds(self, "repair", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""
@@ -162,10 +159,9 @@ class Regular:
     repair: Duration | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "interval", as_seconds("Regular(interval)", self.interval, positive=True))
+        keep_seconds(self, "interval", positive=True)
         fraction("Regular", "most", self.most)
-        if self.repair is not None:
-            object.__setattr__(self, "repair", as_seconds("Regular(repair)", self.repair, positive=True))
+        keep_seconds(self, "repair", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""
@@ -201,7 +197,7 @@ class FailedFraction:
 
     def __post_init__(self) -> None:
         fraction("FailedFraction", "part", self.part)
-        object.__setattr__(self, "within", as_seconds("FailedFraction(within)", self.within))
+        keep_seconds(self, "within")
 
     def count(self, nodes: int) -> int:
         """Number of nodes that fail, of ``nodes``: 1 % of 32 is one node, which is 3.1 %."""
@@ -230,8 +226,7 @@ class SlowNodes:
     length: Duration = "10min"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mtbf", as_seconds("SlowNodes(mtbf)", self.mtbf, positive=True))
-        object.__setattr__(self, "length", as_seconds("SlowNodes(length)", self.length, positive=True))
+        keep_seconds(self, "mtbf", "length", positive=True)
         Slowdown(0.0, (), self.speed)  # refuses impossible speeds here, not later
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
@@ -259,10 +254,7 @@ class CorruptNodes:
     repair: Duration | None = "4h"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mtbf", as_seconds("CorruptNodes(mtbf)", self.mtbf, positive=True))
-        for name in ("noticed", "repair"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, as_seconds(f"CorruptNodes({name})", value, positive=True))
+        keep_seconds(self, "mtbf", "noticed", "repair", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""

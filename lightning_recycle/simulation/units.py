@@ -11,7 +11,7 @@ import re
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["TICKS_PER_SECOND", "Duration", "as_seconds", "as_ticks"]
+__all__ = ["TICKS_PER_SECOND", "Duration", "as_seconds", "as_ticks", "keep_seconds"]
 
 Duration = float | int | str
 """Seconds, or a number with a unit: ms, s, min, h, d."""
@@ -44,6 +44,18 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
         least = "above 0" if positive else "of at least 0"
         raise ConfigurationError(f"{name}={value!r}: give a duration {least}, e.g. 90, '30min' or '6h'.")
     return seconds
+
+
+def keep_seconds(settings: object, *names: str, positive: bool = False) -> None:
+    """Replace the durations ``names`` of a frozen dataclass by seconds; None stays None.
+
+    Raises:
+        ConfigurationError: as for :func:`as_seconds`.
+    """
+    for name in names:
+        if (value := getattr(settings, name)) is not None:
+            seconds = as_seconds(f"{type(settings).__name__}({name})", value, positive=positive)
+            object.__setattr__(settings, name, seconds)
 
 
 def as_ticks(seconds: float) -> int:

@@ -46,7 +46,7 @@ from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWa
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import live_workers
-from lightning_recycle.simulation.steps import ScheduleName, layer_costs, step_judgement, unmovable
+from lightning_recycle.simulation.steps import PlannedStep, ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Auto"]
@@ -163,7 +163,7 @@ class Auto(CommonPolicy):
 
     def _restart_seconds(self, context: Context) -> float:
         """What the loss of a layer costs: the pauses, and half of the time between two checkpoints."""
-        every = self.checkpoints(context)["checkpoint_every"]
+        every = self.checkpoint_interval(context)
         return sum(pause.seconds for pause in self.restarting(context, broken=True)) + every / 2
 
     # -- the ways -------------------------------------------------------------------------------------------------
@@ -228,19 +228,9 @@ class Auto(CommonPolicy):
         model, way = context.model, state.way
         assert way is not None
         gone = model.pipelines * model.stages - len(state.held)
-        found = Configuration(
-            f"{way.choice}, {gone} failed" if gone else "all work",
-            way.step.period,
-            model.global_batch,
-            len(state.held) * model.tensor_parallel,
-            model.useful_gpu_seconds,
-            model.recomputed_gpu_seconds,
-            layout=state,
-            fill_seconds=way.step.fill,
-            lead_seconds=way.step.lead,
-            choice=way.choice,
-        )
-        return self.with_checkpoints(context, found)
+        label = f"{way.choice}, {gone} failed" if gone else "all work"
+        step = PlannedStep(way.step.period, way.step.fill, way.step.lead)
+        return replace(self.running(context, label, step, len(state.held), state), choice=way.choice)
 
 
 def _even(model: TrainingModel) -> tuple[int, ...]:

@@ -45,10 +45,19 @@ from typing import Literal, NamedTuple, get_args
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Loss, Pause, Reaction, Watch, waiting
+from lightning_recycle.simulation.policies.policy import (
+    Configuration,
+    Context,
+    Loss,
+    Pause,
+    Reaction,
+    Watch,
+    stopped,
+    waiting,
+)
 from lightning_recycle.simulation.steps import DEFAULT_EFFORT, SCHEDULES, PlannedStep, ScheduleName, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
-from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = [
     "CHECKPOINTS",
@@ -193,12 +202,9 @@ class CommonPolicy:
     def __post_init__(self) -> None:
         name = type(self).__name__
         times = ("detection", "agreement", "lookup", "regroup", "connect", "restart", "slow_after", "check_every")
-        for setting in times:
-            if (value := getattr(self, setting)) is not None:
-                object.__setattr__(self, setting, as_seconds(f"{name}({setting})", value))
+        keep_seconds(self, *times)
         if self.checkpoint_every not in _RULES:
-            every = as_seconds(f"{name}(checkpoint_every)", self.checkpoint_every, positive=True)
-            object.__setattr__(self, "checkpoint_every", every)
+            keep_seconds(self, "checkpoint_every", positive=True)
         for setting in ("storage", "worker_storage", "host"):
             at_least(name, setting, getattr(self, setting), above=True)
         at_least(name, "check_cost", self.check_cost)
@@ -247,16 +253,12 @@ class CommonPolicy:
             host=self.host,
         )
 
-    def checkpoints(self, context: Context) -> Mapping[str, float]:
-        """The arguments of a :class:`Configuration` that concern checkpoints."""
-        costs = self.checkpoint_costs(context)
+    def checkpoint_interval(self, context: Context) -> float:
+        """Seconds from a checkpoint to the next."""
         every = self.checkpoint_every
-        seconds = best_interval(every, costs, context.mtbf) if isinstance(every, str) else every
-        return {
-            "checkpoint_every": seconds,
-            "checkpoint_seconds": costs.stall,
-            "checkpoint_writing": costs.writing,
-        }
+        if isinstance(every, str):
+            return best_interval(every, self.checkpoint_costs(context), context.mtbf)
+        return every
 
     # -- recoveries ------------------------------------------------------------------------------------------------
 
@@ -280,6 +282,12 @@ class CommonPolicy:
         loading = self.checkpoint_costs(context).loading
         return pauses(detect=detect, **{label: float(self.restart)}, load=loading)
 
+    def growing(self, context: Context, found: Configuration) -> Reaction:
+        """A checkpoint at the end of the step, and a restart from it with more workers."""
+        costs = self.checkpoint_costs(context)
+        steps = (*pauses(checkpoint=costs.stall + costs.writing), *self.restarting(context, broken=False))
+        return Reaction(found, steps, at_boundary=True, saved=True)
+
     def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
         """See :class:`Policy`."""
         steps = self.restarting(context, broken=False) if reaction.configuration.running else ()
@@ -289,6 +297,34 @@ class CommonPolicy:
         """See :class:`Policy`. The work stays as it is, and all wait."""
         return waiting(current, speeds)
 
-    def with_checkpoints(self, context: Context, found: Configuration) -> Configuration:
-        """The same configuration, with this policy's checkpoints if anything runs."""
-        return replace(found, **self.checkpoints(context)) if found.running else found  # type: ignore[arg-type]
+    def running(
+        self, context: Context, label: str, step: PlannedStep, workers: int, layout: object, *, part: float = 1.0
+    ) -> Configuration:
+        """Training at ``step`` with this policy's checkpoints.
+
+        Args:
+            context: the model and the cluster.
+            label: a few words for the timeline.
+            step: a step.
+            workers: how many workers take part; 0: training stands still.
+            layout: the policy's own data.
+            part: part of the global batch that is trained.
+        """
+        model = context.model
+        if not workers:
+            return stopped(label, layout)
+        costs = self.checkpoint_costs(context)
+        return Configuration(
+            label,
+            step.seconds,
+            round(model.global_batch * part),
+            workers * model.tensor_parallel,
+            model.useful_gpu_seconds * part,
+            model.recomputed_gpu_seconds * part,
+            layout=layout,
+            fill_seconds=step.fill,
+            lead_seconds=step.lead,
+            checkpoint_every=self.checkpoint_interval(context),
+            checkpoint_seconds=costs.stall,
+            checkpoint_writing=costs.writing,
+        )

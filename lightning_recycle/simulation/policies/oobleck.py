@@ -274,19 +274,8 @@ class Oobleck(CommonPolicy):
         sizes = tuple(sorted(map(len, teams), reverse=True))
         shape = ", ".join(f"{sizes.count(size)} x {size}" for size in sorted(set(sizes), reverse=True))
         step = pipelines_step(model, sizes, self.schedule, self.effort, crowding=crowding(context, teams))
-        found = Configuration(
-            f"oobleck, {shape}",
-            step.seconds,
-            model.global_batch,
-            sum(sizes) * model.tensor_parallel,
-            model.useful_gpu_seconds,
-            model.recomputed_gpu_seconds,
-            layout=teams,
-            fill_seconds=step.fill,
-            lead_seconds=step.lead,
-            nodes=nodes_of(context, (worker for team in teams for worker in team)),
-        )
-        return self.with_checkpoints(context, found)
+        found = self.running(context, f"oobleck, {shape}", step, sum(sizes), teams)
+        return replace(found, nodes=nodes_of(context, (worker for team in teams for worker in team)))
 
 
 def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:

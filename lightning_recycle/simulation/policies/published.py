@@ -28,7 +28,7 @@ from lightning_recycle.simulation.policies.workers import (
 )
 from lightning_recycle.simulation.steps import DEFAULT_EFFORT, PlannedStep, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
-from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = ["Bamboo", "Varuna"]
 
@@ -87,8 +87,7 @@ class Bamboo(CommonPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("reconfigure", "rendezvous", "node_start"):
-            object.__setattr__(self, name, as_seconds(f"Bamboo({name})", getattr(self, name)))
+        keep_seconds(self, "reconfigure", "rendezvous", "node_start")
         at_least("Bamboo", "slowdown", self.slowdown, 1.0)
         at_least("Bamboo", "activation_copies", self.activation_copies, 1.0)
         fraction("Bamboo", "threshold", self.threshold)
@@ -264,12 +263,9 @@ class Varuna(CommonPolicy):
         found = self._configuration(context, workers)
         if not happening.up or not found.running or found.throughput <= current.throughput:
             return None
-        again = self.restarting(context, broken=False)
         if not current.running:
-            return Reaction(found, again)
-        costs = self.checkpoint_costs(context)
-        steps = (*pauses(checkpoint=costs.stall + costs.writing), *again)
-        return Reaction(found, steps, at_boundary=True, saved=True)
+            return Reaction(found, self.restarting(context, broken=False))
+        return self.growing(context, found)
 
     def _configuration(self, context: Context, workers: tuple[int, ...]) -> Configuration:
         model = context.model
@@ -282,19 +278,12 @@ class Varuna(CommonPolicy):
         factor = crowding(context, (used[begin : begin + stages] for begin in range(0, len(used), stages)))
         if factor != 1.0:
             *_, step = morph(again, len(workers), self.schedule, self.effort, factor) or layout
-        found = Configuration(
-            f"varuna, {pipelines} x {stages}, micro-batch {microbatch}",
-            step.seconds,
-            model.global_batch,
-            pipelines * stages * model.tensor_parallel,
-            model.useful_gpu_seconds,
-            model.global_batch * model.sample_seconds[0] * model.tensor_parallel,
-            layout=frozenset(used),
-            fill_seconds=step.fill,
-            lead_seconds=step.lead,
+        label = f"varuna, {pipelines} x {stages}, micro-batch {microbatch}"
+        return replace(
+            self.running(context, label, step, pipelines * stages, frozenset(used)),
+            repeated_gpu_seconds=model.global_batch * model.sample_seconds[0] * model.tensor_parallel,
             nodes=nodes_of(context, used),
         )
-        return self.with_checkpoints(context, found)
 
 
 @lru_cache(maxsize=4096)

@@ -33,7 +33,7 @@ from lightning_recycle.simulation.policies.workers import (
 )
 from lightning_recycle.simulation.steps import PlannedStep, ScheduleName, distribution, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
-from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = ["ElasticLayers", "Recycle"]
 
@@ -83,8 +83,7 @@ class Recycle(CommonPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rejoin is not None:
-            object.__setattr__(self, "rejoin", as_seconds(f"{type(self).__name__}(rejoin)", self.rejoin))
+        keep_seconds(self, "rejoin")
         if self.fault_free not in ("planned", "1f1b"):
             raise ConfigurationError(f"Recycle(fault_free={self.fault_free!r}): give 'planned' or '1f1b'.")
         if not self.adaptive and (self.technique.decoupled or self.technique.staggered):
@@ -210,20 +209,8 @@ class Recycle(CommonPolicy):
     def _configuration(
         self, context: Context, label: str, step: PlannedStep, workers: int, layout: Placement
     ) -> Configuration:
-        model = context.model
-        found = Configuration(
-            label,
-            step.seconds,
-            model.global_batch if workers else 0,
-            workers * model.tensor_parallel,
-            model.useful_gpu_seconds if workers else 0.0,
-            model.recomputed_gpu_seconds if workers else 0.0,
-            layout=layout,
-            fill_seconds=step.fill,
-            lead_seconds=step.lead,
-            nodes=nodes_of(context, (worker for worker, _ in layout.positions)),
-        )
-        return self.with_checkpoints(context, found)
+        found = self.running(context, label, step, workers, layout)
+        return replace(found, nodes=nodes_of(context, (worker for worker, _ in layout.positions)))
 
 
 def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:
@@ -268,7 +255,7 @@ class ElasticLayers(Recycle):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "change", as_seconds("ElasticLayers(change)", self.change))
+        keep_seconds(self, "change")
         at_least("ElasticLayers", "share", self.share, above=True)
         at_least("ElasticLayers", "gain", self.gain)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
-from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
+from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
 from lightning_recycle.simulation.policies.workers import (
     Teams,
@@ -21,7 +22,7 @@ from lightning_recycle.simulation.policies.workers import (
     whole_pipelines,
 )
 from lightning_recycle.simulation.steps import PlannedStep, pipeline_step, planned_seconds
-from lightning_recycle.simulation.units import Duration, as_seconds
+from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares"]
 
@@ -75,7 +76,33 @@ class FaultFree:
 
 
 @dataclass(frozen=True)
-class Merge(CommonPolicy):
+class WholePipelines(CommonPolicy):
+    """Base of policies whose layout is the workers of each whole pipeline."""
+
+    keep_batch: ClassVar[bool] = True
+    """Whether the pipelines share the whole global batch; otherwise each keeps its own part."""
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        return Reaction(self._configuration(context, self._teams(context, (), live)))
+
+    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
+        """See :class:`Policy`. The pipelines share the batch by their speeds; otherwise all wait."""
+        if not self.keep_batch:
+            return super().slowed(context, current, speeds)
+        return dealt_by_speed(context, self, current, speeds)
+
+    def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
+        model = context.model
+        return assemble_teams(before, live_workers(context, live), model.stages, model.pipelines)[0]
+
+    def _configuration(self, context: Context, teams: Teams) -> Configuration:
+        label = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()  # DropReplica: drop replica
+        return whole_pipelines(context, self, teams, label, keep_batch=self.keep_batch)
+
+
+@dataclass(frozen=True)
+class Merge(WholePipelines):
     """Broken pipelines are merged into whole ones, which share the global batch.
 
     Concept: k dead workers leave D S - k live ones, enough for D - ceil(k / S) whole pipelines, which is as much
@@ -96,38 +123,24 @@ class Merge(CommonPolicy):
     Takes the arguments of ``CommonPolicy``.
     """
 
-    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
-        return Reaction(self._configuration(context, (), live)[0])
-
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
+        model = context.model
         alive = set(live_workers(context, happening.live))
-        stages = context.model.stages
-        found, copied = self._configuration(context, before, happening.live)
-        if found.layout == before:
+        teams, copied = assemble_teams(before, alive, model.stages, model.pipelines)
+        if teams == before:
             return None
-        if any(all(team[stage] not in alive for team in before) for stage in range(stages)):
-            broken = not all(alive.issuperset(team) for team in before)
+        found = self._configuration(context, teams)
+        broken = not all(alive.issuperset(team) for team in before)
+        if any(all(team[stage] not in alive for team in before) for stage in range(model.stages)):
             steps = self.restarting(context, broken=broken) if found.running else ()
             return Reaction(found, steps, Loss.CHECKPOINT if before else Loss.NOTHING)
-        assert isinstance(found.layout, tuple)
-        usual = context.model.transfer_seconds(1 / stages) if copied else 0.0
-        transfer = shared_transfer(context, received(before, found.layout), usual)
-        if all(alive.issuperset(team) for team in before):
-            return Reaction(found, self.regrouping(len(alive), broken=False, transfer=transfer), at_boundary=True)
-        return Reaction(found, self.regrouping(len(alive), broken=True, transfer=transfer), Loss.STEP)
-
-    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
-        """See :class:`Policy`. The pipelines share the batch by their speeds."""
-        return dealt_by_speed(context, self, current, speeds)
-
-    def _configuration(self, context: Context, before: tuple, live: frozenset[int]) -> tuple[Configuration, int]:
-        workers = live_workers(context, live)
-        teams, copied = assemble_teams(before, workers, context.model.stages, context.model.pipelines)
-        return whole_pipelines(context, self, teams, type(self).__name__.lower()), copied
+        usual = model.transfer_seconds(1 / model.stages) if copied else 0.0
+        transfer = shared_transfer(context, received(before, teams), usual)
+        steps = self.regrouping(len(alive), broken=broken, transfer=transfer)
+        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,7 @@ class Spares(Merge):
 
 
 @dataclass(frozen=True)
-class Restart(CommonPolicy):
+class Restart(WholePipelines):
     """Every failure ends the job, which restarts from the newest checkpoint.
 
     Source: common practice; NVIDIA's resiliency extension shortens the start of the processes; the load and the lost
@@ -185,10 +198,6 @@ class Restart(CommonPolicy):
 
     elastic: bool = True
 
-    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
-        return Reaction(self._configuration(context, self._teams(context, (), live)))
-
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
@@ -200,28 +209,15 @@ class Restart(CommonPolicy):
             return Reaction(found, self.restarting(context, broken=True) if found.running else (), Loss.CHECKPOINT)
         if len(teams) <= len(before):
             return None
-        again = self.restarting(context, broken=False)
-        if not before:
-            return Reaction(found, again)
-        costs = self.checkpoint_costs(context)
-        steps = (*pauses(checkpoint=costs.stall + costs.writing), *again)
-        return Reaction(found, steps, at_boundary=True, saved=True)
-
-    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
-        """See :class:`Policy`. The pipelines share the batch by their speeds."""
-        return dealt_by_speed(context, self, current, speeds)
+        return self.growing(context, found) if before else Reaction(found, self.restarting(context, broken=False))
 
     def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
-        model = context.model
-        teams, _ = assemble_teams(before, live_workers(context, live), model.stages, model.pipelines)
-        return teams if self.elastic or len(teams) == model.pipelines else ()
-
-    def _configuration(self, context: Context, teams: Teams) -> Configuration:
-        return whole_pipelines(context, self, teams, "restart")
+        teams = super()._teams(context, before, live)
+        return teams if self.elastic or len(teams) == context.model.pipelines else ()
 
 
 @dataclass(frozen=True)
-class DropReplica(CommonPolicy):
+class DropReplica(WholePipelines):
     """A failure takes its whole pipeline out, and the batch shrinks.
 
     Source: torchft (per-step fault tolerance of replica groups). Its recovery from a SIGKILL was measured at 5.0 s with
@@ -245,17 +241,12 @@ class DropReplica(CommonPolicy):
             workers of different pipelines.
     """
 
+    keep_batch: ClassVar[bool] = False
     relaunch: Duration | None = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.relaunch is not None:
-            object.__setattr__(self, "relaunch", as_seconds("DropReplica(relaunch)", self.relaunch))
-
-    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
-        teams, _ = assemble_teams((), live_workers(context, live), context.model.stages, context.model.pipelines)
-        return Reaction(self._configuration(context, teams))
+        keep_seconds(self, "relaunch")
 
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
         """See :class:`Policy`."""
@@ -292,6 +283,3 @@ class DropReplica(CommonPolicy):
             return assemble_teams(whole, workers, model.stages, model.pipelines, repair=False)[0]
         own = tuple(tuple(range(d * model.stages, (d + 1) * model.stages)) for d in range(model.pipelines))
         return tuple(team for team in own if team in whole or set(workers).issuperset(team))
-
-    def _configuration(self, context: Context, teams: Teams) -> Configuration:
-        return whole_pipelines(context, self, teams, "drop replica", keep_batch=False)

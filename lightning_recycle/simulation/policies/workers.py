@@ -246,19 +246,9 @@ def whole_pipelines(
     micro = -(-grid.global_microbatches // count) if keep_batch else grid.microbatches
     step = policy.pipeline_step(model, micro, costs, model.in_flight_limit())
     part = 1.0 if keep_batch else count / grid.pipelines
-    found = Configuration(
-        label if count == grid.pipelines else f"{label}, {count} of {grid.pipelines} pipelines",
-        step.seconds,
-        round(model.global_batch * part),
-        count * grid.stages * model.tensor_parallel,
-        model.useful_gpu_seconds * part,
-        model.recomputed_gpu_seconds * part,
-        layout=teams,
-        fill_seconds=step.fill,
-        lead_seconds=step.lead,
-        nodes=nodes_of(context, (worker for team in teams for worker in team)),
-    )
-    return policy.with_checkpoints(context, found)
+    label += "" if count == grid.pipelines else f", {count} of {grid.pipelines} pipelines"
+    found = policy.running(context, label, step, count * grid.stages, teams, part=part)
+    return replace(found, nodes=nodes_of(context, (worker for team in teams for worker in team)))
 
 
 def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
