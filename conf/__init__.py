@@ -19,6 +19,7 @@ And for the commands, that write nothing unless they are asked to, and show the 
 
 import functools
 import itertools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,19 @@ def _comment(path: Path) -> str:
 
 
 def _body(path: Path) -> list[str]:
-    """A file without the comment at its top, its defaults, classes, and Hydra's own settings."""
+    """A file without the comment at its top, classes, and Hydra's own settings; then the settings that it shares."""
     found, skips = [], False
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for line in itertools.dropwhile(lambda line: line.startswith("#"), lines):
+    text = path.read_text(encoding="utf-8")
+    for line in itertools.dropwhile(lambda line: line.startswith("#"), text.splitlines()):
         if line and not line.startswith((" ", "-")):
             skips = line.startswith(("defaults:", "hydra:", "_target_:"))
         if not skips and line:
             found.append(f"  {line}")
+    for name in re.findall(r"^  - /(\w+)@_here_$", text, re.MULTILINE):
+        own = {line.partition(":")[0]: line for line in found if not line.lstrip().startswith("#")}
+        shared = _body(path.parent.parent / f"{name}.yaml")
+        values = [own.get(line.partition(":")[0], line) for line in shared]
+        found = [line for line in found if line not in values] + values
     return found
 
 
