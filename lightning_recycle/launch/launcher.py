@@ -33,13 +33,13 @@ from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, S
 from lightning_recycle.engines.discovery import Discovered, check_copies, discover
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.outcome import error_of, summary
+from lightning_recycle.launch.outside_worker import run_outside
 from lightning_recycle.launch.resume import RestartPolicy, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, prepare
 from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.launch.trainer_results import MissingWeights, take_results
-from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import end_import
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
@@ -101,7 +101,7 @@ class SupervisorLauncher(_Launcher):
 
     def _take_part(self, run: PreparedRun, outside: Discovered) -> Any:
         """Takes part in the run of another launching process, or of a ``recycle-coordinator``."""
-        returned = run_outside(outside, run.assigned, run.request, run.call)
+        returned = run_outside(outside, run)
         self._interrupted = False
         self._note_missing_weights(run.call.trainer, one_stage=True)
         return returned

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,6 @@ from lightning_recycle.launch.signals import EndSignals
 from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
-from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
@@ -82,17 +80,14 @@ class RunAttempt:
 
     def run(self) -> Outcome | None:
         """Runs the workers to their end; returns the outcome, None if a signal ended the run without its checkpoint."""
-        options, call, grid = self._run.options, self._run.call, self._setup.grid
+        options = self._run.options
         planner = self._planner()
         planner.prepare()
-        self._devices.assign(grid.num_workers)
+        self._devices.assign(self._setup.grid.num_workers)
         monitor, (shows, http) = Monitor(Path(sys.argv[0]).name, self._run.samples_per_step), _shown_at(options.status)
-        payload = (call, Settings.capture())
         with (
             served(monitor, http, shows),
-            _worker_group(
-                options.engine, worker_main, payload, grid, _needs(self._run), options.start_timeout
-            ) as group,
+            self._make_group() as group,
         ):
             self._group = group
             self._coordinator = self._make_coordinator(planner)
@@ -141,6 +136,20 @@ class RunAttempt:
             check_every=0 if options.check_every == "auto" else int(options.check_every),
             drift=PlanMonitor.options_of(self._run.call.trainer) if fits else None,
         )
+
+    def _make_group(self) -> WorkerGroup:
+        """The worker group on the engine of the run.
+
+        Raises:
+            ConfigurationError: if the Trainer cannot be pickled, or the engine is not installed.
+            WorkerStartError: if there is no room for the workers in time.
+        """
+        options, payload = self._run.options, (self._run.call, Settings.capture())
+        if options.engine == "ray":
+            from lightning_recycle.launch.ray_workers import RayWorkerGroup
+
+            return RayWorkerGroup(worker_main, payload, self._setup.grid, _needs(self._run), options.start_timeout)
+        return LocalWorkerGroup(worker_main, payload)
 
     def _make_coordinator(self, planner: RunPlanner) -> Coordinator:
         listens = self._setup.outsiders
@@ -231,9 +240,12 @@ class _Devices:
 
 
 def devices_left(run: PreparedRun) -> int:
-    """How many workers of ``run`` can be started now."""
-    room = _free_slots(run.options.engine, _needs(run), run.setup.grid.num_workers)
-    return len(_Devices(run).usable) if room is None else room
+    """How many workers of ``run`` can be started when none are left; devices of this machine do not go."""
+    if run.options.engine == "ray":
+        from lightning_recycle.launch.ray_workers import free_slots
+
+        return free_slots(_needs(run), run.setup.grid.num_workers)
+    return len(_Devices(run).usable)
 
 
 def _needs(run: PreparedRun) -> dict[str, float]:
@@ -261,43 +273,3 @@ def _write_profile(path: Path | None, profile: Profile) -> None:
         log.warning("The measured profile could not be written to %s: %s", path, error)
         return
     log.info("The measured profile is in %s.", path)
-
-
-def _worker_group(
-    engine: str,
-    target: Callable[[Any], None],
-    payload: Any,
-    grid: Grid,
-    resources: Mapping[str, float],
-    start_timeout: float,
-) -> WorkerGroup:
-    """The worker group of a run, on ``engine``.
-
-    Args:
-        engine: "local" or "ray".
-        target: what a worker runs; takes one argument.
-        payload: what every worker needs.
-        grid: the grid of the run.
-        resources: what a worker needs, for an engine that shares out resources.
-        start_timeout: seconds that an engine may take to have room for all workers.
-
-    Raises:
-        ConfigurationError: if the payload cannot be pickled, or the engine is not installed.
-        WorkerStartError: if there is no room for the workers in time.
-    """
-    if engine == "ray":
-        from lightning_recycle.launch.ray_workers import RayWorkerGroup
-
-        return RayWorkerGroup(target, payload, grid, resources, start_timeout)
-    return LocalWorkerGroup(target, payload)
-
-
-def _free_slots(engine: str, resources: Mapping[str, float], wanted: int) -> int | None:
-    """How many workers ``engine`` has room for when none of a run are left, ``wanted`` at most; None if that is not the
-    engine's to say, as with the devices of this machine, which do not go.
-    """
-    if engine == "ray":
-        from lightning_recycle.launch.ray_workers import free_slots
-
-        return free_slots(resources, wanted)
-    return None

@@ -23,11 +23,9 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
-from lightning_recycle.control.protocol.messages import Assign, RunRequest
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch.run_request import run_request_of
 from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
@@ -80,21 +78,6 @@ class PreparedRun:
     heartbeat: HeartbeatCallback
     options: Options
     num_devices: int
-
-    @property
-    def request(self) -> RunRequest:
-        """What a worker that was not started by a launching process asks of the coordinator."""
-        return run_request_of(self.call.trainer, self.options, self.setup, self.heartbeat)
-
-    def assigned(self, assignment: Assign) -> RunSetup:
-        """The setup of a worker that somebody else started, of a coordinator that brings none."""
-        return replace(
-            self.setup,
-            grid=assignment.grid,
-            staggered=self.setup.staggered and assignment.staggered,
-            outsiders=True,
-            gathering=replace(self.setup.gathering, local=False),
-        )
 
     def with_setup(self, **changes: Any) -> PreparedRun:
         """The same run with changes of its setup."""

@@ -8,7 +8,6 @@ import logging
 import multiprocessing
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,18 +19,14 @@ from torch.optim import Optimizer
 
 from lightning_recycle.control.client import (
     EXIT_INTERRUPTED,
-    EXIT_LOST_COORDINATOR,
     EXIT_RAISED,
     ControlClient,
 )
 from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
-from lightning_recycle.control.network.addresses import machine_name, shown
-from lightning_recycle.control.network.handshake import Refused, VersionMismatch
-from lightning_recycle.control.payload import in_words, unpack
-from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest
-from lightning_recycle.engines.discovery import Discovered
-from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
-from lightning_recycle.launch import rejoin
+from lightning_recycle.control.network.addresses import machine_name
+from lightning_recycle.control.payload import in_words
+from lightning_recycle.control.protocol.messages import Crash
+from lightning_recycle.errors import ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.launch.trainer_results import STAY_IN_THE_WORKERS, WEIGHTS_STAY
 from lightning_recycle.launch.worker_exceptions import dump_exception, from_users_code
@@ -43,12 +38,9 @@ from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.result_policy import Way
 from lightning_recycle.session.session import Session
 
-__all__ = ["WorkerStart", "run_outside", "worker_main"]
+__all__ = ["WorkerStart", "crashes_reported", "log_fields", "run_worker", "worker_main"]
 
 log = logging.getLogger(__name__)
-
-_BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
-_run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
 
 
 class _Strategy(Protocol):
@@ -99,92 +91,18 @@ def worker_main(start: WorkerStart) -> None:
         node=machine_name(),
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
-    with _crashes_reported(client):
+    with crashes_reported(client):
         set_num_threads()
         call, settings = start.payload.load()
         settings.restore()
-        describe_process(partial(_described, client))
+        describe_process(partial(log_fields, client))
         install_if_wanted()
         if start.payload.logs is not None:
-            start.payload.logs.install(partial(_described, client))
-        _run(client, start.setup, start.place, call)
+            start.payload.logs.install(partial(log_fields, client))
+        run_worker(client, start.setup, start.place, call)
 
 
-def run_outside(
-    outside: Discovered,
-    own_setup: Callable[[Assign], RunSetup],
-    wants: RunRequest,
-    call: TrainerCall,
-) -> Any:
-    """Runs as a worker in this process, which was started by hand or by a cluster manager.
-
-    Waits as a spare until there is a position for it. Afterwards the module in this process is whole again.
-
-    Args:
-        outside: what this process found about itself.
-        own_setup: assignment -> this process's setup; used if the coordinator brings none.
-        wants: what this script wants the run to be.
-        call: the function to run.
-
-    Raises:
-        ConfigurationError: if nobody listens at ``address``, the key is not the run's, another version runs there, or
-            the run is not what ``wants`` says.
-        SystemExit: if this worker was cut off and could not get back in, or ended by an exception.
-    """
-    global _run_ended
-    address = outside.coordinator
-    looks_for = rejoin.reconnect_seconds()
-    patience, rejoin_until, trying = rejoin.rejoin_seconds(), rejoin.take_deadline(), rejoin.connect_seconds()
-    if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
-        time.sleep(_BETWEEN_RUNS_SECONDS - since)
-    # While it starts, or between two runs, nobody listens; its name and the route to it may come later, too. On the way
-    # back in, even who listens may be another one for a while.
-    passing = (OSError,) if rejoin_until is None else (OSError, Refused)
-    deadline = time.monotonic() + trying if rejoin_until is None else rejoin_until
-    try:
-        client = rejoin.patiently(
-            lambda: ControlClient(
-                None,
-                address,
-                outside.key,
-                heartbeat_interval=0.5,
-                survives=True,
-                node=outside.node,
-                wants=wants,
-                patience=looks_for,
-            ),
-            passing,
-            deadline,
-            shown(address),
-        )
-    except VersionMismatch as error:
-        raise ConfigurationError(f"RECYCLE_COORDINATOR={shown(address)}: {error}.") from error
-    except (OSError, Refused) as error:
-        if rejoin_until is not None:
-            log.warning("This worker could not get back into its run within %g s and ends: %s", patience, error)
-            sys.exit(EXIT_LOST_COORDINATOR)
-        tried = f", after {trying:g} s" if isinstance(error, OSError) else ""
-        raise ConfigurationError(
-            f"RECYCLE_COORDINATOR={shown(address)}: no run can be joined there ({type(error).__name__}:"
-            f" {error}{tried}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to"
-            " that address, and give RECYCLE_KEY the same value here and there."
-        ) from error
-    if patience:
-        client.on_lost = partial(rejoin.start_afresh, patience)
-    assignment = client.await_assignment()
-    client.limit_silence(assignment.timeout)
-    describe_process(partial(_described, client))
-    returned = None
-    with _crashes_reported(client, shows=True):
-        setup = own_setup(assignment) if assignment.setup is None else unpack(assignment.setup)
-        client.heartbeat_interval = setup.heartbeat_interval
-        place = Place(client.rank, assignment.incarnation, outside.device, outside.host or client.local_host)
-        returned = _run(client, setup, place, call, goes_on=True, reports=assignment.takes_results)
-    _run_ended = time.monotonic()
-    return returned
-
-
-def _run(
+def run_worker(
     client: ControlClient,
     setup: RunSetup,
     place: Place,
@@ -238,13 +156,13 @@ def _nothing() -> None:
     """Nobody wants it."""
 
 
-def _described(client: ControlClient) -> dict[str, int]:
+def log_fields(client: ControlClient) -> dict[str, int]:
     """What each line of a worker's log in JSON says of it."""
     return {"rank": client.rank, "generation": client.generation}
 
 
 @contextlib.contextmanager
-def _crashes_reported(client: ControlClient, shows: bool = False) -> Any:
+def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
     """Tells the coordinator why this worker ends, and ends it with a status that says so.
 
     ``shows``: whether the traceback is shown here; otherwise the supervisor decides.

@@ -15,7 +15,7 @@ from support.training import difference, plain_loop
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch import rejoin
+from lightning_recycle.launch import outside_worker
 
 STEPS = 40
 TIMEOUT = 4.0  # seconds
@@ -110,4 +110,4 @@ def test_workers_that_cannot_come_back_in_time_end(cluster: Cluster) -> None:
 def test_how_long_to_try_must_be_a_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECYCLE_REJOIN_SECONDS", text)
     with pytest.raises(ConfigurationError, match=rf"RECYCLE_REJOIN_SECONDS='{text}': give a number of seconds"):
-        rejoin.rejoin_seconds()
+        outside_worker.rejoin_seconds()

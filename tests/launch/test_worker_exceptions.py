@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_recycle.launch.rejoin import patiently
+from lightning_recycle.launch.outside_worker import patiently
 from lightning_recycle.launch.worker_exceptions import dump_exception, from_users_code, restore_chain
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
