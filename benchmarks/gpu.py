@@ -49,8 +49,7 @@ from torch import Tensor, nn
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.comm.communicator import Channel
 from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory, Transport
-from lightning_recycle.runtime.nccl.device_streams import CudaStreams
-from lightning_recycle.runtime.nccl.nccl_library import Libnccl
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.stage.stage import Stage
 

@@ -40,7 +40,7 @@ from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.machine_errors import MachineErrors
-from lightning_recycle.runtime.nccl.transport_choice import check_transport
+from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.session import Session

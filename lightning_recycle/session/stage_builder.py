@@ -25,7 +25,7 @@ from lightning_recycle.runtime.executor.speculative_commit import CommitRules
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.executor.whole_steps import WholeStepRunner
-from lightning_recycle.runtime.nccl.transport_choice import transport_for
+from lightning_recycle.runtime.nccl.nccl_transport import transport_for
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies

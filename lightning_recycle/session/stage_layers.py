@@ -154,7 +154,7 @@ def _bytes(values: Iterable[Any]) -> int:
 
 
 class StageLayers:
-    """The layers that this worker has; a :class:`~lightning_recycle.runtime.stage.layer_exchange.LayerKeeper`.
+    """The layers that this worker has; a :class:`~lightning_recycle.runtime.stage.stage_bundle.LayerKeeper`.
 
     Args:
         trainer: the Trainer of this process.

@@ -25,7 +25,7 @@ from lightning_recycle.model.parts import LayerParts
 from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.step_runner import StepRunner
-from lightning_recycle.runtime.stage import layer_exchange
+from lightning_recycle.runtime.stage import stage_bundle
 from lightning_recycle.session import stage_layers
 
 
@@ -66,11 +66,11 @@ class KilledWhileLayersMove(Callback):
         if strategy.executor is None or strategy.grid_rank != self.rank:
             return
         for owner, name in [
-            (layer_exchange, "send_object"),
-            (layer_exchange, "receive_object"),
+            (stage_bundle, "send_object"),
+            (stage_bundle, "receive_object"),
             (ByteSender, "put"),
             (ByteReceiver, "end"),
-            (layer_exchange.LayerMoves, "exchange"),
+            (stage_bundle.LayerMoves, "exchange"),
             (stage_layers.StageLayers, "give"),
             (stage_layers.StageLayers, "take_up"),
             (LayerParts, "exchange"),

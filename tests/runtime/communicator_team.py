@@ -29,8 +29,7 @@ from lightning_recycle.launch.local_workers import process_context
 from lightning_recycle.runtime.comm.communicator import Channel, Communicator
 from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
 from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory
-from lightning_recycle.runtime.nccl.device_streams import CudaStreams
-from lightning_recycle.runtime.nccl.nccl_library import Libnccl
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 HOST = "127.0.0.1"

@@ -1,8 +1,8 @@
 """Workers that exchange payloads, and sum in groups, in a simulated world: which goes on next is drawn, so a history is
 its number.
 
-Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.nccl.nccl_ops.NcclOps`, and a *host*: a
-program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them all, so
+Each worker has an imitated device, the real :class:`~lightning_recycle.runtime.nccl.nccl_thread.NcclOps`, and a *host*:
+a program of computations, sends, receives, sums and broadcasts, whose order comes from a random order of them all, so
 that no correct transport can deadlock. Headers (Gloo) and notes (links) arrive late but in order. Computations run on
 the device when it comes to them. At some moment a worker begins what the next generation may need. In some histories a
 worker dies, a communicator fails, a device is lost, or everybody is told to abort, each at its own moment; the
@@ -30,8 +30,7 @@ import torch
 from support.fake_nccl import FakeDevice, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, payloads
-from lightning_recycle.runtime.nccl import nccl_ops as traffic
+from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, nccl_thread, payloads
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.pending_op import Note
 
@@ -205,7 +204,7 @@ class World:
 
             device = worker.device
             comms = nccl_comms.Comms(me, device, tell, wanted, used, outdated)
-            worker.traffic = traffic.NcclOps(
+            worker.traffic = nccl_thread.NcclOps(
                 comms,
                 payloads.Payloads(me, self.generation, device, device, comms, peers, CPU, tell),
                 group_payloads.GroupPayloads(me, self.generation, device, device, comms, mine, CPU, tell),

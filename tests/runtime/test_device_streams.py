@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_recycle.runtime.nccl.device_streams import CudaStreams, ignore_recordings
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, ignore_recordings
 
 ROUNDS, NUMBERS, KERNELS = 20, 1_000_000, 50
 COMPILER = shutil.which("cc")

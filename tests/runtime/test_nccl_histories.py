@@ -13,8 +13,7 @@ from types import ModuleType
 import pytest
 from nccl_histories import BrokenPromiseError, check_histories
 
-from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, payloads
-from lightning_recycle.runtime.nccl import nccl_ops as traffic
+from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, nccl_thread, payloads
 from lightning_recycle.runtime.nccl import pending_op as launched
 
 SAMPLE = 150  # histories in the ordinary run
@@ -160,7 +159,7 @@ MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
         nccl_comms,
         [("abort_together(self._library, outdated)", "outdated.clear()")],
     ),
-    "nobody aborts": (traffic, [("        self._aborted = True\n", "        return {}\n")]),
+    "nobody aborts": (nccl_thread, [("        self._aborted = True\n", "        return {}\n")]),
     "a group starts before all members are ready": (
         group_payloads,
         [("len(ready) < len(members.ranks)", "len(ready) < len(members.ranks) - 1")],
@@ -224,7 +223,7 @@ MUTATIONS: dict[str, tuple[ModuleType, list[tuple[str, str]]]] = {
         ],
     ),
     "tensors are let go of before the abort": (
-        traffic,
+        nccl_thread,
         [
             (
                 "        self._aborted = True\n",
@@ -246,7 +245,7 @@ def test_a_broken_transport_is_noticed(monkeypatch: pytest.MonkeyPatch, mutation
     monkeypatch.setitem(sys.modules, broken.__name__, broken)  # where dataclasses look for their annotations
     exec(compile(source, mutation, "exec"), broken.__dict__)
     for name in module.__all__:
-        for user in (payloads, group_payloads, traffic, nccl_comms):
+        for user in (payloads, group_payloads, nccl_thread, nccl_comms):
             if hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(BrokenPromiseError):

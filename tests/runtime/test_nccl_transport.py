@@ -24,8 +24,7 @@ from lightning_recycle.runtime.machine_errors import is_device_error
 from lightning_recycle.runtime.nccl import nccl_thread
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
-from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
-from lightning_recycle.runtime.nccl.transport_choice import transport_for
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
 
 VALUE = torch.arange(20_000.0)
 LAYOUT = Layout.of(VALUE)
@@ -429,6 +428,6 @@ def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch: pytest
     def missing() -> None:
         raise ConfigurationError("There is no NCCL here")
 
-    monkeypatch.setattr("lightning_recycle.runtime.nccl.transport_choice.Libnccl", missing)
+    monkeypatch.setattr("lightning_recycle.runtime.nccl.nccl_transport.Libnccl", missing)
     with pytest.raises(ConfigurationError, match="There is no NCCL here"):
         transport_for("nccl", 0, torch.device("cuda", 0))

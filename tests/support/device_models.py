@@ -17,8 +17,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor, nn
 
 from lightning_recycle.runtime.comm.transports import Transport
-from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
-from lightning_recycle.runtime.nccl.transport_choice import transport_for
+from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
 from lightning_recycle.session import session
 from support.models import Regression
 

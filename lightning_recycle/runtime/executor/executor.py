@@ -41,7 +41,7 @@ from lightning_recycle.runtime.executor.retries import Retries
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
 from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
-from lightning_recycle.runtime.stage.layer_exchange import FixedLayers, LayerKeeper, LayerMoves
+from lightning_recycle.runtime.stage.stage_bundle import FixedLayers, LayerKeeper, LayerMoves
 
 __all__ = ["Executor"]
 

@@ -1,1 +1,1 @@
-"""Experimental: payloads and sums by NCCL; the interface is `transport_choice`."""
+"""Experimental: payloads and sums by NCCL; the interface is `nccl_transport`."""

@@ -38,9 +38,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl.device_streams import Event, Streams
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, Place
-from lightning_recycle.runtime.nccl.nccl_library import NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl.nccl_library import Event, NcclError, NcclLibrary, Streams
 from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note, PendingOp
 
 __all__ = ["Collective", "GroupPayloads"]

@@ -1,9 +1,15 @@
-"""The thread that owns NCCL in a worker, and the links for its notes.
+"""The thread that owns NCCL in a worker: its operations, and the links for its notes.
 
-Concept: one thread per generation calls NCCL, hears and tells notes over plain connections to the neighbours and the
-leaders of groups, and launches what :mod:`~lightning_recycle.runtime.nccl.nccl_ops` says. So no call of NCCL is made by
-two threads at a time, a send leaves although the main thread is computing, and an abort is not held up by whatever the
-main thread waits for.
+Concept: one thread per generation calls NCCL, hears and sends notes over plain connections to the neighbours and the
+leaders of groups, and launches what :class:`NcclOps` decides. So no call of NCCL is made by two threads at a time, a
+send leaves although the main thread is computing, and an abort is not held up by a wait of the main thread.
+
+:class:`NcclOps` is all that one worker does by NCCL in one generation: transfers between two workers, and what groups
+do together. Both use one table of communicators (:mod:`~lightning_recycle.runtime.nccl.nccl_comms`), begun and aborted
+together. What the next generation may need is begun while this one runs; nothing is launched on it. Its methods are
+called by the thread alone, :meth:`NcclOps.advance` again and again while it returns True. What was received or summed
+counts once it is *finished*, which happens after the device has said so, and never once :meth:`NcclOps.abort` was
+called. Tensors live as long as the device may use them.
 
 Contract: the main thread hands over what it wants, and waits until that is there. What an abort ends is not there,
 whatever the device says.
@@ -23,14 +29,86 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lightning_recycle.runtime.comm.groups import CommunicationError
-from lightning_recycle.runtime.nccl.device_streams import Streams
-from lightning_recycle.runtime.nccl.group_payloads import Collective
-from lightning_recycle.runtime.nccl.nccl_comms import Kept, Place
-from lightning_recycle.runtime.nccl.nccl_ops import NcclOps
-from lightning_recycle.runtime.nccl.payloads import Receiving, Sending
-from lightning_recycle.runtime.nccl.pending_op import Note
+from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
+from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Place
+from lightning_recycle.runtime.nccl.nccl_library import Streams
+from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
+from lightning_recycle.runtime.nccl.pending_op import Kind, Note
 
-__all__ = ["ABORT_SECONDS", "NcclThread"]
+__all__ = ["ABORT_SECONDS", "NcclOps", "NcclThread"]
+
+
+class NcclOps:
+    """The communicators of one worker in one generation, and what goes over them.
+
+    Args:
+        comms: the communicators.
+        pairs: transfers between two workers.
+        groups: what groups do together.
+    """
+
+    def __init__(self, comms: Comms, pairs: Payloads, groups: GroupPayloads) -> None:
+        self._comms, self.pairs, self.groups = comms, pairs, groups
+        self._aborted = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether something has gone over every communicator."""
+        return self.pairs.connected and self.groups.connected
+
+    @property
+    def lost(self) -> set[int]:
+        """Workers that can be told nothing any more."""
+        return self.pairs.lost
+
+    def lose(self, rank: int) -> None:
+        """Nothing is launched with worker ``rank`` any more."""
+        self.pairs.lost.add(rank)
+        self.groups.lost.add(rank)
+
+    def hear(self, peer: int, note: Note) -> None:
+        """Takes a note of worker ``peer``.
+
+        Raises:
+            NcclError: if it makes no sense.
+        """
+        if note.kind is Kind.INVITE:
+            self._comms.hear(note)
+        else:
+            (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).hear(peer, note)
+
+    def advance(self) -> bool:
+        """Does what can be done now. Returns whether to call it again soon, since the device does not call.
+
+        Raises:
+            NcclError: if something has failed.
+            RuntimeError: if the device is lost.
+        """
+        self._comms.begin()
+        pairs, groups = self.pairs.advance(), self.groups.advance()
+        return pairs or groups
+
+    def reserve(self, places: Iterable[Place]) -> None:
+        """Begins communicators for the next generation, in the background. Called once.
+
+        Raises:
+            RuntimeError: if the device is lost.
+        """
+        self._comms.reserve(places)
+
+    def abort(self) -> dict[Place, Kept]:
+        """Ends everything; returns when the device uses none of the tensors any more. Everybody aborts: a worker's
+        transfer with one that has aborted would otherwise never end. What it returns can be used in the next
+        generation.
+        """
+        if self._aborted:
+            return {}
+        self._aborted = True
+        kept = self._comms.abort()
+        self.pairs.drop()
+        self.groups.drop()
+        return kept
+
 
 ABORT_SECONDS = 10.0  # what an abort may take; it waits for the device, which is asked to stop
 _POLL_SECONDS = 50e-6, 500e-6  # between two looks at a device that is busy; one takes 36 us of Python's lock (measured)

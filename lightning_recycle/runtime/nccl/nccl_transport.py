@@ -1,8 +1,12 @@
-"""Payloads, sums and broadcasts from device to device, by NCCL.
+"""Payloads, sums and broadcasts from device to device, by NCCL; experimental.
 
-Concept: one thread per generation, the :mod:`NCCL thread <lightning_recycle.runtime.nccl.nccl_thread>`, owns everything
-of NCCL. The main thread hands over what it wants, and waits on the processor until that is there: nothing that an
-aborted transfer has left behind is ever computed with.
+"gloo", the default transport, is Gloo on every device. "nccl" is NCCL between CUDA devices, tried in each generation
+before anything depends on it. Pairs and groups of workers where it does not work use Gloo, and the log says why.
+Nothing else of this room is used from outside.
+
+Concept: a thread per generation (:mod:`~lightning_recycle.runtime.nccl.nccl_thread`) owns everything of NCCL. The main
+thread hands over what it wants, and waits on the processor until that is there: nothing that an aborted transfer has
+left behind is ever computed with.
 
 Contract: as :class:`~lightning_recycle.runtime.comm.transports.Transport`. Two workers use NCCL if each has a device of
 its own, a link leads from one to the other, and something has gone over all of their communicators; a group does if
@@ -24,6 +28,7 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,9 +36,8 @@ from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, Rosters
+from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Rosters, Transport
 from lightning_recycle.runtime.comm.wire import Layout
-from lightning_recycle.runtime.nccl.device_streams import Streams
 from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
 from lightning_recycle.runtime.nccl.nccl_comms import (
     Comms,
@@ -45,13 +49,12 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
     pair,
     successors,
 )
-from lightning_recycle.runtime.nccl.nccl_library import SUMMED, NcclLibrary
-from lightning_recycle.runtime.nccl.nccl_ops import NcclOps
-from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclThread
+from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, Libnccl, NcclLibrary, Streams, device_name
+from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, NcclThread
 from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
 from lightning_recycle.runtime.nccl.pending_op import Note
 
-__all__ = ["NcclTransport"]
+__all__ = ["TIMEOUT_SECONDS", "NcclTransport", "check_transport", "transport_for"]
 
 log = logging.getLogger(__name__)
 
@@ -416,3 +419,36 @@ def _number(roster: str) -> int:
 
 def _digest(layout: Layout) -> int:
     return zlib.crc32(layout.header(packed=False))
+
+
+TIMEOUT_SECONDS = 1800.0  # of any single message
+
+
+def check_transport(option: str, device: torch.device) -> None:
+    """Whether ``ReCycleStrategy(transport=option)`` is possible with a device.
+
+    Raises:
+        ConfigurationError: if it is not.
+    """
+    if option == "nccl" and device.type != "cuda":
+        raise ConfigurationError(
+            f"ReCycleStrategy(transport='nccl') carries tensors of CUDA devices, and this run is on {device.type!r}:"
+            " use transport='gloo', the default, or Trainer(accelerator='gpu')."
+        )
+
+
+def transport_for(option: str, rank: int, device: torch.device, standby: bool = True) -> Transport:
+    """The transport of worker ``rank``, whose tensors are on ``device``, for
+    ``ReCycleStrategy(transport=option, standby_connections=standby)``.
+
+    Raises:
+        ConfigurationError: if it is "nccl", and there is no CUDA device or no library.
+    """
+    check_transport(option, device)
+    gloo = GlooTransport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
+    if option == "gloo":
+        return gloo
+    library = Libnccl()
+    return NcclTransport(
+        rank, device, library, CudaStreams(device), device_name(device), gloo, required=False, reserves=standby
+    )

@@ -18,7 +18,7 @@ their launches, and a send of each side would wait for the receive behind the ot
 Contract: one thread calls :meth:`Payloads.advance` and everything else here, again and again while it returns True.
 What was received counts once :attr:`Receiving.finished` is set, which happens after the device has said that it is
 there. Tensors live as long as the device may use them; :meth:`Payloads.drop` lets go of them once all communicators
-are aborted (:mod:`~lightning_recycle.runtime.nccl.nccl_ops`).
+are aborted (:mod:`~lightning_recycle.runtime.nccl.nccl_thread`).
 
 Must not know: threads, sockets, CUDA, what a payload is for.
 """
@@ -32,9 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl.device_streams import Event, Streams
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, pair
-from lightning_recycle.runtime.nccl.nccl_library import NcclError, NcclLibrary
+from lightning_recycle.runtime.nccl.nccl_library import Event, NcclError, NcclLibrary, Streams
 from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note, PendingOp
 
 __all__ = ["Payloads", "Receiving", "Sending"]

@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl.device_streams import Event, Stream
-from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, NcclComm, NcclLibrary
+from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, Event, NcclComm, NcclLibrary, Stream
 
 __all__ = ["Key", "Kind", "Note", "PendingOp"]
 
