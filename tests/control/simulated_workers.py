@@ -533,7 +533,13 @@ class SimulatedWorker:
         self.payloads = resume.commits
         self.ahead = (resume.decision.version, frozenset() if network.tied else resume.decision.ahead)
         for action in recovery.actions(
-            self.rank, status, resume.decision, resume.donors, network.commits, network.tied or network.whole
+            self.rank,
+            status,
+            resume.decision,
+            resume.donors,
+            network.commits,
+            network.tied or network.whole,
+            resume.settled,
         ):
             yield from self.carry_out(action, resume)
         if self.unsettled:

@@ -252,12 +252,13 @@ def test_actions_of_a_worker_in_a_recovery(
     ("decision", "options", "expected"),
     [
         (AHEAD, {}, [Serve(T)]),  # it stays a guess
+        (AHEAD, {"settled": True}, [Settle(T), Serve(T)]),
         (Decision(T + 1, frozenset(), ()), {}, [Settle(T)]),
         (ROLLED_FORWARD, {}, [Settle(T), Adopt(T, 2, lacks=False), AwaitPeers()]),
         (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [Settle(T), Give((2,))]),
     ],
 )
-def test_a_guess_is_settled_first_if_the_step_is_committed(
+def test_a_guess_is_settled_first_if_the_step_is_committed_or_all_contributions_to_it_are_known(
     decision: Decision, options: dict[str, Any], expected: list[Action]
 ) -> None:
     arguments = {"donors": {}, "commits": False, "tied": False, **options}

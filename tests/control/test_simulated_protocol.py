@@ -38,6 +38,8 @@ HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
     "a worker forgets what a recovery told of a commit": 1_500,
     "answers to an earlier pause count": 5_300,
+    "a step that was settled before a loss is guessed again": 66_400,
+    "contributions that settle a step are not heard with the resumption": 66_400,
     "the dead arrive where nobody else does": 10_500,
     "what was on its way to the last holder is forgotten": 37_600,
 }
@@ -185,6 +187,11 @@ def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, stops:
     assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == 10_000
 
 
+@pytest.mark.parametrize("number", [66_439, 67_235])
+def test_a_step_that_was_settled_before_a_loss_is_not_guessed_again(number: int) -> None:
+    check_histories([number])
+
+
 def test_a_history_is_reproduced_by_its_number() -> None:
     def lines(seed: int) -> list[str]:
         told: list[str] = []
@@ -201,6 +208,10 @@ def test_a_history_is_reproduced_by_its_number() -> None:
 MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("all stop at a step that some have begun", step_boundary, "on_paused",
      "max(pause.begun.values()) + 1", "max(pause.begun.values())"),
+    ("a step that was settled before a loss is guessed again", membership, "_known_commits",
+     "return payloads, True", "pass"),
+    ("contributions that settle a step are not heard with the resumption", Member, "receive",
+     "if message.settled:", "if False:"),
     ("all stop at the earliest step", step_boundary, "on_paused", "= max(pause.begun", "= min(pause.begun"),
     ("one answer is enough for a boundary", step_boundary, "on_paused",
      "pause.begun.keys() != state.roster.live", "not pause.begun"),
@@ -310,7 +321,7 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
     ("a stage adopts a gradient without the sums over others", SimulatedWorker, "carry_out",
      "self.shared[step % 2] = (step, gradient), dict(shared)", "_ = (step, gradient), dict(shared)"),
     ("a guess is settled before all have told", recovery, "actions",
-     "status.unsettled and version == decision.version", "status.unsettled"),
+     "status.unsettled and (version == decision.version or settled)", "status.unsettled"),
     ("a guess is never settled in a recovery", recovery, "actions", "if status.unsettled and", "if False and"),
     ("losses are told that may follow from a guess", SimulatedWorker, "program",
      "if step == self.version:\n        yield from self.know_newest()", "if False:\n        pass"),

@@ -414,7 +414,8 @@ class Memory:
                 self._known = messages.Known(message.generation, message.step, message.payloads)
             case messages.Resume():
                 if message.commits:
-                    self._known = messages.Known(message.generation, message.decision.version - 1, message.commits)
+                    step = message.decision.version - (not message.settled)
+                    self._known = messages.Known(message.generation, step, message.commits)
                 if rank in message.donors:
                     self._joins_after = message.decision.version - 1
             case messages.StopVerdict():

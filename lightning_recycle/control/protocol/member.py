@@ -123,6 +123,9 @@ class Member:
                 self._announced = message
             case messages.Resume():
                 self._resume = message
+                if message.settled:
+                    step = message.decision.version
+                    self._committed = messages.Committed(message.generation, step, message.commits, False)
             case messages.StepLoss():
                 self._losses[message.step] = message
                 self.leader_applied = max(self.leader_applied, message.leader_applied)

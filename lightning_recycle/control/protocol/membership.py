@@ -161,12 +161,13 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         if any(statuses[holder].version != decision.version for holder in holders):
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
         donors[rank] = min(holders)
-    commits = _known_commits(state, decision.version - 1)
+    commits, settled = _known_commits(state, statuses, decision.version)
     heals = corruption_response.choose_healers(state, statuses, decision.version)
     state, vote, excused = corruption_response.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
-    answered = (decision.version - 1, commits) if commits else state.steps.answered
-    state = state.with_generation(regrouping=False).with_steps(answered=answered)
+    step = decision.version if settled else decision.version - 1
+    answered = (step, commits) if commits else state.steps.answered
+    state = state.with_generation(regrouping=False, committed=step if settled else -1).with_steps(answered=answered)
     state = state.updated(has_resumed=True, checks=state.checks.without(heals))
     cuts, roster = state.layout.cuts, state.roster.ranks
     resume = messages.Resume(
@@ -175,6 +176,7 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         decision,
         None,
         commits,
+        settled,
         donors,
         cuts=cuts,
         becomes=state.generation.becomes,
@@ -191,32 +193,25 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
     }
     resumed = Record("resumed", decision.version, None, details)
     healed = tuple(Record("healed", decision.version, rank, {"donor": donor}) for rank, donor in sorted(heals.items()))
-    state, known = _repeat_what_is_settled(state, statuses, decision.version)
-    return state, (Send(roster, resume), *known, resumed, *healed, *excused)
+    return state, (Send(roster, resume), resumed, *healed, *excused)
 
 
-def _known_commits(state: MembershipState, step: int) -> dict[int, Any]:
-    """What the stages contributed to the commit of ``step``, by stage, as far as reported or answered."""
+def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
+    """Contributions to the newest commit that counts in a generation, by stage, and whether they settle ``version``.
+
+    They do where a worker has applied that step, which runs again, and the contributions of all stages to it are known.
+    It may have gone on from them, and would not announce the step again, so they hold for all: workers that applied the
+    step on a guess settle it by them, and the others do not guess. Otherwise they are those to the step before, as far
+    as reported or answered.
+    """
+    known, payloads = state.steps.answered
+    if known == version and len(payloads) == state.grid.stages and any(s.version > version for s in statuses.values()):
+        return payloads, True
     commits: dict[int, Any] = {}
     for _, report in sorted(state.generation.reports.items()):
-        if report.status.tells_of == step:
+        if report.status.tells_of == version - 1:
             commits.setdefault(report.status.stage, report.commit)
-    if state.steps.answered[0] == step:
-        commits.update(state.steps.answered[1])
-    return commits
-
-
-def _repeat_what_is_settled(state: MembershipState, statuses: Mapping[int, WorkerStatus], step: int) -> Next:
-    """If a stage has applied ``step``, which others do again, and knows the contributions of all to it, those hold for
-    all: no worker guesses again. A worker that is ahead would build on such a guess, and would not report the step any
-    more.
-    """
-    ahead = [status for status in statuses.values() if status.version > step]
-    known, payloads = state.steps.answered
-    if known != step or len(payloads) < state.grid.stages or not ahead or any(status.unsettled for status in ahead):
-        return state, ()
-    committed = messages.Committed(state.generation.number, step, payloads, False)
-    return state.with_generation(committed=step), (Send(state.roster.ranks, committed),)
+    return {**commits, **(payloads if known == version - 1 else {})}, False
 
 
 # ---------------------------------------------------------------------- a coordinator that was started again

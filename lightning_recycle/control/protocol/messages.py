@@ -824,7 +824,10 @@ class Resume:
     program: Program | None
     """What this worker does in a step. The coordinator's shell adds it: each worker has another one."""
     commits: Mapping[int, Payload | None]
-    """What the stages contributed to the commit of step ``decision.version - 1``, by stage, as far as known."""
+    """Contributions of the stages to the commit of step ``decision.version - 1``, by stage, as far as known; or of all
+    stages to that of ``decision.version``, if ``settled``."""
+    settled: bool = False
+    """Whether step ``decision.version`` runs again although a worker has applied it as all contributed to it."""
     donors: Mapping[int, int] = field(default_factory=dict)
     """For each rank that joins, the peer that gives it its state."""
     cuts: Cuts = ()

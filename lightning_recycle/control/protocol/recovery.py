@@ -22,8 +22,9 @@ Where all stages hold the gradient of such a step, all are ahead, and compute it
 A worker may apply a step on a *guess*: that it is what it will be when all stages have told each other of their
 gradients. Until they have, its newest version is unsettled. It does not REDUCE the next step, and tells nobody of
 losses or other results of it, so nothing that follows from a guess is ever kept. The decision needs not know of it: if
-it commits the guessed step, every stage holds the gradient of it and has told so; if it does not, the step stays a
-guess, and is told of once more.
+it commits the guessed step, every stage holds the gradient of it and has told so. If it does not, because a stage has
+lost its gradient, the step stays a guess and is announced once more; unless all contributions to it were known before
+the loss, and another stage may have gone on from them: then it is settled by these.
 
 A worker that lacks a gradient which a peer holds adopts it. A worker keeps the gradient of a step until it begins the
 step after the next.
@@ -214,7 +215,13 @@ Action: TypeAlias = Give | Take | Apply | Settle | Adopt | AwaitPeers | CommitTo
 
 
 def actions(
-    rank: int, status: WorkerStatus, decision: Decision, donors: Mapping[int, int], commits: bool, tied: bool
+    rank: int,
+    status: WorkerStatus,
+    decision: Decision,
+    donors: Mapping[int, int],
+    commits: bool,
+    tied: bool,
+    settled: bool = False,
 ) -> tuple[Action, ...]:
     """What a worker does, in order, once the workers of a generation are connected; then all run ``decision.version``.
 
@@ -225,6 +232,7 @@ def actions(
         donors: for each rank that joins, the peer that gives it its state.
         commits: whether stages commit a step together before they apply it.
         tied: whether stages hold copies of one parameter, so that a step is REDUCED in all of them or in none.
+        settled: whether the contributions of all stages to step ``decision.version`` are known.
 
     Raises:
         ReCycleError: for a status from which the decision cannot be carried out.
@@ -239,7 +247,7 @@ def actions(
         found.append(Apply())
         version, reduced = version + 1, False
 
-    if status.unsettled and version == decision.version:
+    if status.unsettled and (version == decision.version or settled):
         found.append(Settle(version - 1))
     if receivers := tuple(sorted(other for other, donor in donors.items() if donor == rank)):
         found.append(Give(receivers))

@@ -298,7 +298,7 @@ class Executor:
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if runner.guesses is not None and commits:
             runner.guesses.known = commits
-        rules = runner.commits, runner.redoes_whole_steps
+        rules = runner.commits, runner.redoes_whole_steps, resume.settled
         for action in actions(self._client.rank, status, resume.decision, resume.donors, *rules):
             if isinstance(action, CommitTogether):
                 commits = self._client.commit(action.step, runner.payload)
