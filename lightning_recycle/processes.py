@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import importlib.util
 import os
 import select
 import signal
 import threading
 import time
+from pathlib import Path
 
-__all__ = ["die_when_closed", "die_with_parent", "end_with", "has_ended", "process_space", "thread_states"]
+__all__ = ["die_when_closed", "die_with_parent", "end_with", "has_ended", "process_space", "set_title", "thread_states"]
 
 _LOOK_SECONDS = 0.5
 
@@ -70,6 +72,23 @@ def _await_end(pid: int) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()
+
+
+# ---------------------------------------------------------------------- title
+
+
+def set_title(title: str, short: str) -> None:
+    """Names this process in the lists of ``ps`` and ``top``.
+
+    Args:
+        title: its command line there, if the package ``setproctitle`` is installed.
+        short: otherwise the name of its command, of which Linux keeps 15 bytes.
+    """
+    if importlib.util.find_spec("setproctitle") is not None:
+        importlib.import_module("setproctitle").setproctitle(title)
+        return
+    with contextlib.suppress(OSError):  # not Linux, or no /proc: the process keeps the name of its program
+        Path("/proc/self/comm").write_text(short)
 
 
 # ---------------------------------------------------------------------- states of other processes

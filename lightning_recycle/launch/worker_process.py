@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -33,6 +34,7 @@ from lightning_recycle.launch.worker_exceptions import dump_exception, from_user
 from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
 from lightning_recycle.launch.worker_results import UserObjects, leader_result, stage_result, way_home
 from lightning_recycle.model.weights import weights_of
+from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.result_policy import Way
@@ -91,6 +93,8 @@ def worker_main(start: WorkerStart) -> None:
         node=machine_name(),
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
+    worker = start.setup.grid.worker(start.place.rank)
+    set_title(f"recycle worker {worker} of {Path(sys.argv[0]).name}", f"recycle {worker.pipeline},{worker.stage}")
     with crashes_reported(client):
         set_num_threads()
         call, settings = start.payload.load()
