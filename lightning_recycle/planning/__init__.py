@@ -18,9 +18,7 @@ from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import (
-    Move,
     distribution_of,
-    moves,
     normalize,
     normalized_failures,
     normalized_problem,
@@ -52,7 +50,6 @@ __all__ = [
     "LayoutPlan",
     "Memory",
     "Microbatch",
-    "Move",
     "Op",
     "OpKind",
     "PlanLibrary",
@@ -76,7 +73,6 @@ __all__ = [
     "load_profile",
     "lower_bound",
     "makespan_lower_bound",
-    "moves",
     "normalize",
     "normalized_failures",
     "normalized_problem",

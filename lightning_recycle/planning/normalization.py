@@ -8,7 +8,8 @@ library then needs one plan for each number of failures instead of one for each 
 :func:`normalize` chooses the distribution: the shortest period; among those, the one that leaves the most memory
 on the most loaded worker; among those, the least load on memory altogether; then failures in late stages.
 :func:`roles` maps the live workers to the positions of the plan that was made for that distribution, moving as few
-workers as possible to another stage; :func:`moves` lists those, with the peer from which each copies its state.
+workers as possible to another stage. From which peer each of these copies its state, see
+:func:`~lightning_recycle.planning.layouts.layer_costs.layer_moves`.
 
 :func:`contingencies` lists the problems that a run may have to plan for, the likeliest first: S for one failure, about
 S^2 / 2 for two. A distribution is as likely as it has sets of workers. What is planned offline for a library and what a
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import combinations, islice, pairwise, permutations
 from math import comb, prod
@@ -44,12 +45,10 @@ from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem, Technique
 
 __all__ = [
-    "Move",
     "contingencies",
     "distribution_of",
     "distributions",
     "most_in_a_stage",
-    "moves",
     "next_failures",
     "normalize",
     "normalized_failures",
@@ -60,21 +59,6 @@ __all__ = [
 
 _MOST_LISTED = 2_000  # distributions; where there are more, those near the chosen one are compared with it
 _MOST_PERIODS = 64  # distributions whose true period `normalize` asks for
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Move:
-    """A healthy worker that changes its stage.
-
-    Args:
-        worker: its current position.
-        target: its new position, which is live in the normalized plan.
-        source: a worker of the target's stage (by its current position) from which it copies the state.
-    """
-
-    worker: Worker
-    target: Worker
-    source: Worker
 
 
 def normalize(
@@ -244,27 +228,6 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
         vacant += free[len(displaced) :]
     taken |= dict(zip(spare, vacant, strict=True))
     return dict(sorted(taken.items()))
-
-
-def moves(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -> tuple[Move, ...]:
-    """The transfers of state that :func:`roles` requires: as few as possible for this distribution.
-
-    The stage's own live workers take turns as sources, so that copies run in parallel.
-
-    Raises:
-        ConfigurationError: as :func:`roles`.
-        PlanningError: as :func:`roles`.
-    """
-    taken = roles(grid, failed, distribution)
-    turns = [0] * grid.stages
-    found = []
-    for worker, target in taken.items():
-        if worker.stage != target.stage:
-            # Workers leave stages with too many live workers; this one has too few.
-            owners = [peer for peer in taken if peer.stage == target.stage]
-            found.append(Move(worker, target, owners[turns[target.stage] % len(owners)]))
-            turns[target.stage] += 1
-    return tuple(found)
 
 
 def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:

@@ -24,7 +24,7 @@ Must not know: how the orders were chosen, cuts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -180,6 +180,19 @@ class Codes:
                     pairs = zip(self.turns.held, self.turns.waiting, strict=True)
                     found[-1].append([held * h[stage] + waiting * w[stage] for h, w in pairs])
         return found
+
+    def peaks(self, sequence: Iterable[int], memory: Memory) -> list[float]:
+        """By stage, the most that a worker holds at once, in the unit of ``memory``."""
+        taken = self.bytes_of(memory)
+        held = list(memory.fixed) * self.problem.grid.pipelines
+        peaks = list(memory.fixed)
+        for code in sequence:
+            key, number = divmod(code, self.n)
+            kind, stage = divmod(key, self.stages)
+            rank = self.ranks[key][number]
+            held[rank] += taken[kind][stage][number]
+            peaks[stage] = max(peaks[stage], held[rank])
+        return peaks
 
     def under(self, problem: Problem) -> Codes:
         """The same operations on the same workers, of another problem."""

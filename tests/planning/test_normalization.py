@@ -1,5 +1,6 @@
 """Failure normalization: the best distribution, and the fewest moves to it."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
@@ -130,6 +131,12 @@ def accidents(draw: st.DrawFn) -> tuple[p.Grid, frozenset[p.Worker], tuple[int, 
     return grid, frozenset(failed), wanted
 
 
+def moves(grid: p.Grid, failed: Collection[p.Worker], wanted: tuple[int, ...]) -> tuple[p.LayerMove, ...]:
+    """The copies that a distribution asks for, if each stage is one layer."""
+    stages = range(grid.stages + 1)
+    return p.layer_moves(grid, failed, stages, stages, p.roles(grid, failed, wanted))
+
+
 @settings(max_examples=200, deadline=None)
 @given(accidents())
 def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(
@@ -141,13 +148,13 @@ def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(
     assert set(taken) == live
     assert set(taken.values()) == set(grid.workers()) - p.normalized_failures(grid, wanted)
     assert len(set(taken.values())) == len(taken)
-    transfers = p.moves(grid, failed, wanted)
+    transfers = moves(grid, failed, wanted)
     now = p.distribution_of(grid, failed)
     assert len(transfers) == sum(max(0, have - want) for have, want in zip(now, wanted, strict=True))
     for move in transfers:
-        assert move.worker in live
-        assert taken[move.worker] == move.target
-        assert move.worker.stage != move.target.stage == move.source.stage
+        assert move.receiver in live
+        assert taken[move.receiver].stage == move.layer
+        assert move.receiver.stage != move.layer == move.source.stage
         assert taken[move.source].stage == move.source.stage  # the source keeps what it gives
 
 
@@ -160,18 +167,15 @@ def test_the_number_of_moves_is_the_minimum_over_all_assignments() -> None:
             least = min(
                 sum(a.stage != b.stage for a, b in zip(live, order, strict=True)) for order in permutations(positions)
             )
-            assert len(p.moves(grid, failed, wanted)) == least
+            assert len(moves(grid, failed, wanted)) == least
 
 
 def test_sources_take_turns() -> None:
     grid = p.Grid(4, 2, 4)
     failed = frozenset({p.Worker(0, 0), p.Worker(1, 0)})
-    transfers = p.moves(grid, failed, (0, 2))
+    transfers = moves(grid, failed, (0, 2))
     assert [move.source for move in transfers] == [p.Worker(2, 0), p.Worker(3, 0)]
-    assert [(move.worker, move.target) for move in transfers] == [
-        (p.Worker(2, 1), p.Worker(0, 0)),
-        (p.Worker(3, 1), p.Worker(1, 0)),
-    ]
+    assert [move.receiver for move in transfers] == [p.Worker(2, 1), p.Worker(3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -181,9 +185,9 @@ def test_sources_take_turns() -> None:
         (lambda: p.normalize(GRID, UNIT, 9), PlanningError, "9 failures.*at most 8"),
         (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
         (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
-        (lambda: p.moves(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 workers have failed.*for 2"),
+        (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 workers have failed.*for 2"),
         (
-            lambda: p.moves(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)),
+            lambda: p.roles(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)),
             PlanningError,
             "all 3 replicas of stage 0",
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from lightning_recycle.planning import Problem, moves, normalized_failures, roles
+from lightning_recycle.planning import Problem, layer_moves, normalized_failures, roles
 from lightning_recycle.simulation.cluster import Cluster
 from lightning_recycle.simulation.policies.common import checkpoint_costs
 from lightning_recycle.simulation.policies.oobleck import cut, pipelines_step
@@ -505,7 +505,8 @@ class NaiveRecycle(Naive):
             vacant = sorted(set(grid.workers()) - set(held.values()))
             goal = self.spread(len(vacant))
             taken = roles(grid, vacant, goal)
-            sent.update(move.source for move in moves(grid, vacant, goal))
+            stages = range(grid.stages + 1)
+            sent.update(move.source for move in layer_moves(grid, vacant, stages, stages, roles(grid, vacant, goal)))
             held = {worker: taken[place] for worker, place in held.items()}
         transfer = max(sent.values(), default=0) * self.one_copy()
         pauses = self.regrouping(len(self.live), failed, transfer)

@@ -224,17 +224,8 @@ def _fits(codes: Codes, sequence: Sequence[int]) -> bool:
     memory = codes.problem.memory
     if memory is None:
         return True
-    stages, n = codes.stages, codes.n
-    of_kind = codes.bytes_of(memory)
-    room = [memory.room(rank % stages) for rank in range(codes.problem.grid.num_workers)]
-    for code in sequence:
-        key, number = divmod(code, n)
-        kind, stage = divmod(key, stages)
-        rank = codes.ranks[key][number]
-        room[rank] -= of_kind[kind][stage][number]
-        if room[rank] < 0:
-            return False
-    return True
+    peaks = codes.peaks(sequence, memory)
+    return all(peak <= memory.fixed[stage] + memory.room(stage) for stage, peak in enumerate(peaks))
 
 
 def _zero_bubble_start(codes: Codes) -> list[list[int]]:

@@ -283,12 +283,11 @@ class _Descent:
     def __init__(self, codes: Codes, solution: Solution, effort: int) -> None:
         self.codes, self.best = codes, solution
         self.memory = measure_of(codes.problem)
-        self.taken = codes.bytes_of(self.memory)
         self.goal = tuple(length * (1 + EQUALLY_FAST) for length in solution.score[:2])
         self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
         self.plays = effort // _SHARE // self.operations
-        self.peaks = self.peaks_of(solution.sequence)
-        one = [max(of_stage) for of_stage in self.taken[0]]
+        self.peaks = codes.peaks(solution.sequence, self.memory)
+        one = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]
         self.least = [fixed + each for fixed, each in zip(self.memory.fixed, one, strict=True)]
         fineness = 1 if codes.problem.memory is None else _FINENESS
         self.step = min(each / all for each, all in zip(one, self.memory.capacity, strict=True)) / fineness
@@ -328,7 +327,7 @@ class _Descent:
         if found.score[0] > self.goal[0] or found.score[1] > self.goal[1]:
             return False
         self.best = found
-        self.peaks = self.peaks_of(found.sequence)
+        self.peaks = self.codes.peaks(found.sequence, self.memory)
         return True
 
     def limited(self, limits: Sequence[float]) -> Problem:
@@ -345,16 +344,3 @@ class _Descent:
             raise PlanningError("a worker cannot hold one micro-batch.")
         given = problem.in_flight_limit or whole
         return replace(problem, in_flight_limit=tuple(map(min, whole, given)))
-
-    def peaks_of(self, sequence: Sequence[int]) -> list[float]:
-        """By stage, the most that a worker holds at once."""
-        codes, stages, n = self.codes, self.codes.stages, self.codes.n
-        held = [self.memory.fixed[rank % stages] for rank in range(codes.problem.grid.num_workers)]
-        peaks = list(self.memory.fixed)
-        for code in sequence:
-            key, number = divmod(code, n)
-            kind, stage = divmod(key, stages)
-            rank = codes.ranks[key][number]
-            held[rank] += self.taken[kind][stage][number]
-            peaks[stage] = max(peaks[stage], held[rank])
-        return peaks

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_recycle.planning import Costs, Grid, Worker, moves, normalized_failures, roles
+from lightning_recycle.planning import Costs, Grid, Worker, layer_moves, normalized_failures, roles
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, prolonged, stopped
 
@@ -161,7 +161,8 @@ def place(
             senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
     if distribution is not None:
         taken = roles(grid, vacant, distribution)
-        senders.update(move.source for move in moves(grid, vacant, distribution))
+        stages = range(grid.stages + 1)  # each is moved as a whole
+        senders.update(move.source for move in layer_moves(grid, vacant, stages, stages, taken))
         held = {worker: taken[position] for worker, position in held.items()}
     return Placement(tuple(sorted(held.items())), max(senders.values(), default=0))
 
