@@ -8,7 +8,6 @@
 """
 
 from lightning_recycle.simulation.cluster import Cluster, Topology
-from lightning_recycle.simulation.engine import simulate
 from lightning_recycle.simulation.failures import (
     Corruption,
     FailureSource,
@@ -33,7 +32,7 @@ from lightning_recycle.simulation.random_failures import (
     SlowNodes,
 )
 from lightning_recycle.simulation.results import Accounting, Cause, Event, Interval, SimulationResult, State
-from lightning_recycle.simulation.sweep import Repetitions, repeat
+from lightning_recycle.simulation.runs import Repetitions, repeat, simulate
 from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, available_models, get_model
 from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
 from lightning_recycle.simulation.units import as_seconds

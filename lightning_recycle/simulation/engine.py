@@ -22,11 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.failures import Change, FailureSource, Health, Wrong
+from lightning_recycle.simulation.failures import Change, Health, Wrong
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -39,84 +36,12 @@ from lightning_recycle.simulation.policies.policy import (
     checked,
     waiting,
 )
-from lightning_recycle.simulation.results import Event, Interval, SimulationResult, Span, State, account, samples_of
-from lightning_recycle.simulation.training_model import TrainingModel
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
+from lightning_recycle.simulation.results import Event, Span, State, samples_of
+from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
 
-__all__ = ["mean_time_between_failures", "simulate"]
+__all__ = ["Run"]
 
 _FILL = "fill"
-_SAMPLES = 8
-
-
-def simulate(
-    model: TrainingModel,
-    cluster: Cluster,
-    policy: Policy,
-    failures: FailureSource,
-    duration: Duration = "1d",
-    seed: int = 0,
-) -> SimulationResult:
-    """Train ``model`` on ``cluster`` for ``duration`` while nodes fail.
-
-    Args:
-        model: the model to train.
-        cluster: the machines.
-        policy: how failures are handled.
-        failures: the source of failures.
-        duration: seconds, or text such as "6h".
-        seed: seed of the failures.
-
-    Raises:
-        ConfigurationError: when the arguments do not fit together.
-    """
-    seconds = as_seconds("simulate(duration)", duration, positive=True)
-    workers = cluster.workers_per_node(model)
-    if cluster.nodes * workers < model.pipelines * model.stages:
-        raise ConfigurationError(
-            f"{model.name} needs {model.gpus} GPUs, the cluster has {cluster.gpus}: use Cluster.of(model)."
-        )
-    changes = () if policy.ignores_failures else failures.changes(cluster, seconds, seed)
-    mtbf = None if policy.ignores_failures else mean_time_between_failures(failures, cluster, seconds)
-    run = _Run(Context(model, cluster, mtbf), policy, changes, as_ticks(seconds))
-    run.play()
-    return SimulationResult(
-        model=model.name,
-        policy=type(policy).__name__,
-        duration=seconds,
-        gpus=cluster.gpus,
-        samples=samples_of(run.spans),
-        fault_free_throughput=model.global_batch / model.fault_free_seconds(),
-        fault_free_gpus=model.gpus,
-        bubble_free_throughput=model.global_batch / model.useful_gpu_seconds,
-        flops_per_sample=sum(model.transformer.flops()),
-        peak_flops=model.device.peak_flops,
-        accounting=account(run.spans, cluster.gpus),
-        intervals=tuple(map(_interval, run.spans)),
-        events=tuple(run.health.events),
-        tainted_samples=run.tainted_samples(),
-    )
-
-
-def mean_time_between_failures(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
-    """Seconds between two failures of the cluster on average; None when nothing fails after the beginning.
-
-    What an operator knows from the past: the mean of eight runs with other seeds, where the source is random.
-    """
-    try:
-        return _counted(failures, cluster, duration)  # type: ignore[arg-type]
-    except TypeError:  # a source that cannot be hashed
-        return _counted.__wrapped__(failures, cluster, duration)
-
-
-@lru_cache(maxsize=1024)
-def _counted(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
-    count = sum(
-        bool(change.down) and change.tick > 0
-        for seed in range(_SAMPLES)
-        for change in failures.changes(cluster, duration, 1_000_000 + seed)
-    )
-    return _SAMPLES * duration / count if count else None
 
 
 @dataclass
@@ -128,7 +53,9 @@ class _Pending:
     tick: int
 
 
-class _Run:
+class Run:
+    """A training run under a policy, played until tick ``end``."""
+
     def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
         self.context, self.policy, self.end = context, policy, end
         self.watchful = policy if isinstance(policy, WatchfulPolicy) else None
@@ -487,17 +414,3 @@ class _Run:
 
 def _step(configuration: Configuration) -> int:
     return max(1, as_ticks(configuration.step_seconds))
-
-
-def _interval(span: Span) -> Interval:
-    training = span.state is State.TRAINING
-    return Interval(
-        span.begin / TICKS_PER_SECOND,
-        span.end / TICKS_PER_SECOND,
-        span.state,
-        span.label,
-        span.gpus,
-        span.live_gpus,
-        span.configuration.throughput if training else 0.0,
-        span.configuration.choice,
-    )

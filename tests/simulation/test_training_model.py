@@ -1,0 +1,265 @@
+"""Cost and memory models, their calibration, measured stages, and blocks in halves."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from lightning_recycle import simulation as sim
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Costs, Problem, Technique, one_f_one_b
+from lightning_recycle.simulation import (
+    Auto,
+    Cluster,
+    FailedFraction,
+    Gpu,
+    Oobleck,
+    Transformer,
+    available_models,
+    get_model,
+    simulate,
+)
+from lightning_recycle.simulation.steps import layer_costs
+from lightning_recycle.simulation.transformer import LayerPart, block_parts
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "gpus", "shape"),
+    [
+        ("gpt3_medium", 0.355, 32, (16, 2)),
+        ("gpt3_3_35b", 3.35, 32, (8, 4)),
+        ("gpt3_6_7b", 6.7, 32, (4, 8)),
+        ("megatron_18_4b", 18.4, 256, (16, 16)),
+        ("megatron_39_1b", 39.1, 512, (16, 32)),
+        ("megatron_76_1b", 76.1, 1024, (16, 64)),
+        ("megatron_145_6b", 145.6, 1536, (24, 64)),
+    ],
+)
+def test_models_have_the_papers_sizes(name, billions, gpus, shape) -> None:
+    model = get_model(name)
+    assert model.transformer.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert (model.gpus, (model.pipelines, model.stages)) == (gpus, shape)
+
+
+@pytest.mark.parametrize(("name", "goal"), [("gpt3_medium", 27.58), ("gpt3_3_35b", 14.87), ("gpt3_6_7b", 5.33)])
+def test_one_number_gives_the_measured_throughput(name, goal) -> None:
+    model = get_model(name)
+    step = one_f_one_b(Problem(model.grid, model.costs(), technique=Technique(False, False))).makespan
+    assert model.global_batch / step == pytest.approx(goal, rel=1e-6)
+    assert 0 < model.efficiency < 1
+
+
+@pytest.mark.parametrize("name", available_models())
+def test_operations_are_those_of_megatrons_formula(name) -> None:
+    shape = get_model(name).transformer
+    s, layers, h, v = shape.sequence, shape.layers, shape.width, shape.vocabulary
+    expected = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    # The formula does not run the output layer again, which is 2 s h V of operations.
+    assert sum(shape.flops(recompute=True)) - 2 * s * h * v == pytest.approx(expected, rel=1e-12)
+
+
+def test_backward_is_twice_the_forward_and_linear_layers_split_it_evenly() -> None:
+    forward, backward, weight = Transformer(24, 1024, 16).flops()
+    assert backward + weight == pytest.approx(2 * forward)
+    assert weight < forward < backward  # attention products have no weights
+
+
+def test_activations_follow_korthikanti_and_recomputation_keeps_inputs_only() -> None:
+    shape = Transformer(32, 4096, 32)
+    assert shape.activation_bytes() == 32 * 2048 * 4096 * (34 + 5 * 32 * 2048 / 4096)
+    assert shape.activation_bytes(recompute=True) == 32 * 2048 * 4096 * 2
+
+
+def test_memory_decides_about_the_micro_batch() -> None:
+    model = get_model("gpt3_6_7b")
+    assert min(model.in_flight_limit()) >= model.stages  # 1F1B fits
+    assert min(get_model("gpt3_6_7b", microbatch=2).in_flight_limit()) < model.stages
+    tight = replace(model, gpu=Gpu("small", 312e12, 16e9, 1e12), throughput=None)
+    assert tight.in_flight_limit() == (0,) * 8
+
+
+def test_units_cut_evenly_for_the_grid_and_sum_up_for_any_number_of_stages() -> None:
+    model = get_model("megatron_145_6b")
+    assert set(model.even()) == {model.units // 64}
+    for stages in (1, 7, 63):
+        parts = model.even(stages)
+        assert (sum(parts), len(parts)) == (model.units, stages)
+        assert max(parts) - min(parts) <= 1
+
+
+def test_costs_grow_with_a_stages_part_and_replicas_cost_a_longer_ring() -> None:
+    model = get_model("gpt3_6_7b")
+    costs = model.costs((8, 24))
+    assert costs.forward[1] == pytest.approx(3 * costs.forward[0])
+    assert costs.optimizer[1] == pytest.approx(3 * costs.optimizer[0])
+    assert model.costs(pipelines=1).reduce == (0.0,) * 8
+    assert model.costs(pipelines=8).reduce[0] > model.costs(pipelines=2).reduce[0] > 0
+    assert model.costs((32,)).communication == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"throughput": 1e5}, "cannot be faster"),
+        ({"gpu": "A10"}, "unknown GPU 'A10'"),
+        ({"global_batch": 100}, "need a multiple of 16"),
+        ({"stages": 0}, "stages=0"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        get_model("gpt3_medium", **changes)
+
+
+def test_unknown_model_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigurationError, match=r"'gpt5'.*gpt3_medium"):
+        get_model("gpt5")
+
+
+UNEVEN = Costs((1.0, 2.0), (1.0, 2.5), (1.0, 1.5), (0.0, 0.0), (0.0, 0.0))
+
+
+def measured(costs=UNEVEN, **changes):
+    settings = {"pipelines": 3, "stages": 2, "global_batch": 18, **changes}
+    return sim.MeasuredModel("measured", sim.Transformer(8, 8, 1, 8, 8), stage_costs=costs, **settings)
+
+
+def test_costs_are_those_that_were_given() -> None:
+    model = measured()
+    assert model.costs() == model.costs(model.even(), pipelines=2) == UNEVEN
+    assert model.fault_free_seconds() == 1.0 + 6 * 6.0 + 2.0  # 1F1B: the slower stage is busy from the first F on
+    assert model.useful_gpu_seconds == 18 * 9.0
+    assert model.in_flight_limit() == (18, 18)  # the layers are tiny
+
+
+def test_a_micro_batch_of_several_samples_costs_what_was_measured() -> None:
+    model = measured(global_batch=36, microbatch=2)
+    assert model.grid.microbatches == 6
+    assert model.useful_gpu_seconds == 18 * 9.0
+    assert measured(recompute=True).useful_gpu_seconds == 18 * 6.0
+
+
+def test_measured_stages_cannot_be_cut_otherwise() -> None:
+    model = measured(Costs.uniform(2))
+    assert sim.simulate(model, sim.Cluster.of(model), sim.Restart(), sim.Scripted(), 210.0).samples == pytest.approx(
+        180
+    )
+    with pytest.raises(ConfigurationError, match="measured stages say nothing"):
+        sim.simulate(
+            model, sim.Cluster.of(model), sim.ElasticLayers(effort=0), sim.Scripted([sim.Outage(50.0, (1,))]), 200.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": 3}, "3 stages, the costs have 2"),
+        ({"costs": Costs.uniform(2, 0.0, 0.0, 0.0)}, "no time at all"),
+        ({"throughput": 0.1}, "no calibration"),
+        ({"global_batch": 17}, "need a multiple of 3"),
+    ],
+)
+def test_impossible_settings_are_refused_of_measured_model(changes, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        measured(**changes)
+
+
+@pytest.mark.parametrize(("staggered", "step", "degraded", "fill"), [(False, 19, 28, 0), (True, 18, 27, 1)])
+def test_the_first_step_after_a_stop_begins_with_empty_pipelines(staggered, step, degraded, fill) -> None:
+    model = measured(Costs.uniform(2), network_latency=0.0, network_bandwidth=1e18)
+    own = {"detection": 1.0, "regroup": 2.0, "rejoin": 4.0, "agreement": 0.0, "lookup": 0.0, "connect": 0.0}
+    policy = sim.Recycle(staggered=staggered, normalization=False, **own)
+    result = sim.simulate(model, sim.Cluster.of(model), policy, sim.Scripted([sim.Outage(50.0, (5,), 100.0)]), 300.0)
+    begin = 53.0 + fill
+    assert begin + 2 * degraded > 100  # when a step ends, the replacement has come
+    again = begin + 2 * degraded + 4 + fill
+    paused = [(i.begin, i.end, i.label) for i in result.intervals if i.state is sim.State.PAUSED]
+    expected = [(50, 51, "detect"), (51, 53, "regroup"), (53, begin, "fill")]
+    expected += [(begin + 2 * degraded, again - fill, "rejoin"), (again - fill, again, "fill")]
+    assert paused == [pause for pause in expected if pause[0] < pause[1]]
+    assert result.samples == pytest.approx(18 * (2 + 2 + (300 - again) / step))
+    assert result.accounting.total == 6 * 300 * 10**9
+    assert result.accounting.redone == (50 - 2 * step) * 6 * 10**9
+
+
+def test_a_rejoin_costs_what_a_failure_does_unless_said_otherwise() -> None:
+    model = measured(Costs.uniform(2))
+    result = sim.simulate(
+        model, sim.Cluster.of(model), sim.Recycle(regroup=2.0), sim.Scripted([sim.Outage(50.0, (5,), 100.0)]), 300.0
+    )
+    failure, rejoin = [interval for interval in result.intervals if interval.label == "regroup"]
+    assert failure.end - failure.begin == pytest.approx(2.0 + 5 * 0.0025)
+    assert rejoin.end - rejoin.begin == pytest.approx(2.0 + 6 * 0.0025)
+
+
+NAMES = [field.name for field in fields(LayerPart)]
+SHAPE = Transformer(32, 4096, 32)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", [SHAPE, Transformer(24, 1024, 16), Transformer(2, 64, 4, 16384, 100)], ids=str)
+def test_halves_add_up_to_their_block(shape: Transformer, recompute: bool) -> None:
+    attention, mlp = block_parts(shape, recompute=recompute)
+    for name in NAMES:
+        assert getattr(attention, name) + getattr(mlp, name) == pytest.approx(1.0)
+        assert 0 < getattr(attention, name) < 1
+
+
+def test_halves_of_a_wide_block_are_as_their_weights_and_longer_samples_make_attention_dearer() -> None:
+    wide, _ = block_parts(Transformer(8, 2**20, 8, 512, 1))
+    for name in ("forward", "backward", "weight", "parameters"):
+        assert getattr(wide, name) == pytest.approx(1 / 3, rel=1e-3)
+    short, long = (block_parts(Transformer(8, 1024, 8, sequence, 1))[0] for sequence in (512, 8192))
+    assert long.forward > short.forward
+    assert long.backward > long.forward  # products of attention cost twice as much in B
+    assert long.weight == pytest.approx(1 / 3, rel=1e-3)  # and nothing in W
+    assert long.activations > short.activations
+
+
+@pytest.mark.parametrize("name", ["gpt3_medium", "gpt3_3_35b", "gpt3_6_7b"])
+def test_the_same_model_is_as_fast_and_as_large_however_it_is_cut(name: str) -> None:
+    whole, halves = get_model(name), get_model(name, layers_per_block=2)
+    assert halves.units == 2 * whole.transformer.layers
+    assert halves.efficiency == pytest.approx(whole.efficiency)
+    assert halves.in_flight_limit() == whole.in_flight_limit()
+    one, other = layer_costs(whole), layer_costs(halves)
+    for values in ("forward", "backward_input", "backward_weight", "optimizer", "parameter_bytes", "held_bytes"):
+        assert sum(getattr(one, values)) == pytest.approx(sum(getattr(other, values))), values
+        pairs = [sum(getattr(other, values)[n : n + 2]) for n in range(0, other.layers, 2)]
+        assert pairs == pytest.approx([sum(getattr(one, values)) / len(pairs)] * len(pairs)), values
+
+
+def test_a_stage_is_as_large_as_the_halves_that_it_has() -> None:
+    model = get_model("gpt3_6_7b", layers_per_block=2)
+    attention, mlp = block_parts(model.transformer)
+    first, second = model.parts((3, 61))  # two attentions and an MLP
+    assert first.forward == pytest.approx((2 * attention.forward + mlp.forward) / 32)
+    assert first.forward + second.forward == pytest.approx(1.0)
+    with pytest.raises(ConfigurationError, match="give stages of 64 units in all"):
+        model.costs((3, 60))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers_per_block": 3}, "layers_per_block=3.*give 1 or 2"),
+        ({"layers_per_block": 2, "stages": 5, "pipelines": 4}, "32 blocks are not whole on 5 stages"),
+    ],
+)
+def test_cuts_that_cannot_be_say_what_to_give(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        get_model("gpt3_6_7b", **changes)
+
+
+def test_halves_let_a_run_with_one_cut_train_more() -> None:
+    found = []
+    for parts in (1, 2):
+        model = get_model("gpt3_6_7b", layers_per_block=parts)
+        policy = Auto(shares=False, effort=0, checkpoint="memory")
+        found.append(simulate(model, Cluster.of(model), policy, FailedFraction(1 / 32), "1h").ratio)
+    assert found[1] > 1.03 * found[0]  # by load alone .895 of ideal instead of .826
+
+
+def test_other_policies_cut_halves_too() -> None:
+    model = get_model("gpt3_6_7b", layers_per_block=2)
+    policy = Oobleck(effort=0, checkpoint="memory")
+    assert simulate(model, Cluster.of(model), policy, FailedFraction(3 / 32), "1h").ratio > 0
