@@ -42,9 +42,9 @@ from lightning_recycle.session.user_objects import user_graph, weights_by_name, 
 from lightning_recycle.session.weight_callbacks import (
     Finetuning,
     WeightAverages,
-    load_trained,
+    load_parameter_groups,
+    parameter_groups,
     take_pruned_form,
-    trained,
 )
 from lightning_recycle.session.worker_context import WorkerContext
 
@@ -78,7 +78,7 @@ class WorkerSnapshot:
     Args:
         objects: the module of the stage, callbacks, data module and DataLoaders, with all that they hold.
         weights: the names of the stage's weights.
-        trained: which parameters require a gradient, and the optimizers' groups.
+        groups: the names of the parameters in each group of each optimizer.
         optimizers: the class and the state dict of each of the stage's optimizers.
         schedulers: the state dicts of the schedulers.
         precision: the state dict of the precision plugin.
@@ -88,7 +88,7 @@ class WorkerSnapshot:
         attributes: of the Trainer's parts, by path: public settings, such as ``gradient_clip_val``, which callbacks may
             change, and what is in no state dict.
         callbacks: the state dicts of callbacks whose attributes belong to their process.
-        averages: the averages of the stage's weights that callbacks keep.
+        averages: the states of StochasticWeightAveraging.
         has_validated: whether the validation loaders have been read.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
@@ -100,7 +100,7 @@ class WorkerSnapshot:
 
     objects: ObjectPack
     weights: tuple[str, ...]
-    trained: dict[str, Any]
+    groups: list[list[list[str]]]
     optimizers: list[tuple[str, dict[str, Any]]]
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
@@ -231,7 +231,7 @@ def _take_snapshot(
     return WorkerSnapshot(
         objects=user_graph(trainer).pack(marks.unchanged()),
         weights=tuple(weights_of(module)),
-        trained=trained(module, trainer.optimizers),
+        groups=parameter_groups(module, trainer.optimizers),
         optimizers=[(type(optimizer).__name__, optimizer.state_dict()) for optimizer in trainer.optimizers],
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
@@ -244,7 +244,7 @@ def _take_snapshot(
             for key, state in call._call_callbacks_state_dict(trainer).items()
             if key in {c.state_key for c in trainer.callbacks if is_bound_to_process(c)}  # type: ignore[attr-defined]
         },
-        averages=averages.state(),
+        averages=averages.states(),
         has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         stop_agreed=stop_agreed,
         next_collective=next_collective,
@@ -311,7 +311,7 @@ def _restore_snapshot(
     load_progress(trainer.fit_loop, snapshot.loops)
     trainer.fit_loop._combined_loader_states_to_load = []
     averages.load(snapshot.averages)
-    load_trained(module, trainer.optimizers, snapshot.trained)
+    load_parameter_groups(module, trainer.optimizers, snapshot.groups)
     for optimizer, (kind, state) in zip(trainer.optimizers, snapshot.optimizers, strict=True):
         if type(optimizer).__name__ != kind:
             raise UnsupportedFeatureError(

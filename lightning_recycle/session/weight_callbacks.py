@@ -50,10 +50,10 @@ __all__ = [
     "check_weight_averaging",
     "empty_optimizers",
     "has_recipes",
-    "load_trained",
+    "load_parameter_groups",
+    "parameter_groups",
     "swap_schedules",
     "take_pruned_form",
-    "trained",
 ]
 
 _Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
@@ -145,23 +145,20 @@ class WeightAverages:
 
     # ------------------------------------------------------------------ for a worker that joins
 
-    def state(self) -> list[dict[str, Any]]:
-        """What a worker of the same stage must know besides the states of the callbacks; tensors are not copied."""
-        return [_average_state(callback) for callback in _averaging_callbacks(self._trainer)]
+    def states(self) -> list[dict[str, Any]]:
+        """The states of StochasticWeightAveraging; tensors are not copied. WeightAveraging is carried with its averages,
+        like any callback.
+        """
+        return [{"initialized": c._initialized, **c.state_dict()} for c in _swa_callbacks(self._trainer)]
 
     def load(self, states: list[dict[str, Any]]) -> None:
-        """Loads the :meth:`state` of another worker of this stage.
+        """Loads the :meth:`states` of another worker of this stage.
 
         The loops must know the epoch. Optimizers and schedulers are restored afterwards: a callback may have brought a
         scheduler of its own.
         """
-        for callback, state in zip(_averaging_callbacks(self._trainer), states, strict=True):
-            if isinstance(callback, WeightAveraging):
-                assert callback._average_model is not None
-                callback._average_model.load_state_dict(state["average_model"])
-                callback._latest_update_epoch = state["latest_update_epoch"]
-            else:
-                _restore_swa(callback, self._trainer, state)
+        for callback, state in zip(_swa_callbacks(self._trainer), states, strict=True):
+            _restore_swa(callback, self._trainer, state)
 
 
 def _averaging_callbacks(trainer: pl.Trainer) -> list[_Averaging]:
@@ -169,18 +166,12 @@ def _averaging_callbacks(trainer: pl.Trainer) -> list[_Averaging]:
     return [callback for callback in callbacks if isinstance(callback, _Averaging)]
 
 
+def _swa_callbacks(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
+    return [c for c in _averaging_callbacks(trainer) if isinstance(c, StochasticWeightAveraging)]
+
+
 def _do_nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _average_state(callback: _Averaging) -> dict[str, Any]:
-    if isinstance(callback, WeightAveraging):
-        assert callback._average_model is not None
-        return {
-            "average_model": callback._average_model.state_dict(),
-            "latest_update_epoch": callback._latest_update_epoch,
-        }
-    return {"initialized": callback._initialized, **callback.state_dict()}
 
 
 # ---------------------------------------------------------------------- WeightAveraging, EMAWeightAveraging
@@ -278,23 +269,19 @@ def has_recipes(module: nn.Module) -> bool:
 # ---------------------------------------------------------------------- what a worker that joins must know
 
 
-def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Which parameters of ``module`` require a gradient, and those of each group, by name."""
-    return {
-        "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
-        "groups": [group_names(module, optimizer) for optimizer in optimizers],
-    }
+def parameter_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
+    """The names of the parameters of ``module`` in each group of each optimizer."""
+    return [group_names(module, optimizer) for optimizer in optimizers]
 
 
-def load_trained(module: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-    """Makes it as :func:`trained` found it on a worker of this stage; the groups get their options afterwards."""
+def load_parameter_groups(
+    module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
+) -> None:
+    """Makes groups of these parameters; they get their options afterwards."""
     parameters = dict(module.named_parameters())
-    for name, parameter in parameters.items():
-        parameter.requires_grad = name in state["trained"]
-    found = trained(module, optimizers)["groups"]
-    for optimizer, mine, groups in zip(optimizers, found, state["groups"], strict=True):
-        if mine != groups:
-            optimizer.param_groups = [{"params": [parameters[name] for name in group]} for group in groups]
+    for optimizer, mine, wanted in zip(optimizers, parameter_groups(module, optimizers), groups, strict=True):
+        if mine != wanted:
+            optimizer.param_groups = [{"params": [parameters[name] for name in group]} for group in wanted]
 
 
 # ---------------------------------------------------------------------- Lightning's callbacks
