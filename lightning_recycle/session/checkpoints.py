@@ -47,8 +47,8 @@ from lightning_recycle.session.optimizer_states import (
     parameter_numbers,
     split_optimizer_state,
     stage_optimizer_state,
-    to_cpu,
 )
+from lightning_recycle.session.tensor_codec import to_cpu
 
 __all__ = ["Checkpoints", "leave_saves_alone", "undo_failed_saves"]
 

@@ -20,7 +20,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.state import leader, stage_leads
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.tensor_codec import to_cpu
 
 __all__ = ["ALONE", "Collectives", "watch_process_group"]
 

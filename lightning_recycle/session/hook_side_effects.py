@@ -31,17 +31,17 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_recycle.model.recorded import RecordedModule
-from lightning_recycle.session.optimizer_states import to_cpu
-from lightning_recycle.session.tensor_codec import pack_tensors, unpack_tensors
-from lightning_recycle.session.written_tensors import Write, WrittenTensors
+from lightning_recycle.session.slot_values import MISSING, AttributePlace, Same, SlotValues, mark_of
+from lightning_recycle.session.tensor_codec import on_device, pack_tensors, to_cpu, unpack_tensors
+from lightning_recycle.session.written_tensors import Write, WrittenState, WrittenTensors
 from lightning_recycle.tensor_memory import memory_address
 
-__all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState", "moved"]
+__all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState"]
 
-_MISSING = object()
+
 _DICTS = (dict, defaultdict)
 _CONTAINERS = (list, tuple, set, dict, deque, defaultdict, Counter)
 _SHARED_BYTES = 1024 * 1024  # of an attribute that is copied to the other stages
@@ -69,8 +69,8 @@ class Assignment:
 
 Effect: TypeAlias = Append | Assignment | Write
 
-SideEffectState: TypeAlias = tuple[list[str], dict[str, dict[int, Any]], dict[str, dict[int, Any]]]
-"""Names of attributes with lists that steps extended; values by slot: of attributes, of written tensors."""
+SideEffectState: TypeAlias = tuple[list[str], dict[str, dict[int, Any]], WrittenState | None]
+"""Names of attributes with lists that steps extended; their values by slot; the state of written tensors."""
 
 
 class HookSideEffects:
@@ -94,8 +94,7 @@ class HookSideEffects:
         self, module: pl.LightningModule, alone: bool = False, microbatches: int | None = None, whole: bool = True
     ) -> None:
         self._module, self._alone = module, alone
-        self._microbatches = microbatches or 0
-        self.slots = Slots(module) if microbatches else None
+        self.slots = SlotValues(self._attribute, deepcopy) if microbatches else None
         # By hand, each micro-batch has tensors of its own already.
         writes = microbatches and whole and not alone and module.automatic_optimization
         self.written = WrittenTensors(module) if writes else None
@@ -141,13 +140,29 @@ class HookSideEffects:
             with self._appending(effects, False):
                 yield effects
         else:
-            with self.slots.in_place(slot), self._assigning(effects, False), self._appending(effects, True):
+            with self._slot_in_place(slot), self._assigning(effects, False), self._appending(effects, True):
                 if self.written is None:
                     yield effects
                 else:
                     with self.written.in_place(slot, effects):
                         yield effects
         self.keeps_shares = self.keeps_shares or self._marks() != before
+
+    @contextmanager
+    def _slot_in_place(self, slot: int) -> Iterator[None]:
+        """Within the block, attributes have copies of the values of ``slot``."""
+        assert self.slots is not None
+        before = {name: self._attribute(name).get() for name in self.slots.names}
+        for name in before:
+            self._attribute(name).put(deepcopy(self.slots.get(name, slot)[1]))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self._attribute(name).put(value)
+
+    def _attribute(self, name: str) -> AttributePlace:
+        return AttributePlace(self._module, name)
 
     def _attributes(self) -> dict[str, Any]:
         return {n: v for n, v in {**vars(self._module), **self._module._buffers}.items() if n not in self._internal}
@@ -157,45 +172,39 @@ class HookSideEffects:
         found = {}
         for name, value in self._attributes().items():
             if isinstance(value, (int, float, Tensor)):
-                found[name] = _mark(value)
+                found[name] = mark_of(value)
             elif type(value) in _CONTAINERS and isinstance(value, dict) and len(value) <= _MARKED_ITEMS:
-                found[name] = [_Same(item) for item in value.values() if isinstance(item, (int, float))]
+                found[name] = [Same(item) for item in value.values() if isinstance(item, (int, float))]
         return found
 
     @contextmanager
     def _appending(self, effects: list[Effect], keeps: bool) -> Iterator[None]:
         """Finds appended items; ``keeps``: whether a new list of tensors may be meant for the next step of the slot."""
         attributes = self._attributes()
-        keys = {name: (value, set(value)) for name, value in attributes.items() if type(value) in _DICTS}
-        before = {}
-        for path, value in _lists(attributes):
-            before[path] = (value, len(value), value[0] if value else None, value[-1] if value else None)
+        paths: set[tuple[Any, ...]] = {(name,) for name in attributes}
+        paths |= {(name, key) for name, value in attributes.items() if type(value) in _DICTS for key in value}
+        before = {path: (value, len(value), [*value][:: max(1, len(value) - 1)]) for path, value in _lists(attributes)}
         try:
             yield
         except BaseException:
-            for value, length, *_ in before.values():
+            for value, length, _ in before.values():
                 _shorten(value, length)
             raise
         seen: set[int] = set()
         after = self._attributes()
         for path, now in list(_lists(after)):
-            old, length, first, last = before.get(path, (None, 0, None, None))
-            if id(now) in seen or len(now) <= length:
+            old, length, ends = before.get(path, (None, 0, []))
+            is_in_another_dict = len(path) > 1 and after[path[0]] is not attributes.get(path[0])
+            if id(now) in seen or len(now) <= length or is_in_another_dict:
                 continue
             seen.add(id(now))
-            if len(path) == 1:
-                existed = path[0] in attributes
-            else:
-                owner, names = keys.get(path[0], (None, set()))
-                if owner is None or owner is not after[path[0]]:
-                    continue  # another dict
-                existed = path[1] in names
+            begins_alike = not length or (now[0] is ends[0] and now[length - 1] is ends[-1])
             if old is None:
-                appended = not existed
+                appended = path not in paths
             elif now is old or not keeps:
-                appended = not length or (now[0] is first and now[length - 1] is last)
+                appended = begins_alike
             else:  # another list: meant for the next step of the slot, unless it begins with the old items
-                appended = length > 0 and not self._has_slots(path[0]) and now[0] is first and now[length - 1] is last
+                appended = begins_alike and length > 0 and not self._has_slots(path[0])
             packed = self._packed(path, list(now)[length:]) if appended else None
             if packed is not None:
                 effects.append(Append(path, type(now), packed))
@@ -210,20 +219,20 @@ class HookSideEffects:
         Lists that grew are taken back before.
         """
         before = self._attributes()
-        marks = {name: _mark(value) for name, value in before.items() if common or self._has_slots(name)}
+        marks = {name: mark_of(value) for name, value in before.items() if common or self._has_slots(name)}
         yield
         after = self._attributes()
         for name in {**before, **after}:
-            value, old = after.get(name, _MISSING), before.get(name, _MISSING)
+            value, old = after.get(name, MISSING), before.get(name, MISSING)
             if common:
-                changed = _mark(value) != marks.get(name) and _is_data(value)
+                changed = mark_of(value) != marks.get(name) and _is_data(value)
             elif self._has_slots(name):
-                changed = _mark(value) != marks.get(name, _mark(_MISSING))
+                changed = mark_of(value) != marks.get(name, mark_of(MISSING))
             else:
                 changed = value is not old and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
             if changed and (packed := self._packed((name,), value)) is not None:
                 effects.append(Assignment(name, packed))
-                _assign(self._module, name, old)
+                self._attribute(name).put(old)
 
     @contextmanager
     def common(self) -> Iterator[None]:
@@ -240,7 +249,7 @@ class HookSideEffects:
     def _packed(self, path: tuple[Any, ...], value: Any) -> bytes | None:
         """``value`` for the other workers; None if it cannot be pickled, and then stays where it is."""
         try:
-            return pack_tensors(None if value is _MISSING else _sent(value))
+            return pack_tensors(None if value is MISSING else tree_map_only(Tensor, to_cpu, value))
         except Exception as error:
             name = f"self.{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
             if name not in self._told:
@@ -294,14 +303,19 @@ class HookSideEffects:
             target = owner.get(effect.path[-1])
             if type(target) is not effect.kind:
                 target = owner[effect.path[-1]] = effect.kind()
-            target.extend(moved(unpack_tensors(effect.items), device))
+            target.extend(on_device(unpack_tensors(effect.items), device))
         if slots is None or self._alone:
             for new in (effect for effects in records for effect in effects if isinstance(effect, Assignment)):
-                _assign(self._module, new.name, moved(unpack_tensors(new.value), device))
+                self._attribute(new.name).put(on_device(unpack_tensors(new.value), device))
             return
         by_slot = dict(zip(slots, records, strict=True))
         if self.slots is not None:
-            self.slots.take({i: [e for e in es if isinstance(e, Assignment)] for i, es in by_slot.items()})
+            found: dict[str, dict[int, tuple[bool, Any]]] = defaultdict(dict)
+            for slot, effects in by_slot.items():
+                for new in (effect for effect in effects if isinstance(effect, Assignment)):
+                    found[new.name][slot] = True, on_device(unpack_tensors(new.value), device)
+            for name, values in found.items():
+                self.slots.take(name, self._attribute(name), values, by_slot)
         if self.written is not None:
             self.written.take({i: [e for e in es if isinstance(e, Write)] for i, es in by_slot.items()})
 
@@ -328,99 +342,23 @@ class HookSideEffects:
         mine, views = self.shares(), self._views()
         for name, packed in shares.items():
             if mine.get(name) != packed and name not in views:
-                value = moved(unpack_tensors(packed), self._module.device)
-                _assign(self._module, name, value)
+                value = on_device(unpack_tensors(packed), self._module.device)
+                self._attribute(name).put(value)
 
     # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> SideEffectState:
         """For a worker that joins, which has the module's attributes from elsewhere."""
         slots = {} if self.slots is None else self.slots.state()
-        return sorted(self.names), slots, {} if self.written is None else self.written.state()
+        return sorted(self.names), slots, None if self.written is None else self.written.state()
 
     def load_state(self, state: SideEffectState) -> None:
         names, slots, written = state
         self.names.update(names)
         if self.slots is not None:
-            self.slots.load_state(slots, self._microbatches)
-        if self.written is not None:
+            self.slots.load_state(slots, self._module.device)
+        if self.written is not None and written is not None:
             self.written.load_state(written)
-
-
-class Slots:
-    """The values of attributes by slot; slots are global indices of micro-batches."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self._values: dict[str, dict[int, Any]] = {}
-        self._common: dict[str, Any] = {}  # marks of what other code sees, when the values were taken
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The attributes that have a value for each slot."""
-        return frozenset(self._values)
-
-    def check(self) -> None:
-        """Forgets the values of attributes that other code has assigned or changed since; called before a step."""
-        for name in list(self._values):
-            if _mark(self._get(name)) != self._common[name]:
-                del self._values[name], self._common[name]
-
-    @contextmanager
-    def in_place(self, slot: int) -> Iterator[None]:
-        """Within the block, attributes have copies of the values of ``slot``."""
-        before = {name: self._get(name) for name in self._values}
-        for name, values in self._values.items():
-            _assign(self._module, name, _copied(values[slot]))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                _assign(self._module, name, value)
-
-    def take(self, records: Mapping[int, Sequence[Assignment]]) -> None:
-        """Takes what the steps of all slots assigned; other code sees the value of the last."""
-        device = self._module.device
-        for slot, assignments in sorted(records.items()):
-            for new in assignments:
-                if new.name not in self._values:
-                    self._values[new.name] = dict.fromkeys(records, self._get(new.name))
-                value = self._values[new.name][slot] = moved(unpack_tensors(new.value), device)
-                _assign(self._module, new.name, _copied(value))
-        self._common = {name: _mark(self._get(name)) for name in self._values}
-
-    def _get(self, name: str) -> Any:
-        return _space(self._module, name).get(name, _MISSING)
-
-    def state(self) -> dict[str, dict[int, Any]]:
-        """The values, and under -1 what other code sees, for a worker that joins."""
-        self.check()
-        found = {name: {-1: self._get(name), **values} for name, values in self._values.items()}
-        return {name: {i: v for i, v in values.items() if v is not _MISSING} for name, values in found.items()}
-
-    def load_state(self, state: Mapping[str, Mapping[int, Any]], slots: int) -> None:
-        """Restores the values that :meth:`state` returned for the number of slots ``slots``."""
-        device = self._module.device
-        self._values = {
-            name: {slot: moved(_copied(values.get(slot, _MISSING)), device) for slot in range(slots)}
-            for name, values in state.items()
-        }
-        for name, values in state.items():
-            _assign(self._module, name, moved(_copied(values.get(-1, _MISSING)), device))
-        self._common = {name: _mark(self._get(name)) for name in self._values}
-
-
-def _space(module: pl.LightningModule, name: str) -> dict[str, Any]:
-    buffers: dict[str, Any] = module._buffers
-    return buffers if name in buffers else vars(module)
-
-
-def _assign(module: pl.LightningModule, name: str, value: Any) -> None:
-    """Sets an attribute past the module's own ``__setattr__``."""
-    if value is _MISSING:
-        _space(module, name).pop(name, None)
-    else:
-        _space(module, name)[name] = value
 
 
 def _lists(attributes: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -453,50 +391,3 @@ def _is_list(value: Any) -> bool:
 def _shorten(value: Any, length: int) -> None:
     while len(value) > length:
         value.pop()
-
-
-def _sent(value: Any) -> Any:
-    """``value`` with its tensors on the CPU in storages of their own."""
-    if isinstance(value, Tensor):
-        return to_cpu(value)
-    if type(value) is dict:
-        return {key: _sent(item) for key, item in value.items()}
-    return type(value)(map(_sent, value)) if type(value) in (list, tuple) else value
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors, and those in its containers, on ``device``."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if type(value) in (list, tuple, deque):
-        return type(value)(moved(item, device) for item in value)
-    if type(value) in _DICTS:
-        for key, item in list(value.items()):
-            value[key] = moved(item, device)
-    return value
-
-
-def _copied(value: Any) -> Any:
-    return value if value is _MISSING else deepcopy(value)
-
-
-def _mark(value: Any) -> list[Any]:
-    """Differs when ``value`` holds other objects or its tensors were written to; holds them, so their ids stay."""
-    leaves = tree_leaves(value)
-    versions = [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
-    return [*map(_Same, leaves), versions]
-
-
-class _Same:
-    """Equal to another if both hold the same object, or equal numbers or texts."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
-            return NotImplemented
-        mine, theirs = self._value, other._value
-        return mine is theirs or (type(mine) is type(theirs) and isinstance(mine, (int, float, str)) and mine == theirs)

@@ -18,7 +18,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_recycle.errors import UnsupportedFeatureError
 
-__all__ = ["MetricStates", "add_states", "has_gained", "metric_states", "set_metric_states", "states_on"]
+__all__ = ["MetricStates", "add_states", "has_gained", "metric_states", "set_metric_states"]
 
 MetricStates = dict[str, Any]
 
@@ -145,14 +145,3 @@ def _is_associative(reduction: Callable[[Tensor], Tensor], x: Tensor, y: Tensor)
 
     left, right = of(of(x, y), y), of(x, of(y, y))
     return left.shape == right.shape == x.shape and torch.allclose(left, right, rtol=1e-4, equal_nan=True)
-
-
-def states_on(states: MetricStates, device: torch.device) -> MetricStates:
-    """``states`` with their tensors on ``device``."""
-
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device)
-        return [move(item) for item in value] if isinstance(value, list) else value
-
-    return {name: move(value) for name, value in states.items()}

@@ -56,7 +56,7 @@ from lightning_recycle.session.object_attributes import (
     tables_of,
     vars_of,
 )
-from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.tensor_codec import to_cpu
 from lightning_recycle.tensor_memory import memory_address
 
 __all__ = ["LargeData", "ObjectGraph", "ObjectPack"]

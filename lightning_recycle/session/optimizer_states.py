@@ -28,7 +28,6 @@ __all__ = [
     "parameter_numbers",
     "split_optimizer_state",
     "stage_optimizer_state",
-    "to_cpu",
 ]
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
@@ -52,23 +51,6 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
             " does, before configure_optimizers() is called."
         )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def to_cpu(value: Any, copies: bool = True) -> Any:
-    """``value`` with its tensors on the CPU in storages of their own, fit for pickling.
-
-    Args:
-        value: anything; only dicts, lists and tuples are looked into.
-        copies: whether a tensor that is like that already is copied, too.
-    """
-    if isinstance(value, Tensor):
-        tensor = value.detach().cpu()
-        return tensor.clone() if copies or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-    if isinstance(value, Mapping):
-        return {key: to_cpu(item, copies) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(to_cpu(item, copies) for item in value)
-    return value
 
 
 def merge_optimizer_states(

@@ -33,10 +33,8 @@ from lightning_recycle.session.metric_states import (
     has_gained,
     metric_states,
     set_metric_states,
-    states_on,
 )
-from lightning_recycle.session.optimizer_states import to_cpu
-from lightning_recycle.session.tensor_codec import pack_tensors, unpack_tensors
+from lightning_recycle.session.tensor_codec import on_device, pack_tensors, to_cpu, unpack_tensors
 
 __all__ = ["LoggerCall", "OutputRecorder", "Recording", "Returned"]
 
@@ -236,7 +234,7 @@ class OutputRecorder:
             gained = [record.metrics[path] for record in ordered if path in record.metrics]
             if gained:
                 add_states(
-                    metric, path, [states_on(states, device) for states in gained], keep_step_value=path in wanted
+                    metric, path, [on_device(states, device) for states in gained], keep_step_value=path in wanted
                 )
         self.side_effects.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
         by_name: dict[str, list[tuple[Any, float]]] = {}

@@ -1,6 +1,6 @@
-"""Pickles of many small tensors.
+"""Values with tensors on their way between workers: on the CPU, on a device, pickled.
 
-Concept: torch writes every storage in a pickle as a file of its own, which takes longer than all else that a small
+Pickles: torch writes every storage in a pickle as a file of its own, which takes longer than all else that a small
 record costs. Here a tensor on the CPU is its bytes. Two tensors that share memory get memory of their own.
 """
 
@@ -8,16 +8,39 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_recycle.tensor_memory import has_plain_memory, memory_of
 
-__all__ = ["pack_tensors", "unpack_tensors"]
+__all__ = ["on_device", "pack_tensors", "to_cpu", "unpack_tensors"]
+
+
+def to_cpu(value: Any, copies: bool = True) -> Any:
+    """``value`` with its tensors on the CPU in storages of their own, fit for pickling.
+
+    Args:
+        value: anything; only dicts, lists and tuples are looked into.
+        copies: whether a tensor that is like that already is copied, too.
+    """
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+        return tensor.clone() if copies or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+    if isinstance(value, Mapping):
+        return {key: to_cpu(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(to_cpu(item, copies) for item in value)
+    return value
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``, also those in its containers; a tensor that is there is not copied."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def pack_tensors(value: Any) -> bytes:

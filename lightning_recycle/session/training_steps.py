@@ -38,11 +38,11 @@ from lightning_recycle.session.replica_checks import (
     optimizer_options,
     stage_state,
 )
+from lightning_recycle.session.slot_values import untrained_marks
 from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.worker_context import WorkerContext
-from lightning_recycle.session.written_tensors import untrained_marks
 
 __all__ = ["TrainingSteps"]
 

@@ -146,8 +146,8 @@ class WeightAverages:
     # ------------------------------------------------------------------ for a worker that joins
 
     def states(self) -> list[dict[str, Any]]:
-        """The states of StochasticWeightAveraging; tensors are not copied. WeightAveraging is carried with its averages,
-        like any callback.
+        """The states of StochasticWeightAveraging; tensors are not copied. WeightAveraging is carried with its
+        averages, like any callback.
         """
         return [{"initialized": c._initialized, **c.state_dict()} for c in _swa_callbacks(self._trainer)]
 

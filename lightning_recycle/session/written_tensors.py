@@ -28,15 +28,13 @@ from typing import Any, TypeAlias
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.checks.checksums import checksum
-from lightning_recycle.session.optimizer_states import to_cpu
+from lightning_recycle.session.slot_values import SlotValues, TensorPlace, Value, untrained_places
+from lightning_recycle.session.tensor_codec import on_device, to_cpu
 
-__all__ = ["Write", "WrittenTensors", "untrained_marks"]
+__all__ = ["Write", "WrittenState", "WrittenTensors"]
 
 _SMALL_BYTES = 64 * 1024  # of a value that always travels
 _MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
@@ -48,9 +46,9 @@ _REMEDY = (
     " False), where micro-batches run in turns and each has tensors of its own."
 )
 
-_KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states as buffers
-_TYPES = (Tensor, nn.Parameter, nn.Buffer)
-_Value: TypeAlias = Tensor | None
+
+WrittenState: TypeAlias = tuple[int, set[str], set[str], dict[str, dict[int, Any]]]
+"""Steps that were compared, names of written tensors, those that micro-batches leave alike, values by slot."""
 
 
 @dataclass(frozen=True)
@@ -60,38 +58,7 @@ class Write:
     name: str
     digest: bytes
     travels: bool
-    value: _Value
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A parameter or buffer of a module."""
-
-    module: nn.Module
-    name: str
-
-    def get(self) -> _Value:
-        """The parameter's data, or the buffer itself."""
-        parameter = self.module._parameters.get(self.name)
-        return self.module._buffers.get(self.name) if parameter is None else parameter.data
-
-    def put(self, value: _Value) -> None:
-        parameter = self.module._parameters.get(self.name)
-        if parameter is None:
-            self.module._buffers[self.name] = value
-        elif value is not None:
-            parameter.data = value
-
-    @property
-    def is_parameter(self) -> bool:
-        return self.name in self.module._parameters
-
-    def mark(self) -> tuple[int, int]:
-        """Differs when it was assigned, or written by a way that autograd counts."""
-        tensor = self.module._parameters.get(self.name, self.module._buffers.get(self.name))
-        if tensor is None or tensor.is_inference():
-            return (0, 0)
-        return tensor.data_ptr(), tensor._version
+    value: Value
 
 
 class WrittenTensors:
@@ -100,13 +67,12 @@ class WrittenTensors:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._steps = 0  # that were compared
-        self._found: dict[str, _Place] | None = None
+        self._found: dict[str, TensorPlace] | None = None
         self._written: set[str] = set()
         self._alike: set[str] = set()  # those that all micro-batches left alike so far
-        self._slots: dict[str, dict[int, tuple[bool, _Value]]] = {}  # (whether this worker has it, the value)
-        self._marks: dict[str, tuple[int, int]] = {}  # of those with slots, as this object left them
-        self._mine: dict[int, dict[str, _Value]] = {}  # what this worker's micro-batches of the step left
-        self._begun: list[tuple[_Place, _Value]] = []  # parameters that a micro-batch wrote, and what they were
+        self._slots = SlotValues(lambda name: self._places().get(name), _clone)
+        self._mine: dict[int, dict[str, Value]] = {}  # what this worker's micro-batches of the step left
+        self._begun: list[tuple[TensorPlace, Value]] = []  # parameters that a micro-batch wrote, and what they were
 
     # ------------------------------------------------------------------ on the worker that runs the step
 
@@ -115,21 +81,23 @@ class WrittenTensors:
         """Runs the training step of ``slot`` from its own values; lists what it wrote, and takes that back."""
         self.rewind()
         places = self._places()
-        self._check(places)
+        self._slots.check()
         watched = self._watched(places)
         common = {name: place.get() for name, place in watched.items()}
-        before = {name: self._value(name, slot) if name in self._slots else value for name, value in common.items()}
+        before = {
+            name: self._value(name, slot) if name in self._slots.names else value for name, value in common.items()
+        }
         for name, place in watched.items():
             place.put(_clone(before[name]))
         begun = {name: place.mark() for name, place in watched.items()} if self._learns(places) else {}
         marks = {name: place.mark() for name, place in places.items() if name not in watched}
-        wrote: dict[str, _Value] = {}
+        wrote: dict[str, Value] = {}
         try:
             yield
             for name, place in watched.items():
                 value = place.get()
                 is_touched = name in begun and place.mark() != begun[name]
-                if name in self._slots or is_touched or not _equal(value, before[name]):
+                if name in self._slots.names or is_touched or not _equal(value, before[name]):
                     wrote[name] = value
             for name, mark in marks.items():
                 if places[name].mark() != mark:
@@ -154,7 +122,7 @@ class WrittenTensors:
             place.put(value)
         self._begun.clear()
 
-    def _writes(self, wrote: Mapping[str, _Value]) -> list[Write]:
+    def _writes(self, wrote: Mapping[str, Value]) -> list[Write]:
         found, left = [], _MOST_BYTES
         for name, value in sorted(wrote.items(), key=lambda item: (_bytes(item[1]), item[0])):
             size = _bytes(value)
@@ -164,14 +132,14 @@ class WrittenTensors:
             found.append(Write(name, checksum([value]) + kind, travels, to_cpu(value) if travels else None))
         return found
 
-    def _value(self, name: str, slot: int) -> _Value:
-        is_here, value = self._slots[name].get(slot, (False, None))
+    def _value(self, name: str, slot: int) -> Value:
+        is_here, value = self._slots.get(name, slot)
         if not is_here:
             raise UnsupportedFeatureError(
                 f"{name} is written in training_step(), differently for each micro-batch, and its value for micro-batch"
                 f" {slot} was on a worker that does not run that any more: it is too large to be kept on all." + _REMEDY
             )
-        return value
+        return value  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ on every worker
 
@@ -189,17 +157,16 @@ class WrittenTensors:
             if name not in places:
                 continue
             place = places[name]
-            old = place.get()
             self._written.add(name)
-            found: dict[int, tuple[bool, _Value]] = {}
+            found: dict[int, tuple[bool, Value]] = {}
             for slot, write in by_slot.items():
                 if name in mine.get(slot, {}):
                     found[slot] = True, mine[slot][name]
                 else:
-                    found[slot] = write.travels, _on(write.value, self._module.device)
+                    found[slot] = write.travels, on_device(write.value, self._module.device)
             here = [slot for slot, (is_here, _) in found.items() if is_here]
             alike = len(by_slot) == len(records) and len({write.digest for write in by_slot.values()}) == 1
-            if name not in self._slots and alike:
+            if name not in self._slots.names and alike:
                 if not here:
                     raise UnsupportedFeatureError(
                         f"{name} is written in training_step(), and this worker ran no micro-batch of the step: the new"
@@ -209,25 +176,22 @@ class WrittenTensors:
                 place.put(found[here[0]][1])
                 continue
             self._alike.discard(name)
-            if name not in self._slots and len(here) < len(found):
+            if name not in self._slots.names and len(here) < len(found):
                 rank_zero_warn(
                     f"{name} ({_bytes(found[here[0]][1]) if here else 0:,} bytes) is written in training_step(),"
                     " differently for each micro-batch, and too large to be kept on all workers: when one dies, the run"
                     " ends with an error." + _REMEDY
                 )
-            self._slots.setdefault(name, dict.fromkeys(records, (True, old))).update(found)
-            if here:
-                place.put(_clone(found[max(here)][1]))
-        self._marks = {name: places[name].mark() for name in self._slots if name in places}
+            self._slots.take(name, place, found, records)
 
     # ------------------------------------------------------------------ which tensors
 
-    def _places(self) -> dict[str, _Place]:
+    def _places(self) -> dict[str, TensorPlace]:
         if self._found is None:
-            self._found = dict(_untrained(self._module))
+            self._found = dict(untrained_places(self._module))
         return self._found
 
-    def _watched(self, places: Mapping[str, _Place]) -> Mapping[str, _Place]:
+    def _watched(self, places: Mapping[str, TensorPlace]) -> Mapping[str, TensorPlace]:
         if self._is_cheap(places) or self._learns(places):
             return places
         sizes: dict[str, list[int]] = {}  # of parameters, and of those that are written, by part of the module
@@ -243,65 +207,30 @@ class WrittenTensors:
             if name in self._written or (place.is_parameter and _part(name) in whole)
         }
 
-    def _is_cheap(self, places: Mapping[str, _Place]) -> bool:
+    def _is_cheap(self, places: Mapping[str, TensorPlace]) -> bool:
         """Whether all are compared in every step; a GPU would be waited for."""
         return self._module.device.type == "cpu" and _size(places) <= _WATCHED_BYTES
 
-    def _learns(self, places: Mapping[str, _Place]) -> bool:
+    def _learns(self, places: Mapping[str, TensorPlace]) -> bool:
         """Whether all are compared in this step, to learn which ones to compare later."""
         if self._steps >= _FIRST_STEPS or self._is_cheap(places):
             return False
         trained = sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
         return _size(places) <= 2 * trained + _COPIED_BYTES
 
-    def _check(self, places: Mapping[str, _Place]) -> None:
-        """Forgets the slots of tensors that other code has written since the last step."""
-        for name, mark in list(self._marks.items()):
-            if name not in places or places[name].mark() != mark:
-                del self._slots[name], self._marks[name]
-
     # ------------------------------------------------------------------ a worker that joins
 
-    def state(self) -> dict[str, dict[int, Any]]:
-        """The values by slot; under -1, whether all micro-batches leave it alike, and under "", the steps."""
+    def state(self) -> WrittenState:
+        """For a worker that joins, once the module's tensors are those of the donor."""
         self.rewind()
-        self._check(self._places())
-        found = {name: {-1: name in self._alike, **self._slots.get(name, {})} for name in self._written}
-        return {**found, "": {-1: self._steps}}
+        return self._steps, self._written, self._alike, self._slots.state()
 
-    def load_state(self, state: Mapping[str, Mapping[int, Any]]) -> None:
-        """Restores what :meth:`state` returned, once the module's tensors are those of the donor."""
+    def load_state(self, state: WrittenState) -> None:
+        """Restores what :meth:`state` returned."""
         self._begun, self._mine, self._found = [], {}, None
-        places, device = self._places(), self._module.device
-        self._steps = state[""][-1] if "" in state else 0
-        self._written = {name for name in state if name in places}
-        self._alike = {name for name in self._written if state[name][-1]}
-        self._slots = {}
-        for name in self._written:
-            values = {slot: (item[0], _on(item[1], device)) for slot, item in state[name].items() if slot >= 0}
-            if values:
-                self._slots[name] = values
-                places[name].put(_clone(values[max(values)][1]))
-        self._marks = {name: places[name].mark() for name in self._slots}
-
-
-def untrained_marks(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """For each such tensor a mark that differs when it was assigned, or written by a way that autograd counts."""
-    return {name: place.mark() for name, place in _untrained(module)}
-
-
-def _untrained(module: nn.Module) -> Iterator[tuple[str, _Place]]:
-    """The parameters that are not trained and the buffers, by name, each once."""
-    seen: set[int] = set()
-    for prefix, part in module.named_modules():
-        keeps_own = isinstance(part, _NormBase) or type(part).__module__.startswith(_KEEPING_OWN)
-        parameters = [(name, p) for name, p in part._parameters.items() if p is not None and not p.requires_grad]
-        for name, tensor in (*parameters, *(() if keeps_own else part._buffers.items())):
-            if id(tensor) in seen or is_lazy(tensor) or (tensor is not None and type(tensor) not in _TYPES):
-                continue  # not in this stage, or of a library that looks after it
-            if tensor is not None:
-                seen.add(id(tensor))
-            yield f"{prefix}.{name}" if prefix else name, _Place(part, name)
+        self._steps, written, alike, values = state
+        self._written, self._alike = set(written), set(alike)
+        self._slots.load_state(values, self._module.device)
 
 
 def _part(name: str) -> str:
@@ -309,23 +238,19 @@ def _part(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _size(places: Mapping[str, _Place]) -> int:
+def _size(places: Mapping[str, TensorPlace]) -> int:
     return sum(_bytes(place.get()) for place in places.values())
 
 
-def _bytes(value: _Value) -> int:
+def _bytes(value: Value) -> int:
     return 0 if value is None else value.nbytes
 
 
-def _clone(value: _Value) -> _Value:
+def _clone(value: Value) -> Value:
     return None if value is None else value.detach().clone()
 
 
-def _equal(one: _Value, other: _Value) -> bool:
+def _equal(one: Value, other: Value) -> bool:
     if one is None or other is None:
         return one is other
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-
-
-def _on(value: _Value, device: torch.device) -> _Value:
-    return None if value is None else value.to(device, copy=True)

@@ -165,7 +165,7 @@ def test_each_slot_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
             records.append(found)
         effects.repeat(records, [0, 1])
         assert module.hidden.tolist() == [2.0 * (step + 1)]
-    assert {slot: value.tolist() for slot, value in effects.slots.state()["hidden"].items() if slot >= 0} == {
+    assert {slot: value.tolist() for slot, (_, value) in effects.slots.state()["hidden"].items()} == {
         0: [2.0],
         1: [4.0],
     }
