@@ -185,16 +185,6 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
-    "lightning_recycle.session.loggers": [
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
-        "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
-    ],
-    "lightning_recycle.session.step_loaders": [
-        "lightning.pytorch:LightningModule._on_before_batch_transfer",
-        "lightning.pytorch:LightningModule._apply_batch_transfer_handler",
-    ],
     "lightning_recycle.data.map_style": ["torch.utils.data._utils.worker:WorkerInfo"],
     "lightning_recycle.data.stream_reader": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
@@ -204,9 +194,6 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
         "omegaconf.basecontainer:BaseContainer._resolvers",
-    ],
-    "lightning_recycle.session.interruption": [
-        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.hpc_save_path"
     ],
     "lightning_recycle.launch.launcher": [
         "lightning.pytorch.strategies.launchers.launcher:_Launcher",
@@ -230,15 +217,22 @@ PRIVATE = {
         "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],
-    "lightning_recycle.session.commit_requirements": [
-        "lightning.pytorch.utilities:grad_norm.__code__",
-        "torch.nn.utils.clip_grad:_get_total_norm",
-    ],
-    "lightning_recycle.session.snapshot": [
+    "lightning_recycle.session.lightning_internals": [
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata",
+        "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync",
+        "lightning.pytorch:LightningModule._on_before_batch_transfer",
+        "lightning.pytorch:LightningModule._apply_batch_transfer_handler",
+        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.hpc_save_path",
         "lightning.pytorch.loops.loop:_Loop._load_from_state_dict",
         "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
+    ],
+    "lightning_recycle.session.commit_requirements": [
+        "lightning.pytorch.utilities:grad_norm.__code__",
+        "torch.nn.utils.clip_grad:_get_total_norm",
     ],
 }
 

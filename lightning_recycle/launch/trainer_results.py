@@ -47,8 +47,8 @@ from lightning_recycle.launch.worker_results import (
 )
 from lightning_recycle.model.cutting import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
+from lightning_recycle.session.lightning_internals import load_progress
 from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
-from lightning_recycle.session.snapshot import load_progress
 from lightning_recycle.session.weight_callbacks import swap_schedules, take_pruned_form
 
 __all__ = [

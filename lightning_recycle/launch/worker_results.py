@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.model.weights import weights_of
+from lightning_recycle.session.lightning_internals import settings_of
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.session.result_policy import Gathering, Way, bytes_of
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.snapshot import settings_of
 from lightning_recycle.session.tensor_codec import to_cpu
 from lightning_recycle.session.user_objects import home_graph, weights_by_name, weights_for
 

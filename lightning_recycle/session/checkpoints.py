@@ -1,10 +1,6 @@
 """The state of the whole model from that of its stages, and back: checkpoints, and the results of a run.
 
 A checkpoint holds no trace of the grid.
-
-Lightning's ModelCheckpoint records a new checkpoint as the best or the last one before it is written, and then deletes
-the one that it replaces. If the new one could not be written, the record is undone and nothing is deleted; all workers
-do the same, because all know of the failure. A link to the last checkpoint is replaced in one step.
 """
 
 from __future__ import annotations
@@ -14,13 +10,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Saved
@@ -39,6 +32,7 @@ from lightning_recycle.session.checkpoint_files import (
     save_sharded,
 )
 from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
 from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
     Copies,
@@ -50,7 +44,7 @@ from lightning_recycle.session.optimizer_states import (
 )
 from lightning_recycle.session.tensor_codec import to_cpu
 
-__all__ = ["Checkpoints", "leave_saves_alone", "undo_failed_saves"]
+__all__ = ["Checkpoints"]
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +122,7 @@ class Checkpoints:
         """The whole model's optimizer state, parameters numbered in the order of the layers; with sharded checkpoints
         the stage's, with the same numbers.
         """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+        optimizer = plain_optimizer(optimizer)
         if self.sharded:
             return stage_optimizer_state(
                 optimizer.state_dict(), self._all_parameter_names(optimizer), self.copies, self._stage
@@ -171,7 +164,7 @@ class Checkpoints:
             return path  # it is alone until it enters, and then has its donor's state
         agreed = self.collectives.broadcast(os.fspath(path))
         if agreed != os.fspath(path):
-            self.module.trainer._checkpoint_connector._ckpt_path = agreed
+            set_checkpoint_path(self.module.trainer, agreed)
         return agreed
 
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -322,59 +315,3 @@ class Checkpoints:
             delivered = self.collectives.gather(RESULT, result)
             if {grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(grid.stages)):
                 return
-
-
-# ---------------------------------------------------------------------- Lightning's ModelCheckpoint
-
-_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
-_LINK = "_link_checkpoint"
-_RECORD = (  # what ModelCheckpoint changes while it saves
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "current_score",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-    "_last_checkpoint_saved",
-    "_last_global_step_saved",
-)
-
-
-def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
-    """From now on the Trainer's ModelCheckpoint callbacks forget what could not be written, and keep the one before."""
-
-    def link(_: pl.Trainer, target: str, path: str) -> None:
-        checkpoints.link(target, path)
-
-    leave_saves_alone(trainer)  # of an earlier run of this process
-    for callback in _model_checkpoints(trainer):
-        for name in _SAVES:
-            setattr(callback, name, partial(_save_or_undo, callback, checkpoints, getattr(callback, name)))
-        setattr(callback, _LINK, link)
-
-
-def leave_saves_alone(trainer: pl.Trainer) -> None:
-    """Takes back :func:`undo_failed_saves`."""
-    for callback in _model_checkpoints(trainer):
-        for name in (*_SAVES, _LINK):
-            vars(callback).pop(name, None)
-
-
-def _save_or_undo(
-    callback: ModelCheckpoint, checkpoints: Checkpoints, save: Callable[..., None], *arguments: Any
-) -> None:
-    record = {name: getattr(callback, name) for name in _RECORD}
-    record["best_k_models"] = dict(record["best_k_models"])  # the callback changes it in place
-    try:
-        with checkpoints.noticed():
-            save(*arguments)
-    except CheckpointError:
-        if checkpoints.raises:
-            raise
-        for name, value in record.items():
-            setattr(callback, name, value)
-
-
-def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

@@ -34,7 +34,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_recycle.model.recorded import RecordedModule
-from lightning_recycle.session.slot_values import MISSING, AttributePlace, Same, SlotValues, mark_of
+from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES
+from lightning_recycle.session.slot_values import MISSING, AttributePlace, Same, SlotValues, mark_of, values_of
 from lightning_recycle.session.tensor_codec import on_device, pack_tensors, to_cpu, unpack_tensors
 from lightning_recycle.session.written_tensors import Write, WrittenState, WrittenTensors
 from lightning_recycle.tensor_memory import memory_address
@@ -101,7 +102,7 @@ class HookSideEffects:
         self.slot: int | None = None
         self.names: set[str] = set()
         self.keeps_shares = False
-        self._internal = {*vars(pl.LightningModule()), *dir(RecordedModule), "_param_requires_grad_state"}
+        self._internal = {*INTERNAL_ATTRIBUTES, *dir(RecordedModule)}
         self._told: set[str] = set()
         self._is_common = False
         self._plain: dict[str, Any] | None = None  # numbers and texts when the step began
@@ -165,7 +166,7 @@ class HookSideEffects:
         return AttributePlace(self._module, name)
 
     def _attributes(self) -> dict[str, Any]:
-        return {n: v for n, v in {**vars(self._module), **self._module._buffers}.items() if n not in self._internal}
+        return {n: v for n, v in values_of(self._module).items() if n not in self._internal}
 
     def _marks(self) -> dict[str, Any]:
         """Differ when a number or tensor was changed, also one in a short dict."""

@@ -47,6 +47,12 @@ from lightning_recycle.control.protocol.control_collectives import StopPlace, st
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED
 from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.lightning_internals import (
+    SignalHandlers,
+    cluster_environment_of,
+    mark_saved,
+    path_of_ended_run,
+)
 
 __all__ = ["Preemption", "SaveAndEnd", "StopRequests", "saved_already", "saves_on_exception"]
 
@@ -62,7 +68,7 @@ def saved_already(trainer: pl.Trainer) -> None:
     """Lets ``ModelCheckpoint(save_on_exception=True)`` know in the launching process that there is nothing to save."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            callback._last_global_step_saved = trainer.global_step
+            mark_saved(callback, trainer.global_step)
 
 
 class SaveAndEnd(Callback):
@@ -122,7 +128,7 @@ class SaveAndEnd(Callback):
             return os.fspath(self._save_on_signal)
         if not self._save_on_signal and not self._preemption.resumes:
             return None
-        return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+        return path_of_ended_run(trainer)
 
 
 # ---------------------------------------------------------------------- signals
@@ -144,15 +150,12 @@ class Preemption:
     """
 
     def __init__(self, trainer: pl.Trainer, client: ControlClient, fitting: bool) -> None:
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment_of(trainer)
         self.resumes = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         self.requeue_wanted = False
         self._client, self._fitting = client, fitting
-        # Lightning registers these when it begins to run, and what was there before when it has ended.
-        self._handlers = vars(trainer._signal_connector)
-        self._handlers["_slurm_sigusr_handler_fn"] = self._end_run
-        if fitting:
-            self._handlers["_sigterm_notifier_fn"] = self._leave
+        self._handlers = SignalHandlers(trainer)
+        self._handlers.replace(self._end_run, self._leave if fitting else None)
 
     def take_sigterm(self) -> None:
         """From now on SIGTERM means nothing else to this process, whatever else listened to it."""
@@ -161,8 +164,7 @@ class Preemption:
 
     def release(self) -> None:
         """This worker's Trainer is that of the launching process again."""
-        for name in ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"):
-            self._handlers.pop(name, None)
+        self._handlers.release()
 
     def _leave(self, *_: Any) -> None:
         self._client.request_leave(with_run=self.resumes)

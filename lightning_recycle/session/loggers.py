@@ -14,20 +14,12 @@ import csv
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
 from functools import partial, wraps
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -37,7 +29,7 @@ from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.outputs import LoggerCall
 
-__all__ = ["LogRelay", "LoggedValue", "keep_files", "logged_values", "result_metric", "spare_moves"]
+__all__ = ["LogRelay", "keep_files"]
 
 
 class LogRelay:
@@ -232,62 +224,3 @@ def _keep_file(logger: Logger) -> _Cells:
     rows = list(csv.DictReader(written.splitlines()))
     writer.metrics_keys = list(rows[0]) if rows else next(csv.reader(written.splitlines()), [])
     return {(int(row["step"]), name) for row in rows for name, value in row.items() if value not in ("", None)}
-
-
-# ---------------------------------------------------------------------- values of self.log
-
-_move = _ResultMetric.to
-
-
-def spare_moves() -> None:
-    """Lets this process move the metric of a logged value only to another device. The result is the same.
-
-    Lightning moves it to the device of each value, tensor by tensor, also when it is there: two thirds of the time that
-    ``self.log`` takes, and a part of every step.
-    """
-    _ResultMetric.to = _move_elsewhere  # type: ignore[assignment, method-assign]
-
-
-def _move_elsewhere(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
-    value = getattr(metric, "value", None)  # of a torchmetrics object it is set later
-    if isinstance(value, Tensor) and args == (value.device,) and not kwargs:
-        return metric
-    return _move(metric, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class LoggedValue:
-    """One value that was logged in this epoch: its key, the arguments of ``self.log``, and what it accumulated."""
-
-    key: str
-    meta: dict[str, Any]
-    sync: dict[str, Any]
-    is_tensor: bool
-    attributes: dict[str, Any]
-
-
-def logged_values(results: _ResultCollection) -> tuple[LoggedValue, ...]:
-    """The values of ``self.log`` in this epoch."""
-    found = []
-    for key, metric in results.items():
-        meta = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata) if f.name != "_sync"}
-        sync = {f.name: getattr(metric.meta.sync, f.name) for f in fields(_Sync) if f.name != "fn"}
-        names = ["_forward_cache", "_computed", "_update_count", "has_reset"]
-        if metric.is_tensor:  # otherwise the value is the module's own metric
-            names += metric._defaults
-        attributes = {name: getattr(metric, name) for name in names}
-        found.append(LoggedValue(key, meta, sync, metric.is_tensor, attributes))
-    return tuple(found)
-
-
-def result_metric(trainer: pl.Trainer, logged: LoggedValue) -> _ResultMetric:
-    """The value of ``self.log`` that :func:`logged_values` has read on another worker."""
-    meta = _Metadata(**logged.meta)
-    meta.sync = _Sync(fn=trainer.strategy.reduce, **logged.sync)
-    metric = _ResultMetric(meta, logged.is_tensor)
-    for name, value in logged.attributes.items():
-        setattr(metric, name, value)
-    if not logged.is_tensor:
-        assert meta.metric_attribute is not None
-        metric.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
-    return metric.to(trainer.strategy.root_device)

@@ -40,6 +40,7 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.session.lightning_internals import lightning_optimizers, loaders_of
 
 __all__ = [
     "PipelineEpochLoop",
@@ -123,7 +124,7 @@ class PipelineOptimization(_AutomaticOptimization):
                 backward_is_done()
                 return
             self.optim_progress.optimizer.step.increment_ready()
-            arguments = (trainer.current_epoch, batch_idx, strategy._lightning_optimizers[0], backward_is_done)
+            arguments = (trainer.current_epoch, batch_idx, lightning_optimizers(trainer)[0], backward_is_done)
             call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             self.optim_progress.optimizer.step.increment_completed()
 
@@ -379,8 +380,7 @@ def call_before_epoch_end(trainer: pl.Trainer, hook: Callable[[], None]) -> None
 
 def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:
     """The loaders of a fit loop or an evaluation loop whose samples have addresses."""
-    loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
-    return [loader for loader in loaders if isinstance(loader, MicrobatchLoader)]
+    return [loader for loader in loaders_of(loop) if isinstance(loader, MicrobatchLoader)]
 
 
 def tell_batch_sizes(trainer: pl.Trainer) -> None:

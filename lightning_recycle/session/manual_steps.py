@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.runtime.executor.whole_steps import Exchange, Turns, Way, WholeStepMicrobatch
+from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
 
 __all__ = ["ManualSteps"]
@@ -112,12 +113,11 @@ class ManualSteps:
     @contextmanager
     def _shared_operations(self) -> Iterator[None]:
         """Within the block, backward passes and steps of optimizers and schedulers are points where all meet."""
-        strategy = self._trainer.strategy
         with ExitStack() as stack:
             replace = partial(_replaced, stack)
             replace(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
             for number, (wrapper, optimizer) in enumerate(
-                zip(strategy._lightning_optimizers, strategy.optimizers, strict=True)
+                zip(lightning_optimizers(self._trainer), self._trainer.optimizers, strict=True)
             ):
                 what = f"a step of optimizer {number} ({type(optimizer).__name__})"
                 replace(wrapper, "step", partial(self._step_optimizer, what, optimizer, wrapper.step))

@@ -10,17 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_recycle.errors import UnsupportedFeatureError
 
-__all__ = ["MetricStates", "add_states", "has_gained", "metric_states", "set_metric_states"]
+__all__ = ["MetricStates", "add_states", "has_gained", "metric_states", "separate_metrics", "set_metric_states"]
 
 MetricStates = dict[str, Any]
+
+
+def separate_metrics(module: nn.Module) -> None:
+    """Lets each metric of ``module`` have states of its own, and count its updates."""
+    for part in module.modules():
+        if isinstance(part, Metric) and "update" not in vars(part):  # it came from another worker, without the counter
+            part.__setstate__({})
+        if isinstance(part, MetricCollection):  # metrics of a group share states
+            part._enable_compute_groups = False
+            part._groups = {i: [str(key)] for i, key in enumerate(part.keys(keep_base=True))}
 
 
 def metric_states(metric: Metric) -> MetricStates:

@@ -28,7 +28,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops.progress import _Progress
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,6 +35,7 @@ from torchmetrics import Metric
 
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.commit_requirements import restore_scale
+from lightning_recycle.session.lightning_internals import count_manual_steps
 from lightning_recycle.session.metric_states import metric_states, set_metric_states
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
@@ -300,8 +300,8 @@ class ManualStepState:
         self._callbacks: tuple[ObjectGraph, ObjectPack] | None = None
 
     @property
-    def _progress(self) -> _Progress:
-        return self._trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    def _progress(self) -> Any:
+        return count_manual_steps(self._trainer)
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -16,13 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias
+from unittest.mock import NonCallableMock
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging, Timer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.model.layers import AbsentLayer
@@ -30,7 +33,9 @@ from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.pickling import written_class
 
 __all__ = [
+    "INTERNAL_ATTRIBUTES",
     "MISSING",
+    "OF_ONE_PROCESS",
     "HookTables",
     "TableKey",
     "attributes_of",
@@ -44,6 +49,7 @@ __all__ = [
     "put_hooks",
     "table_of",
     "tables_of",
+    "tensors_of",
     "vars_of",
 ]
 
@@ -147,6 +153,16 @@ _FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "
 MISSING = object()
 
 
+OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
+"""Classes of objects that belong to a process; they are not carried."""
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of ``module`` itself, by name."""
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 def class_of(node: Any) -> type[Any]:
     """The class that the user has written."""
     kind: type[Any] = getattr(type(node), "_disguised_from", None) or written_class(node)
@@ -227,9 +243,10 @@ def _hidden(owner: Any) -> frozenset[str]:
 _OF_MODULES = frozenset({*vars(nn.Module())} - {*_MODULE_CONTENTS})
 
 
-_OF_LIGHTNING_MODULES = frozenset(
-    {*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"} - {*_MODULE_CONTENTS}
-)
+INTERNAL_ATTRIBUTES = frozenset({*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"})
+"""Attributes of a LightningModule that are not the user's."""
+
+_OF_LIGHTNING_MODULES = INTERNAL_ATTRIBUTES - {*_MODULE_CONTENTS}
 
 
 def is_bound_to_process(callback: Any) -> bool:

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
-from unittest.mock import NonCallableMock
 from weakref import ref
 
 import lightning.pytorch as pl
@@ -35,8 +34,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from typing_extensions import override
@@ -45,6 +42,7 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.pickling import MainModule, MainPickler, parametrize_class, reduced_array
 from lightning_recycle.session.object_attributes import (
     MISSING,
+    OF_ONE_PROCESS,
     TableKey,
     attributes_of,
     class_of,
@@ -54,6 +52,7 @@ from lightning_recycle.session.object_attributes import (
     put_hooks,
     table_of,
     tables_of,
+    tensors_of,
     vars_of,
 )
 from lightning_recycle.session.tensor_codec import to_cpu
@@ -67,7 +66,6 @@ Path: TypeAlias = str
 _LARGE = 1_000_000  # bytes
 _PIECE = 16 * 1024 * 1024  # bytes that one thread reads
 _LOOKS_INTO = 10_000  # items of a container: those of longer ones are data
-_OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, deque)
 _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
 
@@ -130,7 +128,7 @@ class ObjectGraph:
         skipped: Collection[Path] = (),
     ) -> None:
         self._whole, self._skipped = whole, frozenset(skipped)
-        self._bound = _OF_ONE_PROCESS if whole else (*_OF_ONE_PROCESS, pl.LightningModule)
+        self._bound = OF_ONE_PROCESS if whole else (*OF_ONE_PROCESS, pl.LightningModule)
         self._roots = {name: value for name, value in roots.items() if value is not None}
         self._anchors = {name: value for name, value in anchors.items() if value is not None}
         self._names = {id(value): name for name, value in self._anchors.items()}
@@ -252,8 +250,8 @@ class _Weights:
         tensors = {
             (path, name): tensor
             for path, module in modules.items()
-            for name, tensor in {**module._parameters, **module._buffers}.items()
-            if tensor is not None and memory_address(tensor)
+            for name, tensor in tensors_of(module).items()
+            if memory_address(tensor)
         }
         self._ids = {id(tensor) for tensor in tensors.values()}
         self._names: dict[int, tuple[Path, str]] = {}

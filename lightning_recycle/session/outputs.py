@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
@@ -32,6 +32,7 @@ from lightning_recycle.session.metric_states import (
     add_states,
     has_gained,
     metric_states,
+    separate_metrics,
     set_metric_states,
 )
 from lightning_recycle.session.tensor_codec import on_device, pack_tensors, to_cpu, unpack_tensors
@@ -129,13 +130,7 @@ class OutputRecorder:
         self._metrics = {name: m for name, m in self._module.named_modules() if isinstance(m, Metric)}
         self._trackers = {name: m for name, m in self._module.named_modules() if isinstance(m, MetricTracker)}
         self._lengths = self._tracked()
-        for metric in self._metrics.values():
-            if "update" not in vars(metric):  # it came from another worker, without what counts its updates
-                metric.__setstate__({})
-        for collection in self._module.modules():
-            if isinstance(collection, MetricCollection):  # metrics of a group share states; here each has its own
-                collection._enable_compute_groups = False
-                collection._groups = {i: [str(key)] for i, key in enumerate(collection.keys(keep_base=True))}
+        separate_metrics(self._module)
 
     def _tracked(self) -> dict[str, int]:
         """How many metrics each tracker has; ``increment`` adds one."""

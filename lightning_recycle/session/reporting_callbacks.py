@@ -1,8 +1,12 @@
-"""Lightning's callbacks and loggers that report on the run, on a worker that has one stage of it.
+"""Lightning's callbacks and loggers that report on the run or save it, on a worker that has one stage of it.
 
 Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
 share. Where that would make them report something else than on one device, they are given what they expect. When a
 worker becomes the leader, callbacks that only the leader shows go on where the old leader's were.
+
+ModelCheckpoint records a new checkpoint as the best or the last one before it is written, and then deletes the one that
+it replaces. If the new one could not be written, the record is undone and nothing is deleted; all workers do the same,
+because all know of the failure. A link to the last checkpoint is replaced in one step.
 """
 
 from __future__ import annotations
@@ -14,17 +18,33 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    ModelCheckpoint,
+    ModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
+from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.session.checkpoints import Checkpoints
 
-__all__ = ["keep_monitors_going", "keep_reports_apart", "show_cursor", "show_progress_bar", "show_whole_run"]
+__all__ = [
+    "keep_monitors_going",
+    "keep_reports_apart",
+    "leave_saves_alone",
+    "show_cursor",
+    "show_progress_bar",
+    "show_whole_run",
+    "undo_failed_saves",
+]
 
 _EVALUATIONS = {  # stage -> its name in hooks
     RunningStage.SANITY_CHECKING: "validation",
@@ -215,3 +235,61 @@ def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
         bar.reset_dataloader_idx_tracker()
         getattr(bar, f"on_{phase}_start")(trainer, module)
         getattr(bar, f"on_{phase}_batch_start")(trainer, module, None, 0, dataloader_idx)
+
+
+_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
+
+
+_LINK = "_link_checkpoint"
+
+
+_RECORD = (  # what ModelCheckpoint changes while it saves
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "current_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
+)
+
+
+def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
+    """From now on the Trainer's ModelCheckpoint callbacks forget what could not be written, and keep the one before."""
+
+    def link(_: pl.Trainer, target: str, path: str) -> None:
+        checkpoints.link(target, path)
+
+    leave_saves_alone(trainer)  # of an earlier run of this process
+    for callback in _model_checkpoints(trainer):
+        for name in _SAVES:
+            setattr(callback, name, partial(_save_or_undo, callback, checkpoints, getattr(callback, name)))
+        setattr(callback, _LINK, link)
+
+
+def leave_saves_alone(trainer: pl.Trainer) -> None:
+    """Takes back :func:`undo_failed_saves`."""
+    for callback in _model_checkpoints(trainer):
+        for name in (*_SAVES, _LINK):
+            vars(callback).pop(name, None)
+
+
+def _save_or_undo(
+    callback: ModelCheckpoint, checkpoints: Checkpoints, save: Callable[..., None], *arguments: Any
+) -> None:
+    record = {name: getattr(callback, name) for name in _RECORD}
+    record["best_k_models"] = dict(record["best_k_models"])  # the callback changes it in place
+    try:
+        with checkpoints.noticed():
+            save(*arguments)
+    except CheckpointError:
+        if checkpoints.raises:
+            raise
+        for name, value in record.items():
+            setattr(callback, name, value)
+
+
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

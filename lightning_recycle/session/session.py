@@ -28,12 +28,13 @@ from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
-from lightning_recycle.session.checkpoints import Checkpoints, leave_saves_alone, undo_failed_saves
+from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
-from lightning_recycle.session.loggers import LogRelay, keep_files, spare_moves
+from lightning_recycle.session.lightning_internals import spare_moves
+from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, call_before_epoch_end, tell_batch_sizes
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.object_attributes import number_hooks
@@ -41,8 +42,10 @@ from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.reporting_callbacks import (
     keep_monitors_going,
     keep_reports_apart,
+    leave_saves_alone,
     show_progress_bar,
     show_whole_run,
+    undo_failed_saves,
 )
 from lightning_recycle.session.snapshot import StateTransfer
 from lightning_recycle.session.stage_builder import StageBuilder, build_layers

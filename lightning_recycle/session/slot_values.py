@@ -32,6 +32,7 @@ __all__ = [
     "mark_of",
     "untrained_marks",
     "untrained_places",
+    "values_of",
 ]
 
 _KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states as buffers
@@ -184,6 +185,11 @@ class AttributePlace:
 
     def mark(self) -> list[Any]:
         return mark_of(self.get())
+
+
+def values_of(module: pl.LightningModule) -> dict[str, Any]:
+    """The attributes and buffers of the module itself."""
+    return {**vars(module), **module._buffers}
 
 
 def _space(module: pl.LightningModule, name: str) -> dict[str, Any]:

@@ -12,19 +12,12 @@ when Lightning resumes in the middle of an epoch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from copy import copy, deepcopy
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from datetime import timedelta
-from operator import attrgetter
-from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.fit_loop import RestartStage
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _ProcessedTracker
-from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
@@ -33,7 +26,7 @@ from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.interruption import StopRequests
-from lightning_recycle.session.loggers import LoggedValue, logged_values, result_metric
+from lightning_recycle.session.lightning_internals import TrainerState, rewind_to_batch
 from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, addressed_loaders, share_of_batch
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
@@ -48,27 +41,9 @@ from lightning_recycle.session.weight_callbacks import (
 )
 from lightning_recycle.session.worker_context import WorkerContext
 
-__all__ = ["StateTransfer", "WorkerSnapshot", "load_progress", "settings_of"]
+__all__ = ["StateTransfer", "WorkerSnapshot"]
 
 log = logging.getLogger(__name__)
-
-_SETTINGS = (bool, int, float, str, timedelta, NoneType)
-_VALIDATION = "fit_loop.epoch_loop.val_loop"
-_RESULTS = ("fit_loop.epoch_loop", _VALIDATION)
-_PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts that decide, but are in no state dict
-    "": (),
-    "_logger_connector": (
-        "_progress_bar_metrics",
-        "_logged_metrics",
-        "_callback_metrics",
-        "_first_loop_iter",
-        "_current_fx",
-    ),
-    "fit_loop": ("_last_train_dl_reload_epoch",),
-    "fit_loop.epoch_loop": ("_skip_next_val",),
-    "fit_loop.epoch_loop.automatic_optimization": ("_skip_backward",),
-    _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
-}
 
 
 @dataclass(frozen=True)
@@ -82,14 +57,9 @@ class WorkerSnapshot:
         optimizers: the class and the state dict of each of the stage's optimizers.
         schedulers: the state dicts of the schedulers.
         precision: the state dict of the precision plugin.
-        loops: the state dict of the fit loop, with the place in a stream of data.
+        trainer: the state of Lightning's loops and connectors.
         orders: of each loader of training and validation, the orders of its samples and the state of its sampler.
-        results: what was logged in this epoch and in the newest validation.
-        attributes: of the Trainer's parts, by path: public settings, such as ``gradient_clip_val``, which callbacks may
-            change, and what is in no state dict.
-        callbacks: the state dicts of callbacks whose attributes belong to their process.
         averages: the states of StochasticWeightAveraging.
-        has_validated: whether the validation loaders have been read.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
         side_effects: side effects of hooks and steps on the module's attributes.
@@ -104,13 +74,9 @@ class WorkerSnapshot:
     optimizers: list[tuple[str, dict[str, Any]]]
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
-    loops: dict[str, Any]
+    trainer: TrainerState
     orders: tuple[tuple[dict[str, Any], ...], ...]
-    results: tuple[tuple[LoggedValue, ...], ...]
-    attributes: dict[str, dict[str, Any]]
-    callbacks: dict[str, Any]
     averages: list[dict[str, Any]]
-    has_validated: bool
     stop_agreed: bool
     next_collective: int
     side_effects: SideEffectState
@@ -235,17 +201,9 @@ def _take_snapshot(
         optimizers=[(type(optimizer).__name__, optimizer.state_dict()) for optimizer in trainer.optimizers],
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         precision=trainer.precision_plugin.state_dict(),
-        loops=trainer.fit_loop.state_dict(),
+        trainer=TrainerState.of(trainer, is_bound_to_process),
         orders=tuple(tuple(source.order() for source in addressed_loaders(loop)) for loop in _loops(trainer)),
-        results=tuple(logged_values(attrgetter(path)(trainer)._results) for path in _RESULTS),
-        attributes={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
-        callbacks={
-            key: state
-            for key, state in call._call_callbacks_state_dict(trainer).items()
-            if key in {c.state_key for c in trainer.callbacks if is_bound_to_process(c)}  # type: ignore[attr-defined]
-        },
         averages=averages.states(),
-        has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         stop_agreed=stop_agreed,
         next_collective=next_collective,
         side_effects=side_effects,
@@ -265,30 +223,17 @@ def _join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: 
     """
     loop = trainer.fit_loop
     assert isinstance(loop, PipelineFitLoop)
-    _read_loaders(trainer, snapshot)
+    snapshot.trainer.read_loaders(trainer)
     large = user_graph(trainer).large
     _restore_snapshot(trainer, averages, snapshot, large)
-    loop.on_load_checkpoint(snapshot.loops["state_dict"])
+    loop.on_load_checkpoint(snapshot.trainer.loops["state_dict"])
     loop.find_places()
     for own, orders in zip(_loops(trainer), snapshot.orders, strict=True):
         for source, order in zip(addressed_loaders(own), orders, strict=False):
             source.take_over(order)
     # The batch of this step is about to begin here; in the donor it has begun.
     epoch = loop.epoch_loop
-    batches = epoch.batch_progress
-    for counts in (batches.total, batches.current):
-        assert isinstance(counts, _ProcessedTracker)
-        counts.ready = counts.started = counts.processed = counts.completed
-    if share_of_batch(trainer, batches.current.ready).begins:  # its gradients are zeroed here once more
-        for zeroed in (
-            epoch.automatic_optimization.optim_progress.optimizer.zero_grad.total,
-            epoch.automatic_optimization.optim_progress.optimizer.zero_grad.current,
-        ):
-            zeroed.ready = zeroed.completed = max(0, zeroed.completed - 1)
-    batches.is_last_batch = False
-    connector = trainer._logger_connector
-    connector._first_loop_iter = None if connector._first_loop_iter else False
-    loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH  # the epoch has begun
+    rewind_to_batch(trainer, share_of_batch(trainer, epoch.batch_progress.current.completed).begins)
     assert isinstance(epoch, PipelineEpochLoop)
     epoch._enters_mid_epoch = True
     return large
@@ -308,8 +253,7 @@ def _restore_snapshot(
         for name, parameter in module.named_parameters():
             grad = snapshot.gradients.get(name)
             parameter.grad = None if grad is None else grad.clone().to(parameter.device)
-    load_progress(trainer.fit_loop, snapshot.loops)
-    trainer.fit_loop._combined_loader_states_to_load = []
+    snapshot.trainer.load_progress(trainer)
     averages.load(snapshot.averages)
     load_parameter_groups(module, trainer.optimizers, snapshot.groups)
     for optimizer, (kind, state) in zip(trainer.optimizers, snapshot.optimizers, strict=True):
@@ -323,59 +267,13 @@ def _restore_snapshot(
     for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
         config.scheduler.load_state_dict(deepcopy(state))
     trainer.precision_plugin.load_state_dict(snapshot.precision)
-    for path, logged in zip(_RESULTS, snapshot.results, strict=True):
-        results = attrgetter(path)(trainer)._results
-        results.clear()
-        results.update({one.key: result_metric(trainer, one) for one in logged})
-    for path, attributes in snapshot.attributes.items():
-        _set_attributes(_at(trainer, path), attributes)
-    call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(snapshot.callbacks)})
+    snapshot.trainer.load(trainer)
     set_generator_states(snapshot.generators)
-
-
-def _read_loaders(trainer: pl.Trainer, snapshot: WorkerSnapshot) -> None:
-    """Asks the user for the loaders that the donor has asked for since this worker was set up, in the same epoch."""
-    fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-    train_epoch = snapshot.attributes["fit_loop"]["_last_train_dl_reload_epoch"]
-    if train_epoch != fit._last_train_dl_reload_epoch:
-        fit.epoch_progress.current.completed = train_epoch
-        fit._combined_loader = None
-        fit.setup_data()
-    val_epoch = snapshot.attributes[_VALIDATION]["_last_val_dl_reload_epoch"]
-    if snapshot.has_validated and (val._combined_loader is None or val_epoch != val._last_val_dl_reload_epoch):
-        fit.epoch_progress.current.completed = max(0, val_epoch)
-        val._combined_loader = None
-        trainer.validating = True
-        val.setup_data()
-        trainer.training = True
 
 
 def _loops(trainer: pl.Trainer) -> tuple[Any, Any]:
     return trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
 
 
-def _at(trainer: pl.Trainer, path: str) -> Any:
-    return attrgetter(path)(trainer) if path else trainer
-
-
 def _gradients(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-
-
-def settings_of(owner: Any, private: Collection[str] = ()) -> dict[str, Any]:
-    """The public settings of a part of the Trainer, which hooks may change, and some private attributes."""
-    settings = {n for n, v in vars(owner).items() if not n.startswith("_") and isinstance(v, _SETTINGS)}
-    return {name: vars(owner)[name] for name in {*settings, *private} if name in vars(owner)}
-
-
-def _set_attributes(owner: Any, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        setattr(owner, name, copy(value))
-
-
-def load_progress(loop: _Loop, state: dict[str, Any], prefix: str = "") -> None:
-    """Sets the counters of ``loop`` and its children without marking it as restarting, as ``load_state_dict`` would."""
-    loop._load_from_state_dict(dict(state), prefix)
-    for name, child in vars(loop).items():
-        if isinstance(child, _Loop):
-            load_progress(child, state, f"{prefix}{name}.")

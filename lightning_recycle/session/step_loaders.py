@@ -21,6 +21,7 @@ from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoa
 from lightning_recycle.data.sample_order import compare
 from lightning_recycle.data.steps import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
+from lightning_recycle.session.lightning_internals import transfer_batch
 from lightning_recycle.session.worker_context import WorkerContext
 
 __all__ = ["StepLoaders"]
@@ -128,5 +129,4 @@ class StepLoaders:
         with seeded_everything() as reseed, layer_randomness(device) as generator:
             reseed(seed)
             generator.manual_seed(seed)
-            data = pl.LightningModule._on_before_batch_transfer(module, data, dataloader_idx)
-            return module._apply_batch_transfer_handler(data, device, dataloader_idx)
+            return transfer_batch(module, data, device, dataloader_idx)

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from lightning.pytorch.loops.progress import _ProcessedTracker
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -29,6 +28,7 @@ from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.commit_requirements import OptimizerStep, clip_factor, overflow_of_all, scaler_of
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
+from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import (
@@ -125,8 +125,7 @@ class TrainingSteps:
     def enter_training(self) -> None:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
-        begun = self._trainer.fit_loop.epoch_loop.batch_progress.total
-        assert isinstance(begun, _ProcessedTracker)
+        begun = batches_so_far(self._trainer)
         self.first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +13,7 @@ from lightning_recycle.data.batching import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.weights import weights_of
+from lightning_recycle.session.lightning_internals import loaders_of
 from lightning_recycle.session.object_attributes import (
     is_bound_to_process,
     is_own,
@@ -45,12 +45,10 @@ def user_graph(trainer: pl.Trainer) -> ObjectGraph:
     Streams are no part of it: each worker has its own place in them.
     """
     loops = {"train": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop}
-    combined = {name: vars(loop).get("_combined_loader") for name, loop in loops.items()}
     loaders = {
         f"{name} loader {i}": loader.dataloader
-        for name, loaders in combined.items()
-        if isinstance(loaders, CombinedLoader)
-        for i, loader in enumerate(loaders.flattened)
+        for name, loop in loops.items()
+        for i, loader in enumerate(loaders_of(loop))
         if isinstance(loader, StepLoader)
     }
     streams = _streams(loaders)

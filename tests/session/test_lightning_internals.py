@@ -5,13 +5,13 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torchmetrics import MeanMetric
 
-from lightning_recycle.session import loggers
+from lightning_recycle.session import lightning_internals
 
 
 @pytest.fixture(autouse=True)
 def spared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ResultMetric, "to", loggers._move)  # put back afterwards
-    loggers.spare_moves()
+    monkeypatch.setattr(_ResultMetric, "to", lightning_internals._move)  # put back afterwards
+    lightning_internals.spare_moves()
 
 
 def test_values_are_logged_as_before() -> None:

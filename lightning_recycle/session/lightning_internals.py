@@ -1,0 +1,321 @@
+"""Private parts of Lightning's Trainer that a worker reads or sets: loops, connectors, logged values, signal handlers.
+
+:class:`TrainerState` is the state of a Trainer that lies in no object of the user's and in no optimizer. Subclasses of
+Lightning's loops are in :mod:`~lightning_recycle.session.loops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import copy, deepcopy
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from operator import attrgetter
+from types import NoneType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.fit_loop import RestartStage
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "SignalHandlers",
+    "TrainerState",
+    "batches_so_far",
+    "cluster_environment_of",
+    "count_manual_steps",
+    "lightning_optimizers",
+    "load_progress",
+    "loaders_of",
+    "mark_saved",
+    "path_of_ended_run",
+    "plain_optimizer",
+    "rewind_to_batch",
+    "set_checkpoint_path",
+    "settings_of",
+    "spare_moves",
+    "transfer_batch",
+]
+
+_SETTINGS = (bool, int, float, str, timedelta, NoneType)
+_VALIDATION = "fit_loop.epoch_loop.val_loop"
+_RESULTS = ("fit_loop.epoch_loop", _VALIDATION)
+_PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts that decide, but are in no state dict
+    "": (),
+    "_logger_connector": (
+        "_progress_bar_metrics",
+        "_logged_metrics",
+        "_callback_metrics",
+        "_first_loop_iter",
+        "_current_fx",
+    ),
+    "fit_loop": ("_last_train_dl_reload_epoch",),
+    "fit_loop.epoch_loop": ("_skip_next_val",),
+    "fit_loop.epoch_loop.automatic_optimization": ("_skip_backward",),
+    _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
+}
+
+
+# ---------------------------------------------------------------------- the state of a Trainer in fit
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The state of a Trainer in ``fit``, outside of the user's objects and the optimizers.
+
+    Args:
+        loops: the state dict of the fit loop, with the place in a stream of data.
+        results: the values that were logged in this epoch and in the newest validation.
+        settings: of the Trainer's parts, by path: public settings, such as ``gradient_clip_val``, which callbacks may
+            change, and attributes that are in no state dict.
+        callbacks: the state dicts of callbacks whose attributes belong to their process.
+        has_validated: whether the validation loaders have been read.
+    """
+
+    loops: dict[str, Any]
+    results: tuple[tuple[LoggedValue, ...], ...]
+    settings: dict[str, dict[str, Any]]
+    callbacks: dict[str, Any]
+    has_validated: bool
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, is_wanted: Callable[[Any], bool]) -> TrainerState:
+        """The state of ``trainer``; ``is_wanted``: whether the state dict of a callback is."""
+        keys = {c.state_key for c in trainer.callbacks if is_wanted(c)}  # type: ignore[attr-defined]
+        states = call._call_callbacks_state_dict(trainer)
+        return cls(
+            loops=trainer.fit_loop.state_dict(),
+            results=tuple(_logged_values(attrgetter(path)(trainer)._results) for path in _RESULTS),
+            settings={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
+            callbacks={key: state for key, state in states.items() if key in keys},
+            has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
+        )
+
+    def read_loaders(self, trainer: pl.Trainer) -> None:
+        """Asks the user for the loaders that the donor has asked for since this worker was set up, in its epoch."""
+        fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+        train_epoch = self.settings["fit_loop"]["_last_train_dl_reload_epoch"]
+        if train_epoch != fit._last_train_dl_reload_epoch:
+            fit.epoch_progress.current.completed = train_epoch
+            fit._combined_loader = None
+            fit.setup_data()
+        val_epoch = self.settings[_VALIDATION]["_last_val_dl_reload_epoch"]
+        if self.has_validated and (val._combined_loader is None or val_epoch != val._last_val_dl_reload_epoch):
+            fit.epoch_progress.current.completed = max(0, val_epoch)
+            val._combined_loader = None
+            trainer.validating = True
+            val.setup_data()
+            trainer.training = True
+
+    def load_progress(self, trainer: pl.Trainer) -> None:
+        """Restores the counters of the loops, but not the place in a stream of data."""
+        load_progress(trainer.fit_loop, self.loops)
+        trainer.fit_loop._combined_loader_states_to_load = []
+
+    def load(self, trainer: pl.Trainer) -> None:
+        """Restores the rest."""
+        for path, logged in zip(_RESULTS, self.results, strict=True):
+            results = attrgetter(path)(trainer)._results
+            results.clear()
+            results.update({value.key: value.metric(trainer) for value in logged})
+        for path, settings in self.settings.items():
+            for name, value in settings.items():
+                setattr(_at(trainer, path), name, copy(value))
+        call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(self.callbacks)})
+
+
+def _at(trainer: pl.Trainer, path: str) -> Any:
+    return attrgetter(path)(trainer) if path else trainer
+
+
+def settings_of(owner: Any, private: Collection[str] = ()) -> dict[str, Any]:
+    """The public settings of a part of the Trainer, which hooks may change, and some private attributes."""
+    settings = {n for n, v in vars(owner).items() if not n.startswith("_") and isinstance(v, _SETTINGS)}
+    return {name: vars(owner)[name] for name in {*settings, *private} if name in vars(owner)}
+
+
+def load_progress(loop: _Loop, state: dict[str, Any], prefix: str = "") -> None:
+    """Sets the counters of ``loop`` and its children without marking it as restarting, as ``load_state_dict`` would."""
+    loop._load_from_state_dict(dict(state), prefix)
+    for name, child in vars(loop).items():
+        if isinstance(child, _Loop):
+            load_progress(child, state, f"{prefix}{name}.")
+
+
+def batches_so_far(trainer: pl.Trainer) -> _ProcessedTracker:
+    """The counters of the batches of training, over all epochs."""
+    counts = trainer.fit_loop.epoch_loop.batch_progress.total
+    assert isinstance(counts, _ProcessedTracker)
+    return counts
+
+
+def rewind_to_batch(trainer: pl.Trainer, begins_step: bool) -> None:
+    """Lets a batch that has begun begin once more, in an epoch that has begun.
+
+    Args:
+        trainer: the Trainer.
+        begins_step: whether the batch is the first of a step of the optimizer: its gradients are zeroed once more.
+    """
+    loop, connector = trainer.fit_loop, trainer._logger_connector
+    batches = loop.epoch_loop.batch_progress
+    for counts in (batches.total, batches.current):
+        assert isinstance(counts, _ProcessedTracker)
+        counts.ready = counts.started = counts.processed = counts.completed
+    if begins_step:
+        zero_grad = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
+        for zeroed in (zero_grad.total, zero_grad.current):
+            zeroed.ready = zeroed.completed = max(0, zeroed.completed - 1)
+    batches.is_last_batch = False
+    connector._first_loop_iter = None if connector._first_loop_iter else False
+    loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH
+
+
+# ---------------------------------------------------------------------- values of self.log
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """One value that was logged in this epoch.
+
+    Args:
+        key: its key among the results of a loop.
+        meta: the arguments of ``self.log``.
+        sync: those that concern several processes.
+        is_tensor: whether it is a number, not a metric of the module.
+        attributes: the accumulated value.
+    """
+
+    key: str
+    meta: dict[str, Any]
+    sync: dict[str, Any]
+    is_tensor: bool
+    attributes: dict[str, Any]
+
+    def metric(self, trainer: pl.Trainer) -> _ResultMetric:
+        """The value as Lightning has it."""
+        meta = _Metadata(**self.meta)
+        meta.sync = _Sync(fn=trainer.strategy.reduce, **self.sync)
+        metric = _ResultMetric(meta, self.is_tensor)
+        for name, value in self.attributes.items():
+            setattr(metric, name, value)
+        if not self.is_tensor:
+            assert meta.metric_attribute is not None
+            metric.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
+        return metric.to(trainer.strategy.root_device)
+
+
+def _logged_values(results: _ResultCollection) -> tuple[LoggedValue, ...]:
+    found = []
+    for key, metric in results.items():
+        meta = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata) if f.name != "_sync"}
+        sync = {f.name: getattr(metric.meta.sync, f.name) for f in fields(_Sync) if f.name != "fn"}
+        names = ["_forward_cache", "_computed", "_update_count", "has_reset"]
+        if metric.is_tensor:  # otherwise the value is the module's own metric
+            names += metric._defaults
+        attributes = {name: getattr(metric, name) for name in names}
+        found.append(LoggedValue(key, meta, sync, metric.is_tensor, attributes))
+    return tuple(found)
+
+
+_move = _ResultMetric.to
+
+
+def spare_moves() -> None:
+    """Lets this process move the metric of a logged value only to another device. The result is the same.
+
+    Lightning moves it to the device of each value, tensor by tensor, also when it is there: two thirds of the time that
+    ``self.log`` takes, and a part of every step.
+    """
+    _ResultMetric.to = _move_elsewhere  # type: ignore[assignment, method-assign]
+
+
+def _move_elsewhere(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
+    value = getattr(metric, "value", None)  # of a torchmetrics object it is set later
+    if isinstance(value, Tensor) and args == (value.device,) and not kwargs:
+        return metric
+    return _move(metric, *args, **kwargs)
+
+
+# ---------------------------------------------------------------------- data and optimizers
+
+
+def loaders_of(loop: Any) -> list[Any]:
+    """The loaders of a fit loop or an evaluation loop, once they were asked for."""
+    combined = vars(loop).get("_combined_loader")
+    return list(combined.flattened) if isinstance(combined, CombinedLoader) else []
+
+
+def transfer_batch(module: pl.LightningModule, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    """``batch`` on ``device``, moved by the user's hooks."""
+    batch = pl.LightningModule._on_before_batch_transfer(module, batch, dataloader_idx)
+    return module._apply_batch_transfer_handler(batch, device, dataloader_idx)
+
+
+def lightning_optimizers(trainer: pl.Trainer) -> list[LightningOptimizer]:
+    """Lightning's wrappers of the optimizers, in their order."""
+    return trainer.strategy._lightning_optimizers
+
+
+def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """The optimizer itself, which Lightning may have wrapped."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def count_manual_steps(trainer: pl.Trainer) -> _Progress:
+    """The counters of the steps of optimizers in manual optimization."""
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+
+# ---------------------------------------------------------------------- checkpoints and signals
+
+
+def set_checkpoint_path(trainer: pl.Trainer, path: Any) -> None:
+    """Sets the path of the checkpoint that the run resumes from, as Lightning reports it."""
+    trainer._checkpoint_connector._ckpt_path = path
+
+
+def path_of_ended_run(trainer: pl.Trainer) -> str:
+    """The path of the checkpoint that Lightning resumes a job of SLURM from."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def mark_saved(callback: ModelCheckpoint, step: int) -> None:
+    """Lets ``callback`` know that ``step`` is saved."""
+    callback._last_global_step_saved = step
+
+
+def cluster_environment_of(trainer: pl.Trainer) -> ClusterEnvironment:
+    """The cluster environment of this process."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+class SignalHandlers:
+    """Handlers that Lightning registers when it begins to run; when it has ended, it restores those before."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._handlers = vars(trainer._signal_connector)
+
+    def replace(self, requeue: Callable[..., None], terminate: Callable[..., None] | None) -> None:
+        """Replaces the handler of the signal for requeueing, and of SIGTERM."""
+        self._handlers["_slurm_sigusr_handler_fn"] = requeue
+        if terminate is not None:
+            self._handlers["_sigterm_notifier_fn"] = terminate
+
+    def release(self) -> None:
+        """The handlers are Lightning's again."""
+        for name in ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"):
+            self._handlers.pop(name, None)
