@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     found = chosen(tmp_path)
     assert found is not None
     assert step_of(found) == 2
-    (warning,) = [record.getMessage() for record in caplog.records if record.name.endswith("resuming")]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.endswith("launch.resume")]
     assert str(tmp_path / "last-v1.ckpt") in warning
     assert "is damaged: " in warning
     with pytest.raises(CheckpointError, match=r"last-v1\.ckpt is damaged: .*newest whole one.*last\.ckpt"):
