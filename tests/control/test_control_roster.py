@@ -154,12 +154,12 @@ def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
         members = plane.members()
         die(plane, members[3])
         plane.until(lambda: len(plane.started) == 1)
-        plane.until(lambda: 3 in plane.coordinator._processes)
+        plane.until(lambda: 3 in plane.coordinator._workers.processes)
         plane.replacements[0].die("it exited with code 1")
         plane.until(lambda: len(plane.started) == 2)
-        plane.until(lambda: 3 in plane.coordinator._processes)
+        plane.until(lambda: 3 in plane.coordinator._workers.processes)
         plane.replacements[1].die("it exited with code 1")
-        plane.until(lambda: 3 not in plane.coordinator._processes)
+        plane.until(lambda: 3 not in plane.coordinator._workers.processes)
         time.sleep(0.7)  # the first wait is half a second
         assert plane.started == [(3, 1, 3), (3, 2, 3)]
         assert [event.worker for event in plane.events("restarting")] == [(1, 1), (1, 1)]

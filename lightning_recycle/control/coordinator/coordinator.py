@@ -18,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector, StartupTimeouts
 from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
+from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.joining.admission import Admission, Place, Readmission, describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
@@ -47,7 +47,6 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.processes import thread_states
 
 __all__ = ["Coordinator", "CoordinatorOptions", "Positions", "WorkerProcess"]
 
@@ -130,16 +129,15 @@ class Coordinator:
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
         self._journal = journal
         self._readmission = None if journal is None else Readmission(journal, grid, self.options)
-        self._holders: dict[int, Process] = {} if journal is None else dict(journal.processes)  # by rank
+        holders = {} if journal is None else journal.processes
+        self._workers = WorkerTable(self._loop, self._on_messages, self._gone, holders)
         self._state = protocol.initial_state(grid, self.options.machine_error_retries)
         if self._readmission is not None:
             self._state = self._readmission.state()
         self._state = self._with_policy(self._state)
         self._written = coordinator_restart.durable(self._state)
-        self._connections: dict[int, NonBlockingConnection] = {}
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
-        self._processes: dict[int, WorkerProcess] = {}
-        self._watch = FailureDetector(grid, self.options, self._thread_states)
+        self._watch = FailureDetector(grid, self.options, self._workers.thread_states)
         self._starts = StartupTimeouts(grid)
         self._rendezvous = Rendezvous()
         self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
@@ -147,7 +145,6 @@ class Coordinator:
         self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, journal, self._readmission)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
-        self._unreachable: list[int] = []  # could not be sent a message
         self._to_evict: list[protocol.Evict] = []
         self._held: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
         self._next_review = 0.0
@@ -163,6 +160,7 @@ class Coordinator:
         self._deserted = False
         self._quarantine = quarantine or Quarantine(None)
         self._absent: dict[int, str] = {}  # positions whose device is out
+        self._started: dict[int, WorkerProcess] = {}  # of the first roster
         self._end_wanted = False
         self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -187,7 +185,7 @@ class Coordinator:
     @property
     def connections(self) -> Mapping[int, NonBlockingConnection]:
         """Those of all workers with a position, by rank, for the coordinator's thread."""
-        return self._connections
+        return self._workers.connections
 
     @property
     def history(self) -> list[Event]:
@@ -219,7 +217,7 @@ class Coordinator:
         """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
         without a process. The positions ``absent`` stay empty; it says why.
         """
-        self._processes, self._absent = dict(processes), dict(absent)
+        self._started, self._absent = dict(processes), dict(absent)
         for rank in processes:
             self._starts.began(rank, time.monotonic())
         if processes:
@@ -248,7 +246,7 @@ class Coordinator:
 
     def _is_left(self) -> bool:
         """Whether all workers have gone before the run began, and nobody is about to come."""
-        here = self._connections or self._vacancies.spares or self._reception.has_strangers
+        here = self._workers.connections or self._vacancies.spares or self._reception.has_strangers
         return not self._owns_reception and self._entrance.has_met and not self.has_begun and not here
 
     def end_at_boundary(self) -> None:
@@ -287,8 +285,8 @@ class Coordinator:
 
     def _serve(self) -> None:
         try:
-            for rank, process in self._processes.items():
-                self._watch_exit(rank, process)
+            for rank, process in self._started.items():
+                self._workers.watch_exit(rank, process)
             for rank, cause in self._absent.items():
                 self._handle(protocol.Lost(rank, cause))
             self._reception.serve(self._entrance.greet, self._on_wake)
@@ -303,8 +301,7 @@ class Coordinator:
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts
                     self._watch.forgive(now)
-                    for connection in self._connections.values():
-                        connection.forgive(now)
+                    self._workers.forgive(now)
                 last_tick = now
                 self._on_tick(now)
                 while self._unread:
@@ -330,7 +327,7 @@ class Coordinator:
             return
         if now >= self._next_sign:
             self._next_sign = now + self._sign_seconds
-            self._tell_everybody(messages.Alive(self.options.coordinator_timeout))
+            self._send_to_all(messages.Alive(self.options.coordinator_timeout))
         if self._state.returned is not None:
             self._await_return(now)
             return
@@ -352,7 +349,7 @@ class Coordinator:
         assert self._readmission is not None
         if self._readmission.is_deserted(now, bool(self._vacancies.spares)):
             log.warning("Nobody of the run that was going on here has returned: another one begins.")
-            self._state, self._holders = self._with_policy(self._readmission.begin_anew()), {}
+            self._state, self._workers.holders = self._with_policy(self._readmission.begin_anew()), {}
             return
         for rank, cause in self._readmission.late(now, self._state).items():
             self._gone(rank, cause)
@@ -361,17 +358,17 @@ class Coordinator:
         """Evicts who is not where it should be by now; one that is late to connect first shows where it is."""
         for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
             self._evict(rank, cause)
-        for rank, cause in self._starts.late(now, self._connections.keys()).items():
+        for rank, cause in self._starts.late(now, self._workers.connections.keys()).items():
             if rank in self._shown:
                 self._evict(rank, cause)
             else:
                 self._shown.add(rank)
-                self._processes[rank].show_stack()
+                self._workers.processes[rank].show_stack()
 
     def _review(self, now: float) -> None:
         """Looks at who is silent or makes no progress, and does what follows."""
         seconds = self._plans.operation_seconds
-        stalled = {rank: connection.stalled(now) for rank, connection in self._connections.items()}
+        stalled = {rank: connection.stalled(now) for rank, connection in self._workers.connections.items()}
         ruling = self._watch.review(now, self._state, stalled, seconds)
         for rank, waited in ruling.waits.items():
             self._history.suspect(rank, waited, self._state)
@@ -384,25 +381,16 @@ class Coordinator:
             reason = "a message was lost: all wait for each other, and nobody works."
             self._handle(protocol.GraceElapsed(self._state.generation.number, reason))
 
-    def _thread_states(self, rank: int) -> str:
-        """What the threads of a worker's process do, if it is one of this machine."""
-        process = self._holders.get(rank)
-        return "" if process is None else thread_states(process.pid, process.space)
-
     # ------------------------------------------------------------------ workers come and go
-
-    def _watch_exit(self, rank: int, process: WorkerProcess) -> None:
-        self._loop.watch(process.sentinel, partial(self._on_exit, rank))
 
     def _on_wake(self) -> None:
         for rank, process in self._vacancies.take_started():
             if process is None:
                 self._candidate_gone(rank)
             else:
-                self._processes[rank] = process
-                if rank not in self._connections:  # it may have been quicker than this thread
+                if rank not in self._workers.connections:  # it may have been quicker than this thread
                     self._starts.began(rank, time.monotonic())
-                self._watch_exit(rank, process)
+                self._workers.watch_exit(rank, process)
         held, self._held = self._held, None
         if held is not None:
             self._handle(held)
@@ -415,7 +403,7 @@ class Coordinator:
         self._views.answer()
         while not self._hosts_to_leave.empty():
             host = self._hosts_to_leave.get()
-            for rank in [rank for rank in self._connections if self._history.process_at(rank)[0] == host]:
+            for rank in [rank for rank in self._workers.connections if self._history.process_at(rank)[0] == host]:
                 self._on_leave(messages.Leave(rank))
 
     def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
@@ -450,9 +438,6 @@ class Coordinator:
     ) -> None:
         """A worker takes its position; what one that has ``returned`` had said counts."""
         self._history.introduce(rank, process.node, process.pid)
-        connection.inbox.expects = messages.FROM_WORKERS
-        self._connections[rank] = connection
-        self._holders[rank] = process
         self._unread.append(rank)
         self._watch.heard(rank, time.monotonic())
         self._starts.connected(rank, time.monotonic())
@@ -460,14 +445,12 @@ class Coordinator:
             self._watch.expect(rank, time.monotonic())
         elif self._state.generation.number < 0:
             self._watch.begin_start(time.monotonic())
-        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-            connection.send(messages.Alive(self.options.coordinator_timeout))  # so it knows the limit at once
-        self._loop.watch(connection, partial(self._on_readable, rank))
-        self._loop.watch_unsent(connection)
+        # The sign of life has the limit of the coordinator's silence.
+        self._workers.connect(rank, connection, process, messages.Alive(self.options.coordinator_timeout))
         if returned is not None and self._state.returned is not None and rank in self._state.roster.live:
             self._handle(returned)
             if self._state.returned is None:  # what they have said meanwhile
-                self._unread.extend(self._connections)
+                self._unread.extend(self._workers.connections)
         elif not joining:
             self._handle(protocol.Joined(rank))
 
@@ -481,9 +464,7 @@ class Coordinator:
         if joining:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
         else:
-            free = [
-                r for r in sorted(self._state.roster.live) if r not in self._processes and r not in self._connections
-            ]
+            free = [rank for rank in self._state.roster.ranks if not self._workers.has(rank)]
         while placed := self._vacancies.place_spare(free):
             rank, connection, process = placed
             free.remove(rank)
@@ -503,7 +484,7 @@ class Coordinator:
         return messages.Assign(rank, incarnation, joining, self.grid, timeout, *told)
 
     def _has_candidate(self, rank: int) -> bool:
-        return rank in self._connections or rank in self._processes or self._vacancies.is_starting(rank)
+        return self._workers.has(rank) or self._vacancies.is_starting(rank)
 
     def _fill_vacancies(self, now: float) -> None:
         """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
@@ -530,29 +511,20 @@ class Coordinator:
         if self._on_positions is None:
             return
         positions = {
-            rank: self._history.process_at(rank) if rank in self._connections else None
+            rank: self._history.process_at(rank) if rank in self._workers.connections else None
             for rank in range(self.grid.num_workers)
         }
         if positions != self._positions:
             self._positions = positions
             self._on_positions(MappingProxyType(positions))
 
-    def _on_readable(self, rank: int) -> None:
-        connection = self._connections[rank]
-        try:
-            connection.read()
-        except (EOFError, OSError):
-            self._gone(rank, self._describe_exit(rank) or "its connection to the coordinator broke")
-            return
-        self._on_messages(rank)
-
     def _on_messages(self, rank: int) -> None:
         """Handles what a worker's inbox holds. Whatever is wrong with a message costs its sender, and nobody else."""
-        connection = self._connections.get(rank)
+        connection = self._workers.connections.get(rank)
         if self._state.returned is not None:
             return  # it waits until all have returned: before, nothing is known by which to judge it
         try:
-            while connection is not None and self._connections.get(rank) is connection:
+            while connection is not None and self._workers.connections.get(rank) is connection:
                 message = connection.inbox.take()
                 if message is None:
                     return
@@ -569,49 +541,16 @@ class Coordinator:
             log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
             self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
 
-    def _tell_everybody(self, message: Any) -> None:
-        """Sends ``message`` to all workers, also to spares; one that is gone needs none."""
-        frame = encode(message)
-        for connection in [*self._connections.values(), *(spare for spare, _ in self._vacancies.spares)]:
-            with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-                connection.send_frame(frame)
-                self._loop.watch_unsent(connection)
-
-    def _on_exit(self, rank: int) -> None:
-        cause = self._describe_exit(rank)
-        if cause is None:
-            return
-        connection = self._connections.get(rank)
-        if connection is not None:
-            # What it said before it died; its last words may be the exception that ended it.
-            with contextlib.suppress(EOFError, OSError):
-                while self._connections.get(rank) is connection and connection.read():
-                    self._on_messages(rank)
-        self._gone(rank, cause)
-
-    def _describe_exit(self, rank: int) -> str | None:
-        process = self._processes.get(rank)
-        return None if process is None else process.describe_exit(timeout=0.02)
-
     def _gone(self, rank: int, cause: str) -> None:
         """A worker or a candidate for a position is gone. Makes sure of it: it must not return and write."""
-        process = self._processes.pop(rank, None)
-        if process is not None:
-            if self._loop.watches(process.sentinel):
-                self._loop.forget(process.sentinel)
-            process.kill()
-            process.release()
-        connection = self._connections.pop(rank, None)
-        if connection is not None:
-            self._loop.forget(connection)
-            connection.close()
+        was_there = self._workers.drop(rank)
         self._watch.forget(rank)
         self._starts.forget(rank)
         self._shown.discard(rank)
         self._vacancies.leave_node(rank)
         if rank in self._state.roster.live:
             self._handle(protocol.Lost(rank, cause))
-        elif process is not None or connection is not None:
+        elif was_there:
             self._candidate_gone(rank)
 
     def _candidate_gone(self, rank: int) -> None:
@@ -627,14 +566,7 @@ class Coordinator:
 
     def _dismiss(self, rank: int) -> None:
         """Dismisses a worker that leaves at a step boundary."""
-        connection = self._connections.pop(rank, None)
-        if connection is not None:
-            self._loop.forget(connection)
-            connection.part(messages.Stop(StopReason.LEFT), seconds=_TICK)
-        process = self._processes.pop(rank, None)
-        if process is not None:
-            self._loop.forget(process.sentinel)
-            process.release()
+        self._workers.dismiss(rank)
         self._watch.forget(rank)
 
     # ------------------------------------------------------------------ messages
@@ -739,10 +671,12 @@ class Coordinator:
             self._evict(command.rank, command.cause)
         self._evict_unreachable()
 
+    def _send_to_all(self, message: Any) -> None:
+        self._workers.post_to_all(message, (spare for spare, _ in self._vacancies.spares))
+
     def _evict_unreachable(self) -> None:
-        while self._unreachable:
-            rank = self._unreachable.pop()
-            self._gone(rank, self._describe_exit(rank) or "it could not be sent a message")
+        for rank, cause in self._workers.unreachable():
+            self._gone(rank, cause)
 
     def _apply(self, event: protocol.MembershipEvent) -> None:
         state, commands = membership.transition(self._state, event)
@@ -758,7 +692,7 @@ class Coordinator:
             if isinstance(command, protocol.Send):
                 self._send(command)
             elif isinstance(command, protocol.Resend):
-                self._post(command.ranks, encode(command.message))
+                self._workers.post(command.ranks, encode(command.message))
             elif isinstance(command, protocol.StartGrace):
                 self._graces.setdefault(command.generation, (time.monotonic() + self.options.grace, command.reason))
             elif isinstance(command, protocol.Evict):
@@ -774,20 +708,8 @@ class Coordinator:
             return
         durable = coordinator_restart.durable(self._state)
         if not all(map(operator.is_, durable, self._written)):  # nearly always nothing has changed
-            self._journal.write(coordinator_restart.kept(self._state), self._holders)
+            self._journal.write(coordinator_restart.kept(self._state), self._workers.holders)
             self._written = durable
-
-    def _post(self, ranks: Iterable[int], frame: bytes | bytearray) -> None:
-        for rank in ranks:
-            connection = self._connections.get(rank)
-            if connection is None:
-                continue
-            try:
-                connection.send_frame(frame)
-            except OSError:
-                self._unreachable.append(rank)
-            else:
-                self._loop.watch_unsent(connection)
 
     def _send(self, command: protocol.Send) -> None:
         message, schedule = command.message, command.schedule
@@ -821,7 +743,7 @@ class Coordinator:
         for rank in command.ranks if len(told) == 1 else (rank for rank in self._order if rank in told):
             if programs is not None:
                 frame = encode(replace(message, program=programs.of(self.grid.worker(rank))))
-            self._post((rank,), frame)
+            self._workers.post((rank,), frame)
 
     def _plan_is_ready(self, state: protocol.MembershipState) -> bool:
         """Whether there is a plan for a generation of those that are in; if not, it is being made."""
@@ -846,7 +768,9 @@ class Coordinator:
         spares = tuple(ShownPlace(process.node or None, process.pid) for _, process in self._vacancies.spares)
         schedules = self._plans.schedules
         candidates = frozenset(rank for rank in range(self.grid.num_workers) if self._has_candidate(rank))
-        awaited = candidates - self._connections.keys()  # their process is another one than that which was known
+        awaited = (
+            candidates - self._workers.connections.keys()
+        )  # their process is another one than that which was known
         processes = {rank: place for rank, place in self._history.processes.items() if rank not in awaited}
         status = status_of(
             time.time(),
@@ -898,5 +822,5 @@ class Coordinator:
             self._write_down()
         self._history.ended(self._state)
         # Also after a success: a worker may be waiting for a generation that nobody needs any more.
-        self._tell_everybody(messages.Stop(StopReason.of(outcome)))
+        self._send_to_all(messages.Stop(StopReason.of(outcome)))
         self._done.set()

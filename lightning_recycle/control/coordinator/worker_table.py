@@ -1,0 +1,172 @@
+"""Table of the workers of a run: connections and processes by position, for the coordinator's thread.
+
+Concept: a position has a connection once its worker has said hello, and a process if this machine's launching process
+started it. Messages go to positions; a worker that cannot take one is remembered, as its loss may not be handled in the
+middle of a command. :meth:`WorkerTable.drop` makes sure of an end: a lost worker must not return and write.
+
+Must not know: messages of members, the state of the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from lightning_recycle.control.coordinator.journal import Process
+from lightning_recycle.control.joining.run_config import WorkerProcess
+from lightning_recycle.control.network.connection import NonBlockingConnection
+from lightning_recycle.control.network.event_loop import EventLoop
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.encoding import encode
+from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.processes import thread_states
+
+__all__ = ["WorkerTable"]
+
+_FAREWELL_SECONDS = 0.1  # for a worker that leaves at a step boundary
+_EXIT_SECONDS = 0.02  # for the exit status of a process that has closed its connection
+
+
+class WorkerTable:
+    """Connections and processes of workers, by rank.
+
+    Args:
+        loop: waits for them.
+        on_messages: called with a rank whose inbox may hold messages.
+        on_gone: called with a rank that is gone, and why.
+        holders: the processes that held the positions under an earlier coordinator.
+
+    Attributes:
+        connections: of all workers with a position.
+        processes: those that were started here.
+        holders: the newest process at each position.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        on_messages: Callable[[int], None],
+        on_gone: Callable[[int, str], None],
+        holders: Mapping[int, Process],
+    ) -> None:
+        self.connections: dict[int, NonBlockingConnection] = {}
+        self.processes: dict[int, WorkerProcess] = {}
+        self.holders: dict[int, Process] = dict(holders)
+        self._loop = loop
+        self._on_messages, self._on_gone = on_messages, on_gone
+        self._unreachable: list[int] = []
+
+    def has(self, rank: int) -> bool:
+        """Whether the position has a connection or a process."""
+        return rank in self.connections or rank in self.processes
+
+    def thread_states(self, rank: int) -> str:
+        """What the threads of a worker's process do, if it is one of this machine."""
+        holder = self.holders.get(rank)
+        return "" if holder is None else thread_states(holder.pid, holder.space)
+
+    # ------------------------------------------------------------------ coming
+
+    def connect(self, rank: int, connection: NonBlockingConnection, holder: Process, *words: Any) -> None:
+        """The worker behind ``connection`` takes the position, and gets ``words``."""
+        connection.inbox.expects = messages.FROM_WORKERS
+        self.connections[rank] = connection
+        self.holders[rank] = holder
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+            for message in words:
+                connection.send(message)
+        self._loop.watch(connection, partial(self._on_readable, rank))
+        self._loop.watch_unsent(connection)
+
+    def watch_exit(self, rank: int, process: WorkerProcess) -> None:
+        """``process`` was started for the position."""
+        self.processes[rank] = process
+        self._loop.watch(process.sentinel, partial(self._on_exit, rank))
+
+    # ------------------------------------------------------------------ messages
+
+    def _on_readable(self, rank: int) -> None:
+        try:
+            self.connections[rank].read()
+        except (EOFError, OSError):
+            self._on_gone(rank, self.describe_exit(rank) or "its connection to the coordinator broke")
+            return
+        self._on_messages(rank)
+
+    def post(self, ranks: Iterable[int], frame: bytes | bytearray) -> None:
+        """Sends ``frame`` to ``ranks``; see :meth:`unreachable`."""
+        for rank in ranks:
+            connection = self.connections.get(rank)
+            if connection is None:
+                continue
+            try:
+                connection.send_frame(frame)
+            except OSError:
+                self._unreachable.append(rank)
+            else:
+                self._loop.watch_unsent(connection)
+
+    def post_to_all(self, message: Any, others: Iterable[NonBlockingConnection]) -> None:
+        """Sends ``message`` to all workers and to ``others``; one that is gone needs none."""
+        frame = encode(message)
+        for connection in (*self.connections.values(), *others):
+            with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+                connection.send_frame(frame)
+                self._loop.watch_unsent(connection)
+
+    def unreachable(self) -> Iterator[tuple[int, str]]:
+        """Workers that could not be sent a message, and why, each once."""
+        while self._unreachable:
+            rank = self._unreachable.pop()
+            yield rank, self.describe_exit(rank) or "it could not be sent a message"
+
+    def forgive(self, now: float) -> None:
+        """This process could send nothing until now."""
+        for connection in self.connections.values():
+            connection.forgive(now)
+
+    # ------------------------------------------------------------------ going
+
+    def describe_exit(self, rank: int) -> str | None:
+        """How the process of the position ended; None if it is alive, or was not started here."""
+        process = self.processes.get(rank)
+        return None if process is None else process.describe_exit(timeout=_EXIT_SECONDS)
+
+    def _on_exit(self, rank: int) -> None:
+        cause = self.describe_exit(rank)
+        if cause is None:
+            return
+        connection = self.connections.get(rank)
+        if connection is not None:
+            # What it said before it died; its last words may be the exception that ended it.
+            with contextlib.suppress(EOFError, OSError):
+                while self.connections.get(rank) is connection and connection.read():
+                    self._on_messages(rank)
+        self._on_gone(rank, cause)
+
+    def drop(self, rank: int) -> bool:
+        """Ends whatever is at the position; whether there was something."""
+        process = self.processes.pop(rank, None)
+        if process is not None:
+            if self._loop.watches(process.sentinel):
+                self._loop.forget(process.sentinel)
+            process.kill()
+            process.release()
+        connection = self.connections.pop(rank, None)
+        if connection is not None:
+            self._loop.forget(connection)
+            connection.close()
+        return process is not None or connection is not None
+
+    def dismiss(self, rank: int) -> None:
+        """Lets a worker go that leaves at a step boundary: it ends by itself."""
+        connection = self.connections.pop(rank, None)
+        if connection is not None:
+            self._loop.forget(connection)
+            connection.part(messages.Stop(StopReason.LEFT), seconds=_FAREWELL_SECONDS)
+        process = self.processes.pop(rank, None)
+        if process is not None:
+            self._loop.forget(process.sentinel)
+            process.release()
