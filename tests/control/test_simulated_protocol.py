@@ -390,7 +390,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "default=-1"),
     ("a worker forgets its exception", Memory, "said", "self._raised = message", "pass"),
 ]
-"""As above, in histories in which the coordinator is killed. Who may return to it: see test_readmission.py."""
+"""As above, in histories in which the coordinator is killed. Who may return to it: see test_admission.py."""
 
 LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("a layout counts as soon as one worker holds its layers", layout_change, "on_layers_held",
