@@ -2,7 +2,7 @@
 
 These are errors of storage, memory, descriptors, helper processes and the device.
 
-Concept: nobody can tell from an exception alone whether the machine or the user's code is at fault, since a missing
+Concept: an exception alone does not show whether the machine or the user's code is at fault, since a missing
 file and a lost file system look alike. So this module only suspects; the coordinator settles it by running the same
 work elsewhere (:mod:`~lightning_recycle.control.protocol.fault_attribution`). An exception that is not suspected is the
 user's own at once.
@@ -49,7 +49,7 @@ _MACHINE = re.compile(
     r"|can't start new thread",
     re.DOTALL,
 )
-"""What torch's DataLoader, its shared memory, its allocator and Python's threads say in a RuntimeError."""
+"""Texts of RuntimeErrors of torch's DataLoader, shared memory and allocator, and of Python's threads."""
 
 
 def is_device_error(error: BaseException) -> bool:

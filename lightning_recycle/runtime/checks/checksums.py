@@ -11,7 +11,7 @@ Contract: a wrong bit anywhere, or any number of wrong bits within one integer, 
 multiple of 2^(64-k) for the lowest wrong bit k, twice: with probability 2^-(2 * (64 - k)), at most 2^-66 (k = 31, the
 sign of a float32). Errors in several places cancel with at most about 2^-54 (the sign bit in two places of one column),
 and 2^-114 for the lowest bit. The weights are fixed, so this is a promise about
-faults, not about somebody who looks for collisions.
+faults, not about an attacker who looks for collisions.
 """
 
 from __future__ import annotations

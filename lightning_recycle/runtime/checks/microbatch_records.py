@@ -47,7 +47,7 @@ _OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight 
 
 @dataclass(frozen=True)
 class MicrobatchRecord:
-    """What a stage was given of a micro-batch, and what it made of that.
+    """Inputs and results of a stage for one micro-batch.
 
     Args:
         step, microbatch: which one; the index in the global batch.
@@ -173,7 +173,7 @@ class GradientsApart:
             parameter.grad = apart
 
     def end(self) -> None:
-        """From now on ``parameter.grad`` is what it was, unless somebody has replaced it."""
+        """From now on ``parameter.grad`` is what it was, unless the user's code has replaced it."""
         for (parameter, usual), apart in zip(self._usual, self._apart, strict=True):
             if parameter.grad is apart:
                 parameter.grad = usual

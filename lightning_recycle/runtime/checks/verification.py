@@ -3,13 +3,13 @@
 Concept: in a step with checks each worker records one micro-batch, drawn from the step: what its stage was given, and
 checksums of the output, of the gradient of the input, and of the weight gradients, which are added to those of others
 only then. It sends the record to a peer, which computes the same at its CHECK and compares. If it gets other bits, it
-tells the coordinator and goes no further, so nobody can commit the step. Then all workers of the stage compute the
+tells the coordinator and goes no further, so the step cannot be committed. Then all workers of the stage compute the
 record once more, and vote.
 Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
 its own once more instead, which shows errors that do not come again.
 
 A result that is found wrong has been handed on to other stages. So all say when they have nothing against a step
-(:class:`~lightning_recycle.control.protocol.messages.Milestone`), and nobody applies it before.
+(:class:`~lightning_recycle.control.protocol.messages.Milestone`), and no worker applies it before.
 
 Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.checks.microbatch_records`). Nothing of
 the user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
@@ -109,7 +109,7 @@ class Verifier:
         self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
 
     def begin(self, step: int, whole: bool) -> None:
-        """An attempt at ``step`` begins; ``whole``: this worker does all of it, and nobody has done so before."""
+        """An attempt at ``step`` begins; ``whole``: this worker does all of it, and no stage has done so before."""
         checks, self.tasks = self._program.checks, self._program.tasks
         self._recorder = self._own = self._disputed = self._incoming = None
         self._target = self._checks = self._checked_by = None
@@ -134,7 +134,7 @@ class Verifier:
 
     @property
     def needs_last_gradients(self) -> bool:
-        """Whether nobody may sum up what the last micro-batch completes before it is :meth:`completed`."""
+        """Whether what the last micro-batch completes may not be summed before it is :meth:`completed`."""
         return self._target is not None and self._target is self._completing[-1]
 
     def leaves_open(self, step: int) -> bool:
@@ -193,7 +193,7 @@ class Verifier:
         """Computes the record of a peer once more, if the step has checks, and compares.
 
         Raises:
-            Interrupted: if the results differ: a new generation begins, and nobody commits the step before.
+            Interrupted: if the results differ: a new generation begins, before the step can be committed.
         """
         if self._incoming is None or self._checks is None:
             return
@@ -218,10 +218,10 @@ class Verifier:
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
         """All workers of the stage are to compute ``record``, of rank ``other``, of which this worker got ``sums``.
-        Nobody has to if it is this worker's own, and it got something else at first.
+        No worker has to if it is this worker's own, and it got something else at first.
 
         Raises:
-            Interrupted: a new generation begins, and nobody commits the step before.
+            Interrupted: a new generation begins, before the step can be committed.
         """
         self._disputed = record
         rank, generation = self._client.rank, self._client.generation
@@ -304,7 +304,7 @@ def _from_message(message: Any) -> MicrobatchRecord:
 
 
 def _machine() -> str:
-    """What two workers must have in common to get the same bits."""
+    """The properties of a worker that must be equal for two workers to get the same bits."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     facts = (device, torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

@@ -22,7 +22,7 @@ __all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reducti
 
 
 class Communicator:
-    """What one worker exchanges with others.
+    """Messages, sums and connections of one worker.
 
     Args:
         rank: rank of this worker in the grid.

@@ -136,7 +136,7 @@ class Connections:
         while not done.wait(LOOK.total_seconds()):
             self.check()  # abandons the thread, which ends when its connections time out
             if begun and time.monotonic() - begun[0] < self.transport.connect_seconds:
-                self.on_progress()  # or all who wait for it would be told to connect again
+                self.on_progress()  # or all that wait for it would have to connect again
         for error in errors:
             if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
                 raise error
@@ -213,7 +213,7 @@ class Connections:
         try:
             yield
         except (RuntimeError, OSError) as error:
-            # Of the device, or of a DataLoader's process, whose end is told by a signal.
+            # Of the device, or of a DataLoader's process, whose end a signal reports.
             if is_machine_error(error) and not isinstance(error, _OF_PEERS):
                 raise
             raise CommunicationError(f"Generation {self._generation}: {error}") from error

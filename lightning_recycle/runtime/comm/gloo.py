@@ -1,9 +1,9 @@
-"""Gloo's process groups over connections that somebody else has made.
+"""Gloo's process groups over connections that were made by others.
 
 Concept: Gloo connects its processes by itself. Its listening sockets take anybody who sends the next of some
 consecutive numbers for the process that is expected, and end the whole process if they run out of descriptors (torch
 2.13: ``haveConnection`` and ``handleEvents`` in its ``transport/tcp/listener.cc``). So they are *muted* here: nothing
-reaches them. Instead Gloo connects to ports of its own process, where nobody lives
+reaches them. Instead Gloo connects to ports of its own process, where nothing listens
 (:class:`~lightning_recycle.runtime.comm.sockets.Doorbell`), and what it holds then is exchanged, under the same
 descriptors, for connections that are known to lead to the right peers.
 
@@ -162,7 +162,7 @@ class _Neighbours(Store):
 
 
 def _with_address(info: bytes, host: str, port: int) -> bytes:
-    """What Gloo tells others about a process, with another address in it.
+    """Gloo's published address of a process, with another address in it.
 
     It is ``Rank::bytes`` of its ``transport/tcp/context.cc``: the length and the characters of the name of the machine,
     the length of the address, ``sockaddr_storage`` and a number, and further numbers.
@@ -184,14 +184,14 @@ def _with_address(info: bytes, host: str, port: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Event:
-    """What an epoll instance waits for, and what it hands out then."""
+    """An event that an epoll instance waits for, and the data that it hands out."""
 
     mask: int
     data: int
 
 
 def _events(epoll: int) -> dict[int, _Event]:
-    """What the epoll instance ``epoll`` waits for, by descriptor; nothing if it is none."""
+    """The events that the epoll instance ``epoll`` waits for, by descriptor; none if it is no such instance."""
     with open(f"/proc/self/fdinfo/{epoll}", "rb") as file:
         return {int(fd): _Event(int(mask, 16), int(data, 16)) for fd, mask, data in _EVENT.findall(file.read())}
 

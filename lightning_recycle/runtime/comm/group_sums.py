@@ -90,7 +90,7 @@ class GroupSums:
 
     def begin_all_reduce(self, tensor: Tensor, stages: tuple[int, ...] = ()) -> Reduction:
         """Begins a sum as that of :meth:`all_reduce`, in the background; over the workers of ``stages``, which hold a
-        tie, if they are given. Until :meth:`end_all_reduce` nobody may touch ``tensor``, which is contiguous.
+        tie, if they are given. Until :meth:`end_all_reduce` ``tensor``, which is contiguous, must not be touched.
 
         All workers of a group begin the same sums and broadcasts in the same order; with :attr:`sums_in_one_order` also
         those of several groups, in orders that agree.

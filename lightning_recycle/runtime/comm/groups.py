@@ -6,7 +6,7 @@ A *meshed* group connects all of its members with each other, as collectives nee
 messages between two workers: each has its own set of others in it, and numbers them by itself, as Gloo's messages do
 not tell by which number their sender goes. Before a byte of Gloo's passes, each connection has proved that it leads to
 a worker of this run (:mod:`~lightning_recycle.runtime.comm.peer_auth`), and then it is handed to Gloo
-(:mod:`~lightning_recycle.runtime.comm.gloo`). Gloo would connect by itself, and take whoever dials; where the other way
+(:mod:`~lightning_recycle.runtime.comm.gloo`). Gloo would connect by itself, and take any dialer; where the other way
 is not possible on some worker, it has to, and the log says so.
 
 The workers find each other through a :class:`Rendezvous` instead of a ``TCPStore``: its waits can be interrupted, while
@@ -253,7 +253,7 @@ class GroupFactory:
         ]
         limit = _CONNECT_TIMEOUT.total_seconds()
         connected = connect(gate, self._key, generation, self._rank, wanted, addresses, cancelled, limit)
-        gate.close()  # nobody has anything to ask any more
+        gate.close()  # all are connected
         with contextlib.ExitStack() as stack:
             for sock in connected.values():
                 stack.enter_context(sock)

@@ -3,12 +3,12 @@
 Concept: a *link* is one TCP connection between two workers, for one of the groups that both are in. One of the two
 dials the other's :class:`Gate`. Before the connection is handed out, each side has proved to the other that it knows
 the key of the run, for this generation, this group and these two ranks, and for random numbers that both chose a moment
-ago. So whoever lacks the key can open connections and send what he likes: he takes nobody's place, nothing is read
-after his first 64 bytes, and he is dropped.
+ago. So a stranger without the key can open connections and send bytes, but takes no worker's place: nothing is read
+after its first 64 bytes, and it is dropped.
 
 Contract: :func:`connect` returns all links of a worker or none. It reads no byte beyond the handshake, so a link can be
 used as if it had just been opened. A gate is open only while its worker connects: between two generations, and
-during one, nobody listens.
+during one, no worker listens.
 
 The handshake (SKID3, with HMAC-SHA256) is a pair of generators without sockets, :func:`dialing` and :func:`accepting`:
 
@@ -16,8 +16,8 @@ The handshake (SKID3, with HMAC-SHA256) is a pair of generators without sockets,
     acceptor -> dialer   random number, proof
     dialer -> acceptor   proof
 
-Whoever proves last knows that the connection will be used, and the other learns it from the proof: an attempt that
-takes too long can be given up and begun anew, without the two sides holding different connections.
+The side that sends the final proof knows that the connection will be used, and the other learns it from that: an
+attempt that takes too long can be given up and begun anew, without the two sides holding different connections.
 
 Must not know: Gloo, what is sent over a link, the coordinator.
 """
@@ -114,7 +114,7 @@ def accepting(key: bytes, awaited: Mapping[bytes, Link]) -> Talk:
 
 
 def name_of(key: bytes, generation: int, link: Link) -> bytes:
-    """What only those who know the key can call ``link``."""
+    """The name of ``link``, which only those who know the key can compute."""
     return hmac.digest(key, f"link {generation} {link.dialer} {link.acceptor} {link.group}".encode(), "sha256")
 
 

@@ -3,10 +3,10 @@
 Concept: Gloo adds up around a ring, in twice as many rounds as there are workers, and in each round a thread of its own
 wakes two other threads. That pays where the network is the limit. A gradient of some kilobytes is there at once, and
 all that it costs is the rounds: four workers on two cores spent 1.3 ms of processor time each for 66 numbers. Here
-everybody sends what he has to everybody, and adds up what arrives: one round, in the thread that asks.
+every worker sends its part to all others, and adds up what arrives: one round, in the thread that asks.
 
 Contract: :meth:`SmallAllreduce.sum` gives all workers the same bits, because all add in the order of their numbers. It
-raises an OSError if a connection ends, and leaves the tensor as it was: whoever cuts the sockets off, from any thread,
+raises an OSError if a connection ends, and leaves the tensor as it was: to cut the sockets off, from any thread,
 ends it. Each part says which sum it is of and how long it is, so parts that do not belong together are an error, and so
 is one that arrives otherwise than it was sent (:mod:`~lightning_recycle.runtime.comm.wire`).
 
@@ -49,7 +49,7 @@ class _Parts:
 
 @dataclass(eq=False)
 class _Transfer:
-    """What is left to be sent to, or received from, one of the others."""
+    """The bytes that are left to be sent to, or received from, another worker."""
 
     move: Callable[[memoryview], int]
     left: memoryview

@@ -129,7 +129,7 @@ def drop_everything(sock: socket.socket) -> None:
 
 
 def answer_only(listener: socket.socket) -> None:
-    """From now on the system answers whoever dials ``listener``, which connects him from his point of view, and lets
+    """From now on the system answers every dialer of ``listener``, which connects it from its point of view, and lets
     nothing else in: no connection is ever complete, so none waits to be accepted.
 
     If too many are incomplete, Linux answers without remembering them (SYN cookies, on by default).
@@ -146,7 +146,7 @@ def _attach(sock: socket.socket, program: tuple[tuple[int, int, int, int], ...])
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, descriptor)
 
 
-# ---------------------------------------------------------------------- sockets of somebody else
+# ---------------------------------------------------------------------- sockets of other owners
 
 
 def open_sockets() -> dict[int, int]:
@@ -165,12 +165,12 @@ def open_sockets() -> dict[int, int]:
 
 
 def inode_of(descriptor: int) -> int:
-    """What tells a socket from a later one under the same descriptor."""
+    """The identity of a socket, which a later one under the same descriptor does not have."""
     return os.fstat(descriptor).st_ino
 
 
 class OpenSockets:
-    """Sockets of which somebody else holds and closes the descriptors, to be cut off all at once; from any thread."""
+    """Sockets of which other owners hold and close the descriptors, to be cut off all at once; from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -213,7 +213,7 @@ def _shut_down(sockets: Iterable[tuple[int, int]]) -> None:
 
 
 CHECK_SECONDS = 1.4
-"""How long to try to reach a worker. Linux resends the first packet of a connection after one second."""
+"""For which to try to reach a worker. Linux resends the first packet of a connection after one second."""
 
 _BACKLOG = 1024  # dialers that the system remembers; each worker makes one or a few
 _REDIAL_SECONDS = 0.1  # between attempts that fail at once
@@ -287,5 +287,5 @@ def unreachable(
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Lets ``sock``, connected to a doorbell, end without a farewell when it is closed: nobody would answer it."""
+    """Lets ``sock``, connected to a doorbell, end without a farewell when it is closed: there would be no answer."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -213,7 +213,7 @@ class StageMessages:
         self._sent_before.pop(key, None)
 
     def _altered(self, outbox: _Outbox, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """What is sent instead of ``tensors``, as if it had changed on its way."""
+        """The tensors that are sent instead of ``tensors``, as if those had changed on their way."""
         assert self.alter_next is not None
         altered: tuple[Tensor | None, ...] = self.alter_next(tuple(tensors))
         self.alter_next = None

@@ -8,7 +8,7 @@ neither a part nor a tensor waits until the one before has been acknowledged. Bo
 are under way, and the sums follow at the end.
 
 Contract: the receiver knows how many bytes come next, from what has come before or by itself. What arrives otherwise
-than it was sent is an error at :meth:`ByteReceiver.end`; whoever uses some of it before that has a sum of his own.
+than it was sent is an error at :meth:`ByteReceiver.end`; a use of some of it before that has a sum of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_recycle.tensor_memory import memory_of
 __all__ = ["PARTS_AT_ONCE", "ByteReceiver", "ByteSender", "receive_object", "send_object"]
 
 PARTS_AT_ONCE = 16
-"""How many parts of a transfer may be under way between two workers."""
+"""Parts of a transfer that may be under way between two workers."""
 
 _TRANSFER_TAG = (EXCHANGE_TAG + 1) * TAGS
 _PART_BYTES = 8 * 1024 * 1024  # on a network of 100 Mbit/s less than a second

@@ -112,7 +112,7 @@ class Transport(Protocol):
         """Begins to replace the contiguous ``tensor`` by its sum over a group, or by that of rank ``root``. All members
         begin the same ones in the same order, and those of several groups in orders that agree.
 
-        Until :meth:`end_collective`, or the end of the generation, nobody may touch ``tensor``.
+        Until :meth:`end_collective`, or the end of the generation, ``tensor`` must not be touched.
         """
 
     def end_collective(self, begun: Any) -> None:
@@ -198,7 +198,7 @@ class GlooTransport:
         """Nothing: to connect takes it milliseconds."""
 
     def abort(self) -> None:
-        """Nothing: its sockets are cut by whoever has made them."""
+        """Nothing: its sockets are cut by the connections that they belong to."""
 
     def close(self) -> None:
         self._groups = {}
@@ -220,7 +220,7 @@ def receive_all(group: Group, tensors: Sequence[Tensor], source: int, base: int)
 
 
 class HostMemory:
-    """What a worker needs of the host's memory to exchange tensors of ``device``."""
+    """Memory of the host, for the exchange of tensors of ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -249,7 +249,7 @@ class Executor:
     # ------------------------------------------------------------------ a failure
 
     def announce_fault(self, fault: messages.FaultInjected) -> None:
-        """Tells the coordinator that this worker is about to fail on purpose, for the record."""
+        """Reports to the coordinator that this worker is about to fail on purpose, for the record."""
         self._client.send(fault)
 
     def alter_next_message(self, alter: Callable[[Any], Any]) -> None:
@@ -331,7 +331,7 @@ class Executor:
 
     def _get_ready(self, resume: messages.Resume) -> None:
         """Exchanges layers with the workers of other stages; ends with another generation, which has the layout that
-        these are for, or has lost somebody.
+        these are for, or has lost a worker.
 
         Raises:
             Interrupted: then.

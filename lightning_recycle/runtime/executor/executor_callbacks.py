@@ -18,7 +18,7 @@ RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every worker knows when it steps.
+    """Knowledge of every worker when it steps.
 
     Args:
         loss: the mean over all micro-batches.
@@ -39,7 +39,7 @@ class StepResult:
 
 
 class ExecutorCallbacks(Protocol):
-    """What the executor needs from the process that it runs in."""
+    """Questions of the executor to the process that it runs in."""
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""

@@ -3,7 +3,7 @@
 All is measured once, in the second step that a worker runs, on every micro-batch of that step. What a micro-batch holds
 after F is what autograd saves (or, on CUDA, what the allocator gave out meanwhile, and the input of the stage); after B
 it is what the queued weight gradients hold; after an F that is computed again it would be the stage's input. On CUDA
-the allocator also says what an operation takes besides while it runs, by its peak; that is reset for each operation of
+the allocator also knows what an operation takes while it runs, by its peak; that is reset for each operation of
 the step that is measured (``torch.cuda.reset_peak_memory_stats``). In that step every backward is split, also where the
 plan fuses it, so that both are known. The values are the same, and one step is a little slower. A step with forwards
 that are computed again is not measured: others have measured the stage before.
@@ -154,7 +154,7 @@ class MemoryMeter:
             self._sent = max(self._sent, message_bytes(value))
 
     def footprint(self) -> Footprint | None:
-        """What was measured, once the step that is measured has been applied."""
+        """The measurements, once the step that is measured has been applied."""
         if not self._measures:
             return None
         # Activations and gradients have the same size; each message has a buffer at both ends, in host memory. On a
@@ -180,7 +180,7 @@ def saved_tensors() -> Iterator[list[Tensor]]:
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        # Not the tensor itself: where it is the node's own output, that would be a cycle that nobody collects if the
+        # Not the tensor itself: where it is the node's own output, that would be a cycle that is never collected if the
         # graph is dropped without a backward. Autograd attaches what it unpacks to the graph again.
         saved.append(tensor.detach())
         return saved[-1]

@@ -314,7 +314,7 @@ class SplitTrials:
         self._passed += passed
 
     def result(self) -> SplitTrial | None:
-        """What was measured, once a step after which the trial is over has been applied."""
+        """The measurements, once a step after which the trial is over has been applied."""
         if self._tried < _STEPS or not self._split:
             return None
         if self._device.type == "cuda":
@@ -343,7 +343,7 @@ class SplitTrials:
 
 
 def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[str, float]:
-    """What this process computes with on ``device``, by a name, and how many processors that is: the cores that it may
+    """The processors of this process on ``device``, by a name, and their number: the cores that it may
     use, as many of them as its control group (v2) pays for; or the accelerator.
     """
     if device.type != "cpu":

@@ -32,7 +32,7 @@ _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordina
 
 @dataclass
 class Attempt:
-    """How far a worker has come in what it attempts.
+    """Progress of a worker in what it attempts.
 
     Attributes:
         place: the step and the operation to which an exception belongs.

@@ -28,7 +28,7 @@ _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong guess to the n
 
 @dataclass(frozen=True)
 class CommitRules:
-    """What stages must know of each other before they step.
+    """Needs of a step: the knowledge that stages must have of each other before it.
 
     Args:
         norm: whether each step needs the norm of all gradients.
@@ -46,11 +46,11 @@ class CommitRules:
 
 @dataclass(frozen=True)
 class CommitPayload:
-    """What a stage tells the others before they step.
+    """Report of a stage to the others before they step.
 
     Args:
-        squared_norm: the squared norm of its gradient; NaN if nobody needs it.
-        overflow: whether its gradient has an infinity or a NaN; False if nobody needs it.
+        squared_norm: the squared norm of its gradient; NaN if it is not needed.
+        overflow: whether its gradient has an infinity or a NaN; False if it is not needed.
     """
 
     squared_norm: float = math.nan
@@ -58,7 +58,7 @@ class CommitPayload:
 
 
 def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
-    """The norm of all gradients, from what each stage has told; NaN if none has."""
+    """The norm of all gradients, from the reports of the stages; NaN if none has."""
     return sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
 
 
@@ -73,7 +73,7 @@ class SpeculativeCommits:
 
     Attributes:
         unsettled: whether the newest step was made on a guess that nothing has confirmed yet.
-        known: what all stages have told of a step, by stage: of the newest one of which they have.
+        known: the reports of all stages, by stage, of the newest step that all have reported.
     """
 
     def __init__(self, client: ControlClient, stage: int, num_stages: int, hold: Callable[[float], bool]) -> None:
@@ -83,7 +83,7 @@ class SpeculativeCommits:
         self._told_in = (-1, -1)  # the generation and the step in which this worker has told
 
     def is_likely(self, own: CommitPayload) -> bool:
-        """Whether a guess will hold, with what the other stages told of the step before; the same in all workers of a
+        """Whether a guess will hold, by the reports of other stages of the step before; the same in all workers of a
         stage.
         """
         others = {stage: payload for stage, payload in self.known.items() if stage != self._stage}
@@ -91,24 +91,24 @@ class SpeculativeCommits:
         return enough and self._hold(_GROWTH * norm_of({**others, self._stage: own}))
 
     def are_right(self, known: Mapping[int, CommitPayload]) -> bool:
-        """Whether guesses about a step of which all have told that were right."""
+        """Whether guesses about a step that all have reported were right."""
         return self._hold(norm_of(known))
 
     def tell(self, step: int, own: CommitPayload | None, guesses: bool) -> None:
-        """Tells of ``step``, once in a generation; ``guesses``: whether this worker does not wait for the others."""
+        """Reports ``step``, once in a generation; ``guesses``: whether this worker does not wait for the others."""
         if self._told_in != (self._client.generation, step):
             self._told_in = (self._client.generation, step)
             self._client.tell(step, own, guesses)
 
     def is_known(self, step: int) -> bool:
-        """Whether all have told of ``step``."""
+        """Whether all have reported ``step``."""
         return self._client.committed(step) is not None
 
     def await_known(self, step: int) -> Mapping[int, CommitPayload]:
-        """Waits until all have told of ``step``.
+        """Waits until all have reported ``step``.
 
         Raises:
-            Interrupted: when a generation was announced; if somebody has made a wrong guess, it is the one for that.
+            Interrupted: when a generation was announced; if a guess was wrong, it is the generation for that.
         """
         answer = self._client.await_committed(step)
         self.known = unpack_all(answer.payloads)

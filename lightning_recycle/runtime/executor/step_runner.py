@@ -139,7 +139,7 @@ class StepRunner:
         self.program: tuple[Task, ...] = ()
         self._idle_peer = False
         self._incoming: dict[Task, Incoming] = {}
-        self._losses: dict[int, float | Tensor] = {}  # on a device: whoever reads one waits for it
+        self._losses: dict[int, float | Tensor] = {}  # on a device: reading one waits for it
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
         self._hold(bundle)
@@ -326,9 +326,9 @@ class StepRunner:
         self._measurements.timings.await_device(self.client.progressed)
         with self.client.waiting("peers"), self._measured(OpKind.REDUCE):
             self._reduction.finish()
-        told = self._commit_payload(step)
-        self.finite.gradient(step, told.squared_norm, self.gradients.of_step(step))
-        self.payload, self.reduced = told, True
+        payload = self._commit_payload(step)
+        self.finite.gradient(step, payload.squared_norm, self.gradients.of_step(step))
+        self.payload, self.reduced = payload, True
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
         """By the stages that hold weights in common, if some are done with ``step``: who gives the others its sum."""
@@ -337,7 +337,7 @@ class StepRunner:
         return {stages: self.leads[giver] for stages, giver in givers.items()}
 
     def _commit_payload(self, step: int) -> CommitPayload:
-        """What others must know of this stage's reduced gradient of ``step``."""
+        """The report of this stage's reduced gradient of ``step`` to other stages."""
         totals = (step, self.steps[step].share)
         return CommitPayload(
             self.accumulated.squared_norm(*totals, without=self.ties.not_counted) if self._rules.norm else math.nan,
@@ -380,7 +380,7 @@ class StepRunner:
             self.attempt.is_past = True
             with self.client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
                 step.apply(result)
-            if not self.commits and self.guesses is None:  # otherwise nobody needs them once they have been clipped
+            if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
                 self.gradients.look_for_changes()
         step.result = result
         self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
@@ -390,7 +390,7 @@ class StepRunner:
     # ------------------------------------------------------------------ steps on a guess
 
     def _apply_at_once_or_later(self, guesses: SpeculativeCommits, step: int) -> None:
-        """Tells the others of this stage's gradient, and applies it now if a guess may do; else when all have told."""
+        """Reports this stage's gradient, and applies it now if a guess may do; else when all stages have reported."""
         assert self.payload is not None
         on_a_guess = guesses.is_likely(self.payload) and not self.callbacks.must_know(step)
         guesses.tell(step, self.payload, on_a_guess)
@@ -417,7 +417,7 @@ class StepRunner:
         return self.guesses is None or not self.guesses.unsettled
 
     def settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
-        """What all stages have told of ``step``, which this worker applied on a guess, is ``known``."""
+        """Settles ``step``, which this worker applied on a guess; ``known``: what all stages have reported of it."""
         assert self.guesses is not None
         self.guesses.unsettled, self.payload = False, None
         if not self.guesses.are_right(known):

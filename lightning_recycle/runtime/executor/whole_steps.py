@@ -66,7 +66,7 @@ class StepState(Protocol):
 
 
 class Way:
-    """What a worker has done so far in a step, in order: the same on all workers."""
+    """The way of a worker through a step so far, in order: the same on all workers."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=8)
@@ -86,7 +86,7 @@ class Way:
 
 
 class Exchange(Protocol):
-    """What the workers do together in a step."""
+    """Operations that the workers do together in a step."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` in place over the workers."""
@@ -428,7 +428,7 @@ class Turns:
 
 
 def different_ways(ways: Sequence[str]) -> str:
-    """What is said of training steps that take different ways."""
+    """The message about training steps that take different ways."""
     return (
         f"The training steps of the micro-batches of one batch do different things: {' and '.join(ways)} come at the"
         " same time. With manual optimization all of them must step the same optimizers with the same backward passes"

@@ -14,7 +14,7 @@ threads.
 Inside ``torch.compile`` the compiled backward asks at run time whether a weight gradient can wait. It is a fixed graph,
 of which the gradients of all weights are outputs. So two operations take part in it that no compiler looks into
 (``torch.library.custom_op``, :func:`define_linear`). ``linear`` is the product. ``offer``, in its backward, either
-computes the gradients of weight and bias, or lets somebody compute them later and returns zeros in their place, which
+computes the gradients of weight and bias, or lets them be computed later and returns zeros in their place, which
 autograd adds. Both are opaque, so a graph needs no break (``fullgraph=True``).
 
 What waits are copies of the layer's input and of the gradient of its output: the compiler may use their memory for
@@ -331,7 +331,7 @@ class _Addmm(torch.autograd.Function):
 
 
 # ``Function.apply`` asks whether functorch transforms are active, and takes apart what such have left behind: a fourth
-# of what it takes. Here that is asked first, and whoever is within one gets the ordinary product.
+# of what it takes. Here that is asked first, and a product within one is the ordinary one.
 _apply_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = super(torch.autograd.Function, _Linear).apply
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_cast: Callable[[], bool] = torch._C._is_any_autocast_enabled

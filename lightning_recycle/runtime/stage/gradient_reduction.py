@@ -10,14 +10,14 @@ only. It is once the last operation has ended that adds to what these stages hol
 what another one computes after that. Whether that is so is seen in the first step: a loss may use the parameters of a
 layer that its micro-batch was not run through here. Then they are complete once all operations have ended.
 
-Why nobody waits in a circle: the buckets and their order follow from the parameters alone, so all workers of a group
+Why there is no circle of waits: the buckets and their order follow from the parameters alone, so all workers of a group
 begin the same ones in the same order, whichever completes when. So they do with those of several stages, by the numbers
-of the stages, and nobody waits before he has begun all of his own. Which of the two comes first may differ between
+of the stages, and no worker waits before it has begun all of its own. Which of the two comes first may differ between
 workers where groups do not wait for each other (Gloo); elsewhere those of several stages come last, and the orders of
 all workers agree with one order of all sums.
 
 Contract: nothing counts before :meth:`BucketedReduction.finish` has returned. What an attempt that ended before has
-begun is dropped: its sums are computed again, in other memory if somebody may still write to it. Where some of several
+begun is dropped: its sums are computed again, in other memory if a sum may still write to it. Where some of several
 stages have finished an attempt before, and others have not, nothing is summed: one that has it gives the sum.
 
 When a gradient is complete: in a W the queue of weight gradients says what it holds; everything else is. In a BW
@@ -76,7 +76,7 @@ class BucketedReduction:
         self._missing: dict[Bucket, set[int]] = {}  # not begun: the ids of parameters without their complete gradient
         self._bucket_of: dict[int, Bucket] = {}
         self._versions: dict[Bucket, int] = {}  # of what was begun although operations were left that do not add to it
-        self._seen: dict[Bucket, int] = {}  # the same of what could have begun, where nobody knows yet
+        self._seen: dict[Bucket, int] = {}  # the same of what could have begun, where it is not known yet
         self._grows_later: dict[tuple[int, ...], bool] = {}  # by stages: whether others added to it after all
         self._times: dict[nn.Parameter, int] = {}  # the most gradients that each got in one of the backwards watched
 
@@ -121,7 +121,7 @@ class BucketedReduction:
                 self._ends.update((bucket, end) for bucket in common if bucket.stages == stages)
 
     def during_weights(self, task: Task) -> Callable[[nn.Parameter], None] | None:
-        """What the W of ``task`` calls with each parameter that has its gradient; None if nobody wants to know."""
+        """The callback of the W of ``task``, for each parameter that has its gradient; None if there is none."""
         if task is not self._last:
             return None
         self._expect(self._stage.waiting_parameters(task.index))
@@ -186,7 +186,7 @@ class BucketedReduction:
         for queue in self._queues:
             while queue and not self._missing[queue[0]] and self._may_begin():
                 if not queue[0].is_in_place:
-                    return  # an error, of which REDUCE tells
+                    return  # an error, which REDUCE raises
                 if self._ends[queue[0]] is not self._last:
                     self._versions[queue[0]] = queue[0].buffer._version
                 self._begin(queue.popleft())
@@ -202,7 +202,7 @@ class BucketedReduction:
     def finish(self) -> None:
         """Returns when all gradients are summed over their groups.
 
-        A stage that trains nothing waits for its peers all the same: no worker gets further ahead of them.
+        A stage that trains nothing waits for its peers, too: no worker gets further ahead of them.
 
         Raises:
             UnsupportedFeatureError: if a gradient has left its buffer, or was added to when it seemed to be complete.

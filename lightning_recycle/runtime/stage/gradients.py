@@ -122,7 +122,7 @@ class GradientBuffers:
         parameters: whose.
         device: where they are.
         bucket_bytes: the size of a bucket.
-        lends_copies: whether somebody may change gradients. If somebody is seen to do so, copies are lent from then on.
+        lends_copies: whether gradients may be changed in place. If a change is seen, copies are lent from then on.
         holders: for each parameter that other stages hold as well, all stages that do; in the same order in all of
             them.
     """
@@ -159,7 +159,7 @@ class GradientBuffers:
         return self._sets[step % 2].buckets
 
     def renew(self, step: int) -> None:
-        """Takes other memory for the gradients of ``step``, since somebody may still write to what they have."""
+        """Takes other memory for the gradients of ``step``, since a sum may still write to what they have."""
         old = self._sets[step % 2]
         new = self._sets[step % 2] = self._like(old, None)
         if self._attached is old:
@@ -222,7 +222,7 @@ class GradientBuffers:
         return self._empty(sorted(chosen.parameters, key=lambda p: place[id(p)]))
 
     def look_for_changes(self) -> None:
-        """What was handed over has been used. If it was changed, copies are handed over from now on."""
+        """If the gradients that were handed over have been changed, copies are handed over from now on."""
         if not self._lends_copies and self._versions != [buffer._version for buffer in self._attached.buffers]:
             self._lends_copies = True
             log.info("Hooks or the optimizer change gradients in place; from now on they get copies.")
@@ -264,7 +264,7 @@ def _is_empty(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """What a batch is of the step of the optimizer that it belongs to.
+    """The share of a batch in the step of the optimizer that it belongs to.
 
     Args:
         batches: the number of batches by which the sum of their gradients is divided.
@@ -278,7 +278,7 @@ class Share:
 
 
 class AccumulatedGradients:
-    """What the batches since the newest step of the optimizer have added up to; nothing where none accumulates.
+    """Sums of the batches since the newest step of the optimizer; none where batches do not accumulate.
 
     Args:
         gradients: the gradients of each step of the schedule.
@@ -348,7 +348,7 @@ class AccumulatedGradients:
 
     @property
     def sums(self) -> Mapping[nn.Parameter, Tensor]:
-        """What they have added up to, by parameter."""
+        """The sums, by parameter."""
         return self._sums
 
     def state(self) -> dict[int, Tensor]:

@@ -46,7 +46,7 @@ _NOTHING = nullcontext()
 
 @dataclass
 class _InFlight:
-    """What one micro-batch of ``step`` holds in memory."""
+    """The memory of one micro-batch of ``step``."""
 
     step: int
     input_grads: list[Tensor | None] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Stage:
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """What F runs, in order."""
+        """The modules that F runs, in order."""
         return self._layers
 
     def remember_modes(self) -> None:
@@ -192,7 +192,7 @@ class Stage:
         return tuple(_detached(item) for item in output) if isinstance(output, tuple) else _detached(output)  # type: ignore[return-value]
 
     def kept(self, value: Any) -> Kept:
-        """What F keeps of a micro-batch with this input if its forward is computed again, before F."""
+        """The input that F keeps of a micro-batch if its forward is computed again, before F."""
         return Kept(value, self._layers)
 
     def recompute(self, microbatch: int, *, decoupled: bool) -> None:
@@ -346,7 +346,7 @@ class Stage:
 
     @property
     def differentiates_itself(self) -> bool:
-        """Whether nobody else's code runs the backward of a micro-batch, which is then one pass of autograd."""
+        """Whether no other code runs the backward of a micro-batch, which is then one pass of autograd."""
         return self._loss_backward is None
 
     @property
@@ -393,12 +393,12 @@ class Stage:
 
 
 def _detached(item: Tensor | None) -> Tensor | None:
-    """What leaves the graph of this stage; it requires a gradient if that is wanted back."""
+    """The tensors that leave the graph of this stage; they require a gradient if that is wanted back."""
     return None if item is None else item.detach().requires_grad_(item.requires_grad)
 
 
 class Kept:
-    """What one micro-batch keeps.
+    """The input that one micro-batch keeps, to be computed again.
 
     Args:
         value: the input of the layers: tensors in whatever Lightning moves to a device.

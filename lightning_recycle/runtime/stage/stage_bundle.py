@@ -40,7 +40,7 @@ __all__ = ["FixedLayers", "LayerKeeper", "LayerMoves", "Shadow", "StageBundle", 
 
 @dataclass(frozen=True)
 class StageBundle:
-    """What changes when a worker gets other layers.
+    """The parts of a worker that change when it gets other layers.
 
     Args:
         stage: runs the layers.
@@ -152,7 +152,7 @@ class LayerKeeper(Protocol):
         """The layout whose layers this worker has."""
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
-        """Which stages hold the same weights under the layout ``cuts``, whoever of them this worker's is."""
+        """The stages that hold the same weights under the layout ``cuts``, also without this worker's."""
 
     def give(self, layers: Iterable[int]) -> Any:
         """These layers, to be sent to another worker."""
@@ -187,7 +187,7 @@ class FixedLayers:
 
 @dataclass(frozen=True)
 class _Held:
-    """What this worker has got for the layout ``cuts``."""
+    """The layers that this worker has got for the layout ``cuts``."""
 
     cuts: Cuts
     given: tuple[Any, ...]
