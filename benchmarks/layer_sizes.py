@@ -20,7 +20,7 @@ from same_schedule import MODELS, ideal
 
 from lightning_recycle.planning.layouts.cuts import Stages, fastest, shares
 from lightning_recycle.simulation import Auto, TrainingModel, get_model
-from lightning_recycle.simulation.steps import layer_costs
+from lightning_recycle.simulation.step_times import layer_costs
 
 LOST = range(1, 13)
 EFFORT = {128: 800_000, 1024: 100_000}  # operations that the planner plays

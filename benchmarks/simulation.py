@@ -55,7 +55,7 @@ from lightning_recycle.simulation import (
     repeat,
     simulate,
 )
-from lightning_recycle.simulation.steps import planned_seconds, planned_step
+from lightning_recycle.simulation.step_times import planned_seconds, planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 console = Console(width=120)

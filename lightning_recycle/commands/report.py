@@ -17,7 +17,7 @@ from lightning_recycle.commands.application import bad_input_ends
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.report.page import render_report
-from lightning_recycle.visualize.report.results import load_results
+from lightning_recycle.visualize.report.records import load_results
 
 __all__ = ["main"]
 

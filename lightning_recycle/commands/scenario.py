@@ -2,7 +2,7 @@
 
 Concept: everything that is printed, drawn or reported is read from these dictionaries, which are ready for
 ``json.dump``, so a figure on a page is the figure in the file. Their contents are explained where they are read:
-``visualize/report/results.py``.
+``visualize/report/records.py``.
 
 Contract: every mistake raises an error that names the value and the remedy.
 
@@ -38,7 +38,7 @@ from lightning_recycle.simulation import (
     repeat,
 )
 from lightning_recycle.traces import load_trace
-from lightning_recycle.visualize.report.results import RESULT_SCHEMA
+from lightning_recycle.visualize.report.records import RESULT_SCHEMA
 
 __all__ = ["Scenario", "model_from", "result_of", "scenario_from"]
 

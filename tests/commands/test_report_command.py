@@ -16,7 +16,7 @@ from lightning_recycle import __version__
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.report.charts import linear, logarithmic
 from lightning_recycle.visualize.report.page import render_report
-from lightning_recycle.visualize.report.results import error, load_results
+from lightning_recycle.visualize.report.records import error, load_results
 from lightning_recycle.visualize.report.sections import averaged, choices
 from lightning_recycle.visualize.report.wording import number
 

@@ -17,7 +17,7 @@ from lightning_recycle.simulation.policies.oobleck import cut, pipelines_step
 from lightning_recycle.simulation.policies.policy import Context
 from lightning_recycle.simulation.policies.published import morph
 from lightning_recycle.simulation.policies.recycle import _best_split
-from lightning_recycle.simulation.steps import distribution, pipeline_step, planned_step
+from lightning_recycle.simulation.step_times import distribution, pipeline_step, planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 __all__ = ["NAIVE", "Naive", "Outcome"]

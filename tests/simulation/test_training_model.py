@@ -18,7 +18,7 @@ from lightning_recycle.simulation import (
     get_model,
     simulate,
 )
-from lightning_recycle.simulation.steps import layer_costs
+from lightning_recycle.simulation.step_times import layer_costs
 from lightning_recycle.simulation.transformer import LayerPart, block_parts
 
 

@@ -46,7 +46,7 @@ from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWa
 from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
 from lightning_recycle.simulation.policies.workers import live_workers
-from lightning_recycle.simulation.steps import PlannedStep, ScheduleName, layer_costs, step_judgement, unmovable
+from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Auto"]

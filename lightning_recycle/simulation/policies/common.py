@@ -55,7 +55,7 @@ from lightning_recycle.simulation.policies.policy import (
     stopped,
     waiting,
 )
-from lightning_recycle.simulation.steps import DEFAULT_EFFORT, SCHEDULES, PlannedStep, ScheduleName, pipeline_step
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, PlannedStep, ScheduleName, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, keep_seconds
 

@@ -35,7 +35,7 @@ from lightning_recycle.simulation.policies.workers import (
     share_batch,
     shared_transfer,
 )
-from lightning_recycle.simulation.steps import DEFAULT_EFFORT, PlannedStep, pipeline_step
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Oobleck", "cut", "iteration_estimate", "least_nodes", "pipelines_step", "stage_ranges"]

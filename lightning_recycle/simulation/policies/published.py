@@ -26,7 +26,7 @@ from lightning_recycle.simulation.policies.workers import (
     nodes_of,
     whole_pipelines,
 )
-from lightning_recycle.simulation.steps import DEFAULT_EFFORT, PlannedStep, pipeline_step
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, keep_seconds
 

@@ -31,7 +31,7 @@ from lightning_recycle.simulation.policies.workers import (
     place,
     shared_transfer,
 )
-from lightning_recycle.simulation.steps import PlannedStep, ScheduleName, distribution, planned_step
+from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, distribution, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 

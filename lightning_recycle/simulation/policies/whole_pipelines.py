@@ -21,7 +21,7 @@ from lightning_recycle.simulation.policies.workers import (
     shared_transfer,
     whole_pipelines,
 )
-from lightning_recycle.simulation.steps import PlannedStep, pipeline_step, planned_seconds
+from lightning_recycle.simulation.step_times import PlannedStep, pipeline_step, planned_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares"]

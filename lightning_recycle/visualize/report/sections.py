@@ -24,7 +24,7 @@ from lightning_recycle.visualize.report.charts import (
     row_chart,
     step_chart,
 )
-from lightning_recycle.visualize.report.results import LEAST_RUNS, Record, Variants, by, error, models_of, protocol_text
+from lightning_recycle.visualize.report.records import LEAST_RUNS, Record, Variants, by, error, models_of, protocol_text
 from lightning_recycle.visualize.report.wording import (
     assumptions_text,
     duration_text,
