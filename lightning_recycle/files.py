@@ -1,4 +1,4 @@
-"""Writes files and folders so that what bears a name is whole, whenever its writer dies.
+"""Files and folders that are complete under their name, whenever their writer dies.
 
 Concept: new content is written beside its final place, flushed to the disk, and renamed. Beside, because a rename is a
 single step only within one file system. No file system replaces a folder in a single step: the old folder is renamed
@@ -8,7 +8,7 @@ one, and :func:`restored` gives it its name back.
 Contract: a reader sees the old content or the new, never half of it; after an error the old content is unchanged and
 nothing else is left. What a killed writer leaves is hidden and says whose it is; :func:`remove_leftovers` deletes it.
 
-Must not know: what is in a file.
+Must not know: the content of a file.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def remove(path: str | PathLike[str]) -> None:
 
 
 def remove_leftovers(folder: str | PathLike[str]) -> None:
-    """Deletes what killed writers left in ``folder``, never what a living process is writing.
+    """Deletes files that killed writers left in ``folder``, never those that a living process is writing.
 
     What belongs to a living process of this machine stays; so does that of another machine for an hour after its last
     change.

@@ -1,4 +1,4 @@
-"""Pickles for worker processes: what they find in the user's ``__main__``, and what is sent of it.
+"""Pickles for worker processes: the user's ``__main__``, by name where they find it, else by value.
 
 Concept: a script with a main guard is imported by every worker, so what it defines outside the guard is found there by
 name. Everything else of ``__main__`` travels *by value* (cloudpickle): what stands under the guard, and all of a
@@ -188,11 +188,11 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class MainModule:
-    """What the workers of a run do with the script.
+    """The script, as the workers of a run see it.
 
     Args:
         imported: whether they import it.
-        hidden: names that they do not find then: what stands under the main guard.
+        hidden: names that they do not find then: those under the main guard.
     """
 
     imported: bool
@@ -205,7 +205,7 @@ class MainModule:
 
 
 def main_module() -> MainModule:
-    """What workers will do with the ``__main__`` of this process."""
+    """The ``__main__`` of this process, as workers will see it."""
     main = sys.modules[_MAIN]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None and spec.name.split(".")[-1] == _MAIN:
@@ -217,7 +217,7 @@ def main_module() -> MainModule:
 
 
 def read_script(source: str | bytes) -> MainModule:
-    """What workers can do with a script that has this source.
+    """A script with this source, as workers see it.
 
     Raises:
         SyntaxError: if it is no Python.
@@ -251,7 +251,7 @@ def _names(statements: Sequence[ast.AST]) -> Iterator[str]:
 
 
 def _found(qualified_name: str) -> Any:
-    """What this name leads to from ``__main__``; None if to nothing."""
+    """The object of this name in ``__main__``; None if there is none."""
     value: Any = sys.modules[_MAIN]
     for part in qualified_name.split("."):
         value = getattr(value, part, None)
@@ -262,11 +262,11 @@ def _found(qualified_name: str) -> Any:
 
 
 class MainPickler(cloudpickle.Pickler):
-    """Pickles what workers find by name as a name, and the rest of ``__main__`` by value.
+    """Pickler by name for objects that workers find, and by value for the rest of ``__main__``.
 
     Args:
         file: where to.
-        main: what the workers find.
+        main: the script, as the workers see it.
 
     Attributes:
         definitions: what was pickled by value and has a name in ``__main__``: for :func:`enter_main`.

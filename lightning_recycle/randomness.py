@@ -143,7 +143,7 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def set_generator_states(states: tuple[Any, ...]) -> None:
-    """Restores what :func:`generator_states` returned."""
+    """Restores the states of :func:`generator_states`."""
     python_state, numpy_state, torch_state = states
     random.setstate(python_state)
     np.random.set_state(numpy_state)

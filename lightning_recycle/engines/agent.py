@@ -38,11 +38,11 @@ _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
 
 class Printer:
-    """Passes on what processes print.
+    """Output of several processes as one stream: whole lines, each with the name of its process.
 
     Args:
         names: whether each line begins with the name of the process.
-        folder: where, besides, a file for each process holds what it printed; None for nowhere.
+        folder: where a file for each process keeps its output, too; None for nowhere.
     """
 
     def __init__(self, names: bool, folder: Path | None = None) -> None:
@@ -52,7 +52,7 @@ class Printer:
         self._threads: list[threading.Thread] = []
 
     def follow(self, name: str, stream: IO[bytes], to_stderr: bool) -> None:
-        """Passes on what ``stream`` says until it ends, in a thread of its own."""
+        """Passes on ``stream`` until it ends, in a thread of its own."""
         thread = threading.Thread(target=self._pass_on, args=(name, stream, to_stderr), daemon=True)
         thread.start()
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
@@ -62,7 +62,7 @@ class Printer:
         self._write(sys.stderr.buffer, f"recycle-run: {text}\n".encode())
 
     def finish(self, seconds: float) -> None:
-        """Waits until what the processes printed is passed on; a descendant that lives on may hold a stream open."""
+        """Waits until all output is passed on; a descendant that lives on may hold a stream open."""
         for thread in self._threads:
             thread.join(seconds)
 
@@ -81,7 +81,7 @@ class Printer:
                 self._write(target, prefix + line + end)
 
     def _write(self, target: BinaryIO, line: bytes) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # nobody reads any more; the run goes on
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the reader is gone; the run goes on
             target.write(line)
             target.flush()
 
@@ -91,7 +91,7 @@ class Printer:
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is started with.
+    """Command, environment and name of a process.
 
     Args:
         name: for people, and for files of logs.
@@ -110,8 +110,8 @@ class Child:
     """A process, the leader of a group of its own, which the kernel kills when this process dies.
 
     Args:
-        task: what it is started with.
-        printer: passes on what it prints; None: it prints where this process does.
+        task: its command.
+        printer: passes on its output; None: it prints where this process does.
         on_end: called from another thread with the status, see :class:`subprocess.Popen`.
 
     Raises:
@@ -160,13 +160,13 @@ class Child:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills it and what it started."""
+        """Kills it and its descendants."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _watch(self, on_end: Callable[[Child, int], None]) -> None:
         status = self.process.wait()
-        self.kill()  # what it left behind, such as processes that load data
+        self.kill()  # its descendants, such as processes that load data
         on_end(self, status)
 
 
@@ -179,8 +179,8 @@ OVER, END = b"over\n", b"end\n"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OTHERS_SECONDS = 15.0  # for the others to end by themselves after one failed, as the coordinator tells them to
 _COORDINATOR_SECONDS = 10.0  # for the coordinator to end
-_GRACE_SECONDS = 60.0  # for processes to end after a failure, if nobody says how long
-_PRINT_SECONDS = 1.0  # for what the processes printed last
+_GRACE_SECONDS = 60.0  # for processes to end after a failure, without a grace
+_PRINT_SECONDS = 1.0  # for the last output of processes
 _LOOK_SECONDS = 1.0  # the longest wait; a signal that comes just before one has its handler run only after it
 _BAD_OPTIONS = 2  # of the coordinator: no use in starting it again
 
@@ -201,13 +201,13 @@ class Agent:
     """Runs ``tasks`` to their end.
 
     Args:
-        tasks: what to run.
+        tasks: the processes to run.
         policy: how often each may be started again.
         printer: where lines for people go.
-        grace: seconds for processes to end after a signal that asks them to; None if whoever sends signals, to all
-            processes himself, waits as long as he wants: then nobody is killed, and no signal passed on.
+        grace: seconds for processes to end after a signal that asks them to; None if the sender of signals sends
+            them to all processes and waits for these: then no process is killed, and no signal passed on.
         coordinator: the task of the coordinator, if this agent hosts it.
-        pipes: whether what the processes print goes through ``printer``.
+        pipes: whether the output of the processes goes through ``printer``.
 
     Attributes:
         on_finish: called when a process has finished, the first time.
@@ -327,7 +327,7 @@ class Agent:
         self._printer.say(f"{running.task.name} {_ended_how(status)}; it is started again{after}.")
 
     def _settle(self, running: _Running, final: Final) -> None:
-        """The task is over; what follows for the others."""
+        """The task is over; ends the others if its end asks for that."""
         running.final = final
         name, was_first = running.task.name, running.slot.restarts == 0
         if final.given_up:
@@ -348,11 +348,11 @@ class Agent:
             return
         self._finished = self._is_ending = True
         if self._hosted is not None and self._hosted.child is not None:
-            self._hosted.child.say(OVER)  # who is late is told that the run has finished
+            self._hosted.child.say(OVER)  # latecomers learn that the run has finished
         self._drop_restarts()
 
     def _drop_restarts(self) -> None:
-        """Nobody is started any more."""
+        """No process is started any more."""
         for running in self._running.values():
             if running.child is None and running.final is None:
                 running.final = Final(running.status)

@@ -38,12 +38,12 @@ class Discovered:
     """A worker's place in the world.
 
     Args:
-        engine: who started it, for logs (``RECYCLE_ENGINE``).
+        engine: the name of its starter, for logs (``RECYCLE_ENGINE``).
         coordinator: (host, port) of the coordinator (``RECYCLE_COORDINATOR``).
         key: the secret of the run (``RECYCLE_KEY``, or the content of ``RECYCLE_KEY_FILE``).
         node: the name of its machine (``RECYCLE_NODE``).
         device: the index of its device (``LOCAL_RANK``, or ``SLURM_LOCALID``).
-        device_from: the variable that says so; empty if none does.
+        device_from: the variable with that index; empty if there is none.
         host: the address for other workers (``RECYCLE_HOST``, or that of ``RECYCLE_INTERFACE``); None for the one that
             the coordinator reaches.
     """
@@ -67,7 +67,7 @@ class Discovered:
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
-    """What ``environ`` says about this worker; None for a process that was not started as one.
+    """The place of this worker by ``environ``; None for a process that was not started as a worker.
 
     Raises:
         ConfigurationError: for values that cannot be right, and if there is no key.

@@ -7,7 +7,7 @@ on machines whose interfaces have other names.
 Contract: asks the system (Linux); what is not there is a :class:`~lightning_recycle.errors.ConfigurationError` that
 says what is.
 
-Must not know: what the address is used for.
+Must not know: the use of an address.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def free_port(host: str) -> int:
-    """A port of ``host``, an address of this machine, at which nobody listens now.
+    """A free port of ``host``, an address of this machine.
 
     Raises:
         OSError: if this machine has no such address.

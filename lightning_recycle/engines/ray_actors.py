@@ -77,13 +77,13 @@ _OTHER_DESCRIPTORS = 256  # besides one for each worker
 
 @dataclass(frozen=True)
 class Observation:
-    """What the coordinator's actor tells.
+    """Report of the coordinator's actor on its run.
 
     Args:
         version: grows with every change of the rest.
         process: the id of the actor's process: Ray may have started another one.
         run: the number of the run that is being served, from 0.
-        positions: who is there; None while no run is being served.
+        positions: the worker of each; None while no run is being served.
         begun: whether all workers of the run have been there: its training goes on.
         over: the runs that are over so far.
         failed: whether the newest of these did not finish.
@@ -134,7 +134,7 @@ class RayServing(Serving):
 
 
 def _overruled(given: Overrides, wants: RunRequest) -> tuple[str, ...]:
-    """What the arguments of RayReCycle say otherwise than the script, in words."""
+    """Differences between the arguments of RayReCycle and the script, in words."""
     names = [field.name for field in fields(Overrides) if field.name in RunRequest.__dataclass_fields__]
     said = {name: value for name in names if (value := getattr(given, name)) is not None}
     return tuple(
@@ -145,7 +145,7 @@ def _overruled(given: Overrides, wants: RunRequest) -> tuple[str, ...]:
 
 
 class _ObservedServing(RayServing):
-    """Tells the actor of the coordinator how its runs go."""
+    """Serving that reports to the coordinator's actor."""
 
     def __init__(
         self, actor: CoordinatorActor, reception: Reception, given: Overrides, journal: Journal | None
@@ -161,7 +161,7 @@ class _ObservedServing(RayServing):
 
     def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
         if self._journal is not None:
-            self._journal.check()  # an actor that was stopped, and has been replaced, has nothing to tell
+            self._journal.check()  # an actor that was stopped, and has been replaced, reports nothing
         self._actor.on_end(coordinator, outcome)
 
 
@@ -218,12 +218,12 @@ class CoordinatorActor:
         return outcome, events
 
     def history(self) -> list[Event]:
-        """What has happened in the run that is being served."""
+        """The events of the run that is being served."""
         coordinator = self._coordinator
         return [] if coordinator is None else list(coordinator.history)
 
     def terms(self) -> RunConfig | None:
-        """What the newest run is to be; None as long as no worker has come."""
+        """The configuration of the newest run; None as long as no worker has come."""
         return self._terms
 
     def forget(self) -> None:
@@ -298,7 +298,7 @@ class CoordinatorActor:
 
 
 def _journal(address: tuple[str, int], key: bytes) -> Journal | None:
-    """What the coordinator at ``address`` writes down, on this node; None if it cannot."""
+    """The journal of the coordinator at ``address``, on this node; None if it cannot be written."""
     try:
         journal = Journal(default_path(address), key)
     except ConfigurationError as error:
@@ -315,7 +315,7 @@ class Returned:
     """How the user's function came to its end.
 
     Args:
-        value: what it returned.
+        value: its return value.
         status: None if it returned, else what it called ``sys.exit`` with.
     """
 
@@ -329,7 +329,7 @@ def describe_process() -> tuple[str, int]:
 
 
 def environment_of_worker() -> dict[str, str]:
-    """What a worker must find in its environment about this process, whose variables of another run are taken away."""
+    """Variables of a worker about this process, whose variables of another run are taken away."""
     for variable in ("RECYCLE_LISTEN", "RECYCLE_KEY_FILE", "RECYCLE_REJOIN_SECONDS"):
         os.environ.pop(variable, None)  # an actor cannot be replaced by a new run of a program: another one comes
     node, _ = describe_process()
@@ -343,7 +343,7 @@ class WorkerActor:
         return describe_process()
 
     def run(self, environment: Mapping[str, str], function: Callable[[Any], Any], config: Any) -> Returned:
-        """Calls ``function(config)`` with what a worker must find in its environment.
+        """Calls ``function(config)`` in the environment of a worker.
 
         The device is the first that this process sees: Ray shows it only those that it assigned.
         """

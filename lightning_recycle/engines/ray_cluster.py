@@ -77,7 +77,7 @@ def connect() -> Any:
 
 
 def schedulable_nodes() -> list[Node]:
-    """The nodes that take new workers, with what is free there."""
+    """The nodes that take new workers, with their free resources."""
     state = importlib.import_module("ray._private.state")
     going = draining_nodes()
     free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
@@ -90,7 +90,7 @@ def alive_nodes() -> frozenset[str]:
 
 
 def draining_nodes() -> frozenset[str]:
-    """The ids of the nodes that are about to go: somebody called ``ray drain-node``, the autoscaler wants them back, or
+    """The ids of the nodes that are about to go: a user called ``ray drain-node``, the autoscaler wants them back, or
     their cloud has given notice.
     """
     return frozenset(importlib.import_module("ray._private.state").state.get_draining_nodes())
@@ -100,7 +100,7 @@ def reserve(needs: Mapping[str, float], count: int, home: Sequence[str] | None) 
     """A placement group with a bundle for each of ``count`` workers, close together, which Ray provides when it can.
 
     Args:
-        needs: what a worker needs of each resource.
+        needs: the amount of each resource that a worker needs.
         count: how many bundles.
         home: the node of each bundle; by default Ray chooses, and sees to it that more nodes come if it can.
     """
@@ -154,7 +154,7 @@ def node_address() -> str:
 
 
 _LOOK_SECONDS = 1.0  # between two looks at groups that are not there yet
-_HOME_SECONDS = 10.0  # for Ray to reserve what was free on a node; then it may be anywhere
+_HOME_SECONDS = 10.0  # for Ray to reserve a free node; then workers may be anywhere
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Seats:
 
     def review(self, taken: Collection[Seat], living: Collection[Seat]) -> list[Seat]:
         """Lets go of what is of no use any more; returns the seats among ``taken`` whose workers must be asked for
-        again, because nobody will ever sit there.
+        again, because no worker will ever sit there.
 
         Args:
             taken: the seats of all workers.

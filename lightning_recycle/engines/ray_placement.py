@@ -25,7 +25,7 @@ class Node:
 
     Args:
         name: Ray's id of it.
-        free: what is free of each resource.
+        free: the free amount of each resource.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Node:
 
 
 def needs_of_worker(use_gpu: bool, given: Mapping[str, float] | None) -> dict[str, float]:
-    """What is reserved of each resource for a worker: one CPU, perhaps one GPU, unless ``given`` says otherwise."""
+    """Resources that are reserved for a worker: one CPU, perhaps one GPU, unless ``given`` says otherwise."""
     return {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {}), **(given or {})}
 
 
@@ -50,7 +50,7 @@ def homes(
 
     Args:
         nodes: the nodes that take workers.
-        needs: what one worker needs of each resource.
+        needs: the amount of each resource that a worker needs.
         pipelines: how many pipelines there are.
         stages: how many workers each of them has.
     """
@@ -92,7 +92,7 @@ Process: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True)
 class Staffing:
-    """What is to be done.
+    """Requests that follow from the staff of a run.
 
     Args:
         request: the number of workers to ask for.
@@ -111,10 +111,10 @@ def staffing(
     placed: Collection[int],
     going: Collection[str],
 ) -> Staffing:
-    """What follows from who is where.
+    """Staffing by the workers and their positions.
 
     Args:
-        positions: by rank who is there, None for an empty position.
+        positions: by rank the process there, None for an empty position.
         workers: by their keys the workers that were asked for and have not ended; None for one that has not started.
         placed: the keys of those that have been seen at a position.
         going: the machines that are about to go.

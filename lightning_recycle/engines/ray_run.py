@@ -1,4 +1,4 @@
-"""A run on Ray from its first actor to its last: brings workers, sees who ends, ends who is of no use.
+"""A run on Ray from its first actor to its last: starts workers, watches them, ends those without use.
 
 It decides nothing about the training: that is the coordinator's. It decides how many workers to ask for, by a pure
 function (:func:`~lightning_recycle.engines.ray_placement.staffing`) of the reports of coordinator and Ray. It lives in
@@ -39,7 +39,7 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a worker that failed
 _OUTCOME_SECONDS = 5.0  # from the end of a worker to that of the run, if one follows from the other
 _RESTART_SECONDS = 60.0  # for Ray to start the coordinator again
 _RETURN_SECONDS = 60.0  # for workers to return to it, before one that it does not know is taken for given up
-_FORGET_SECONDS = 5.0  # for the coordinator to remove what it wrote down
+_FORGET_SECONDS = 5.0  # for the coordinator to remove its journal
 _CALLS = 8  # that the coordinator's actor answers at the same time; one of them may wait
 
 
@@ -48,8 +48,8 @@ class RunEnd:
     """How a run ended.
 
     Args:
-        outcomes: how each call of the Trainer ended, and what happened in it.
-        returned: what the user's function returned on the worker of the lowest rank on which it returned anything.
+        outcomes: the outcome and the events of each call of the Trainer.
+        returned: the return value of the user's function, from the lowest rank on which it returned any.
     """
 
     outcomes: Sequence[tuple[Outcome, list[Event]]]
@@ -76,9 +76,9 @@ class RayRun:
         name: the name of the run: its coordinator is the actor ``recycle-<name>``, its workers are ``recycle-<name>-1``
             and so on, in the order in which they are asked for.
         grid: the grid.
-        needs: what a worker needs of each resource.
-        given: what counts whatever the script says; the grid among it.
-        function, config: what a worker runs.
+        needs: the amount of each resource that a worker needs.
+        given: options that overrule the script's; the grid among them.
+        function, config: the function of a worker, and its argument.
         environment: further variables of the workers.
         max_replacements: how often a worker may be replaced; None for any number.
     """
@@ -98,7 +98,7 @@ class RayRun:
         Raises:
             ControlPlaneError: if the coordinator is lost for good.
             ReCycleError: if workers cannot be kept alive.
-            Exception: what the function raised outside of the Trainer.
+            Exception: one that the function raised outside of the Trainer.
         """
         self._ray = ray_cluster.connect()
         self._workers: dict[int, _Worker] = {}
@@ -214,7 +214,7 @@ class RayRun:
     # ------------------------------------------------------------------ workers
 
     def _look_at_workers(self, seen: Observation) -> None:
-        """Learns who has started, who has ended and how, and who has found a position."""
+        """Notes which workers have started, ended (and how), and found a position."""
         if seen.positions is not None:
             self._ranks.update({process: rank for rank, process in seen.positions.items() if process is not None})
         waited = [reference for worker in self._workers.values() for reference in (worker.introduction, worker.call)]
@@ -255,7 +255,7 @@ class RayRun:
             )
 
     def _end_latecomers(self, seen: Observation) -> None:
-        """Ends who was asked for, and came too late to take part in any run that is over: nobody needs it any more."""
+        """Ends workers that came too late to take part in any run that is over."""
         if self._took_part.issuperset(self._returning):  # that the run is over has been told
             for key in [key for key, worker in self._workers.items() if worker.process not in self._took_part]:
                 self._end(key)
@@ -291,7 +291,7 @@ class RayRun:
         worker = self._workers.pop(key)
         self._ray.kill(worker.actor, no_restart=True)
 
-    # ------------------------------------------------------------------ who is missing
+    # ------------------------------------------------------------------ missing workers
 
     def _staff(
         self, positions: Mapping[int, Process | None], going: frozenset[str], told: dict[str, float], now: float
@@ -337,7 +337,7 @@ class RayRun:
         self._workers[next(self._keys)] = worker
 
     def _drop_lost_seats(self) -> None:
-        """Who waits for a seat that will never be there is asked for again, elsewhere."""
+        """Asks again, elsewhere, for workers that wait for a seat that will never be there."""
         taken = [worker.seat for worker in self._workers.values()]
         living = [worker.seat for worker in self._workers.values() if worker.process is not None]
         lost = self._seats.review(taken, living)

@@ -1,6 +1,6 @@
-"""When a process that ended is started again, and what a set of them ended with. Pure.
+"""Restarts of processes that ended, and the exit status of a set of them. Pure.
 
-Concept: a worker says with its exit status why it ended. Some ends are no fault of the program: it lost its
+Concept: the exit status of a worker is the reason of its end. Some ends are no fault of the program: it lost its
 coordinator, was evicted, or was killed. Then another process takes its place. All other ends are final. A process that
 dies at once, again and again, would die for ever.
 
@@ -41,7 +41,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Slot:
-    """What is known of one process and its predecessors: how often it was restarted, and how often in a row at once."""
+    """Record of a process and its predecessors: how often it was restarted, and how often in a row at once."""
 
     restarts: int = 0
     quick: int = 0
@@ -72,13 +72,13 @@ class End:
 
 
 def ended(slot: Slot, status: int, lasted: float, is_ending: bool, policy: Policy) -> Again | Final:
-    """What follows from the end of a process.
+    """Decision after the end of a process.
 
     Args:
-        slot: what was known of it.
+        slot: its record.
         status: how it ended.
         lasted: for how many seconds it ran.
-        is_ending: whether the run is at its end: nobody is needed any more.
+        is_ending: whether the run is at its end, so that no process is needed.
         policy: how often it may be started.
     """
     if is_ending or not is_lost(status):

@@ -4,7 +4,7 @@ Concept: ``srun recycle-run python train.py`` starts an agent in each task, and 
 each task which one it is. Task 0 hosts the coordinator at an address of its machine and writes address and key to a
 file in a folder that all nodes share, the one the job was submitted from; the others wait for that file. So whatever
 port it got, all agree on it, and no list of nodes has to be taken apart. When a worker has finished, its agent leaves a
-note beside the file: then the run is over for all, and nobody is started again who could not find it any more.
+note beside the file: then the run is over for all, and no worker is started again that could not find it any more.
 
 Contract: the file is its owner's alone (mode 0600), and one that somebody else could have written does not count. It
 appears under its name when it is complete. Task 0 removes it, and the note, when it ends.
@@ -122,7 +122,7 @@ class Meeting:
         self._note = self._path.with_name(f"{self._path.name}.finished")
 
     def announce(self, address: tuple[str, int], key: str) -> None:
-        """Tells all tasks where the coordinator is; by the task that hosts it.
+        """Announces the coordinator to all tasks; by the task that hosts it.
 
         Raises:
             ConfigurationError: if the folder cannot be written to.
@@ -136,7 +136,7 @@ class Meeting:
             ) from error
 
     def wait(self, seconds: float) -> tuple[tuple[str, int], str]:
-        """Where the coordinator is, and the key of the run, once task 0 has told.
+        """The address of the coordinator, and the key of the run, once task 0 has announced them.
 
         Raises:
             ConfigurationError: if it does not within ``seconds``.
@@ -156,7 +156,7 @@ class Meeting:
 
     def finish(self) -> None:
         """Leaves the note that a worker has finished, so the run has."""
-        with contextlib.suppress(OSError):  # nobody needs it but who died at the very end
+        with contextlib.suppress(OSError):  # only a worker that died at the very end needs it
             self._write(self._note, "")
 
     @contextlib.contextmanager
@@ -211,7 +211,7 @@ class Meeting:
         temporary.rename(path)
 
     def _read(self) -> str | None:
-        """What the file says; None if it is not there, or not this user's alone."""
+        """The content of the file; None if it is not there, or not this user's alone."""
         with contextlib.suppress(OSError):
             os.listdir(self._path.parent)  # lets NFS look again for a name that was not there
             with open(self._path) as file:
@@ -228,7 +228,7 @@ log = logging.getLogger(__name__)
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str:
-    """What SLURM calls this job, or this task of an array: ``123`` or ``120_3``.
+    """SLURM's name of this job, or of this task of an array: ``123`` or ``120_3``.
 
     The number of an array's last task is also that of the whole array: ``scontrol requeue 120`` would requeue all.
     """

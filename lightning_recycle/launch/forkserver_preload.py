@@ -1,4 +1,4 @@
-"""Imported by the fork server alone: what each process that it forks can do, and has, from its first moment on.
+"""Preload of the fork server: imports and a signal handler for all processes that it forks.
 
 A process that hangs while it imports the user's script has run none of this package's code. On SIGUSR2 it writes its
 stacks to stderr all the same; the launching process sends that to a worker that it is about to give up.

@@ -57,7 +57,7 @@ class SupervisorLauncher(_Launcher):
         strategy: the Trainer's strategy.
 
     Attributes:
-        history: what happened in the newest ``fit``; before the first, in the newest run.
+        history: the events of the newest ``fit``; before the first, of the newest run.
         schedules: the schedules of the same run, one per generation.
     """
 
@@ -107,7 +107,7 @@ class SupervisorLauncher(_Launcher):
         return returned
 
     def _supervise(self, run: PreparedRun) -> Any:
-        """Runs the workers, and brings home what they leave."""
+        """Runs the workers, and brings their results home."""
         run = replace(run, call=settle_checkpoint(run.call))
         trainer, fits = run.call.trainer, run.call.fits
         self._has_fitted |= fits
@@ -134,7 +134,7 @@ class SupervisorLauncher(_Launcher):
                 self.history, self.schedules = of_fit
 
     def _launch(self, run: PreparedRun, signals: EndSignals) -> Any:
-        """Runs the workers, again after the loss of a stage if that is wanted; brings home what they leave."""
+        """Runs the workers, again after the loss of a stage if that is wanted; brings their results home."""
         policy = RestartPolicy(run.setup.grid, run.options.max_restarts)
         for number in itertools.count():
             outcome = self._attempt(run, number, signals)
@@ -191,7 +191,7 @@ class SupervisorLauncher(_Launcher):
         return replace(run, call=run.call.from_checkpoint(checkpoint), setup=setup)
 
     def _note_missing_weights(self, trainer: pl.Trainer, one_stage: bool) -> None:
-        """Remembers, and says, whether the trained weights have stayed in the workers."""
+        """Remembers, and warns, if the trained weights have stayed in the workers."""
         self._untrained = None
         if self._strategy.missing_weights is not None:
             self._untrained = MissingWeights(trainer.lightning_module, one_stage)
@@ -214,7 +214,7 @@ class SupervisorLauncher(_Launcher):
         """Whether this process can write ``checkpoint``: it has the weights of a run that ended well.
 
         Raises:
-            UnsupportedFeatureError: if what it should have did not come home: the weights, the optimizers' states.
+            UnsupportedFeatureError: if its weights or its optimizers' states did not come home.
         """
         if self._interrupted:
             if not any(event.kind == "saved" and event.details["path"] == os.fspath(path) for event in self.history):
@@ -231,19 +231,19 @@ class SupervisorLauncher(_Launcher):
         return True
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning handles an error of this process, or has told the user that Ctrl-C came."""
+        """Handler of Lightning for an error of this process; for Ctrl-C it logs how the run ended."""
         if isinstance(exception, KeyboardInterrupt) and not self._said_how_it_ended:
             how = self._how_it_ended(Ended())
             rank_zero_info(how[0].upper() + how[1:])
 
     @override
     def kill(self, signum: Any) -> None:
-        """Called by Lightning's SIGTERM handler. Does nothing: the coordinator tells the workers, not signals."""
+        """Called by Lightning's SIGTERM handler. Does nothing: workers obey the coordinator, not signals."""
 
 
 @contextlib.contextmanager
 def _folder_for_results() -> Iterator[str | None]:
-    """The path of a folder that workers make for what is large; None if there is no place for it."""
+    """The path of a folder that workers make for large results; None if there is no place for it."""
     try:
         folder = os.path.join(tempfile.gettempdir(), f"recycle-result-{uuid.uuid4().hex}")
     except OSError:  # nothing can be written anywhere: the result comes in messages

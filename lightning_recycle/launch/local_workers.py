@@ -167,9 +167,9 @@ def _open_pidfd(pid: int | None) -> int | None:
 
 
 def _ensure_fork_server() -> None:
-    """Starts the fork server if there is none, deaf to Ctrl-C, as what it forks: the launching process decides.
+    """Starts the fork server if there is none. It and its children ignore Ctrl-C: the launching process decides.
 
-    It ignores SIGINT only after its imports, which take seconds, and what it forks until then would not.
+    It ignores SIGINT only after its imports, which take seconds; its children until then would not.
     """
     resource_tracker.ensure_running()  # unblocks SIGINT if it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -260,8 +260,8 @@ class LocalWorkerGroup:
     Each has the environment that this process has now.
 
     Args:
-        target: what a worker runs; takes one argument.
-        payload: what every worker needs.
+        target: the function of a worker; takes one argument.
+        payload: the value for every worker.
 
     Attributes:
         payload: to be passed as, or within, the argument of each worker.
@@ -295,7 +295,7 @@ class LocalWorkerGroup:
         return worker
 
     def attend(self, coordinator: Coordinator) -> None:
-        """The coordinator serves from now on. There is nothing that it must be told of this machine."""
+        """The coordinator serves from now on. Workers of this machine need nothing else."""
 
     def end(self, patience: float) -> None:
         """Waits ``patience`` seconds for all workers to end, then kills the rest."""

@@ -69,11 +69,11 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
     Waits as a spare until there is a position for it. Afterwards the module in this process is whole again.
 
     Args:
-        outside: what this process found about itself.
+        outside: the place of this process, from its environment.
         run: the run that this script asks for.
 
     Raises:
-        ConfigurationError: if nobody listens at ``address``, the key is not the run's, another version runs there, or
+        ConfigurationError: if no coordinator listens there, the key is not the run's, another version runs there, or
             the run is not what ``run`` asks for.
         SystemExit: if this worker was cut off and could not get back in, or ended by an exception.
     """
@@ -169,7 +169,7 @@ def _seconds(variable: str, default: str) -> float:
 
 
 def patiently(connect: Callable[[], _T], passing: tuple[type[Exception], ...], deadline: float, whom: str) -> _T:
-    """What ``connect`` returns, tried again after errors that may pass, at growing intervals.
+    """The result of ``connect``, tried again after errors that may pass, at growing intervals.
 
     Args:
         connect: the attempt.
@@ -204,7 +204,7 @@ def start_afresh(seconds: float) -> NoReturn:
 def take_deadline() -> float | None:
     """Until when this process may try to get back in, on the monotonic clock; None if it was not cut off.
 
-    Only the first call of a process says so: its later entry points are ordinary ones.
+    None from the second call on: later entry points of a process are ordinary ones.
     """
     text = os.environ.pop(_DEADLINE, None)
     return None if text is None else float(text)

@@ -37,12 +37,12 @@ from lightning_recycle.planning.planner import get_planner
 
 __all__ = ["RayReCycle", "RayResult", "RayWorker", "ray_worker"]
 
-_TOLD = "_RECYCLE_RAY_RUN"  # what a worker finds in its environment, as JSON
+_TOLD = "_RECYCLE_RAY_RUN"  # a worker's variable with its run, as JSON
 
 
 @dataclass(frozen=True)
 class RayWorker:
-    """What the function of :meth:`RayReCycle.fit` may want to know where it runs.
+    """Worker of a run on Ray, as the function of :meth:`RayReCycle.fit` sees it.
 
     Args:
         name: the name of the run.
@@ -67,7 +67,7 @@ class RayWorker:
 
 
 def ray_worker() -> RayWorker:
-    """What this process, a worker of :class:`RayReCycle`, was told.
+    """The worker of :class:`RayReCycle` that this process is.
 
     Raises:
         ConfigurationError: if it is none.
@@ -80,7 +80,7 @@ def ray_worker() -> RayWorker:
 
 @dataclass(frozen=True)
 class RayResult:
-    """What a run on Ray leaves.
+    """Result of a run on Ray.
 
     Args:
         returned: what the function returned: of the workers on which it returned anything but None, the one of the
@@ -112,7 +112,7 @@ class RayReCycle:
         num_pipelines: D.
         pipeline_parallel_size: S.
         num_microbatches: M, per pipeline and step.
-        resources_per_worker: what Ray reserves for a worker; by default one CPU, and with ``use_gpu`` one GPU.
+        resources_per_worker: reserved for a worker; by default one CPU, and with ``use_gpu`` one GPU.
         use_gpu: whether a worker has a GPU of its own.
         storage_path: a folder that all nodes reach, also as a URL that fsspec knows (``s3://...``). The run gets a
             folder in it, which :func:`ray_worker` tells the function.

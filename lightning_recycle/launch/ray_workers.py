@@ -43,7 +43,7 @@ class RayPayload:
     """A value for all workers, in Ray's object store.
 
     Args:
-        value: what they are given.
+        value: the value.
 
     Raises:
         ConfigurationError: if it cannot be pickled.
@@ -137,10 +137,10 @@ class RayWorkerGroup:
     A replacement counts as started when Ray has found room for it, however long that takes.
 
     Args:
-        target: what a worker runs; takes one argument.
-        payload: what every worker needs.
+        target: the function of a worker; takes one argument.
+        payload: the value for every worker.
         grid: the grid of the run.
-        resources: what Ray reserves for each worker.
+        resources: resources that Ray reserves for each worker.
         start_timeout: seconds in which Ray must have room for all workers.
 
     Raises:

@@ -198,7 +198,7 @@ class RunAttempt:
 
     def _end(self, finished: bool) -> None:
         if not finished:
-            self._coordinator.stop()  # before the workers are killed: these are no failures to be told
+            self._coordinator.stop()  # before the workers are killed: these are no failures
         self._group.end(patience=_EXIT_SECONDS if finished else 0.0)
         self._coordinator.close()
         self.history, self.schedules = list(self._coordinator.history), list(self._coordinator.schedules)
@@ -249,7 +249,7 @@ def devices_left(run: PreparedRun) -> int:
 
 
 def _needs(run: PreparedRun) -> dict[str, float]:
-    """What a worker needs of each resource, for an engine that shares out resources."""
+    """Amount of each resource that a worker needs, for an engine that shares out resources."""
     return needs_of_worker(run.call.trainer.strategy.root_device.type != "cpu", run.options.resources_per_worker)
 
 

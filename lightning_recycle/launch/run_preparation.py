@@ -45,7 +45,7 @@ _OF_THE_MODEL = ("_tied", "_trainer")  # what describing the layers and attachin
 
 
 class ConfiguredStrategy(Protocol):
-    """What launching a run needs from the strategy."""
+    """Strategy of the Trainer, as far as launching a run needs it."""
 
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
@@ -67,7 +67,7 @@ class PreparedRun:
 
     Args:
         call: the function that every worker runs.
-        setup: what is the same for all workers.
+        setup: settings that all workers share.
         heartbeat: the callback with the time bounds of the run.
         options: the user's options.
         num_devices: the number of devices of this machine that workers may have.
@@ -117,16 +117,16 @@ class PreparedRun:
 def prepare(
     call: TrainerCall, strategy: ConfiguredStrategy, outside: Discovered | None, has_run: bool = False
 ) -> PreparedRun:
-    """Checks everything that needs no worker, and settles what all workers must agree on.
+    """Checks everything that needs no worker, and settles the setup that all workers share.
 
     Args:
-        call: what is to run.
+        call: the function to run.
         strategy: the Trainer's strategy.
-        outside: what this process is in the run of another one, if it is a worker of that.
+        outside: the place of this process in the run of another one, if it is a worker of that.
         has_run: whether this Trainer has had workers before.
 
     Raises:
-        ConfigurationError, UnsupportedFeatureError: for what cannot run.
+        ConfigurationError, UnsupportedFeatureError: if the run cannot start.
     """
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
@@ -186,7 +186,7 @@ def _prepare_callbacks(trainer: pl.Trainer, grid: Grid) -> HeartbeatCallback:
 
 
 def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
-    """Finds out what parts the model has; ``is_outside``: in a worker that somebody else started.
+    """Finds the parts of the model; ``is_outside``: in a worker from outside.
 
     Raises:
         ConfigurationError: if they cannot be parts; in a worker that is started by hand, if they need ``setup()``.

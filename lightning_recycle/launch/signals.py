@@ -1,6 +1,6 @@
-"""What signals to the launching process mean for a run.
+"""Signals to the launching process that end a run.
 
-They end it like exceptions, so that what it has started is ended too. A run that is to be saved ends gracefully: the
+They end it like exceptions, so that its workers are ended too. A run that is to be saved ends gracefully: the
 first signal is only noted, and the main thread, which waits for the run, acts upon it; a second one ends it at once.
 """
 
@@ -34,8 +34,8 @@ class EndSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def error(self) -> BaseException:
-        """What ends this process because of :attr:`received`: SystemExit with the status of Unix, 128 + the signal's
-        number, or KeyboardInterrupt, which Lightning handles.
+        """The exception that ends this process because of :attr:`received`: KeyboardInterrupt, which Lightning handles,
+        or SystemExit with the status of Unix, 128 + the signal's number.
         """
         assert self.received is not None
         return KeyboardInterrupt() if self.received == signal.SIGINT else SystemExit(128 + self.received)

@@ -1,4 +1,4 @@
-"""Call of a Trainer's entry point: the function that every worker runs, with what its arguments say about the run."""
+"""Call of a Trainer's entry point: the function that every worker runs, with its arguments."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _group(
 
 
 class ReturnedLoaders(CombinedLoader):
-    """What a loop holds: the user's loaders, with their states in the workers."""
+    """Loaders of a loop after a run: the user's, with their states in the workers."""
 
     def __init__(self, iterables: Any, mode: Any, states: Sequence[dict[str, Any]]) -> None:
         super().__init__(iterables, mode)
@@ -219,7 +219,7 @@ class _Requested:
 
 
 def returned_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:
-    """What a loop holds that has read the loaders of ``source``.
+    """The loaders of a loop that has read ``source``.
 
     Args:
         source: the user's loaders or hook.
@@ -239,7 +239,7 @@ log = logging.getLogger(__name__)
 
 
 class _Strategy(Protocol):
-    """What this module needs from the strategy."""
+    """Strategy of the Trainer, with the attributes that results change."""
 
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
@@ -248,7 +248,7 @@ class _Strategy(Protocol):
 
 
 def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
-    """Puts what the workers delivered, by rank, into the Trainer of ``call`` and its module, and empties ``results``:
+    """Puts the results of the workers, by rank, into the Trainer of ``call`` and its module, and empties ``results``:
     model and optimizers may be large. Returns what the workers returned.
     """
     trainer = call.trainer
@@ -349,7 +349,7 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
-    """Progress, metrics, and what is known of the data."""
+    """Restores progress, metrics, and the state of the data."""
     for path, attributes in extras.trainer.items():
         vars(attrgetter(path)(trainer) if path else trainer).update(attributes)
     for name, loop_state in extras.loops.items():

@@ -59,7 +59,7 @@ class Member(WorkerProcess, Protocol):
         """Whether it was released and has ended."""
 
     def close(self) -> None:
-        """Frees what it takes of this process; it must have ended."""
+        """Frees its descriptors in this process; it must have ended."""
 
 
 _Member = TypeVar("_Member", bound=Member)
@@ -69,7 +69,7 @@ class Members(Generic[_Member]):
     """The workers of one group.
 
     Attributes:
-        lock: held by whoever changes who is in.
+        lock: held while members come and go.
         closed: whether the group has ended.
     """
 
@@ -87,7 +87,7 @@ class Members(Generic[_Member]):
             return not self.closed.is_set()
 
     def forget_over(self) -> None:
-        """Closes those that nobody asks about any more."""
+        """Closes members that were released and have ended."""
         with self.lock:
             for over in [member for member in self._members if member.is_over]:
                 self._members.remove(over)

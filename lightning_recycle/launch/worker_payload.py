@@ -196,8 +196,8 @@ class WorkerPayload:
     in TMPDIR.
 
     Args:
-        value: what they are given.
-        main: what they find in the user's script.
+        value: the value.
+        main: the part of the user's script that workers find.
 
     Attributes:
         logs: receives the log records of the workers.
@@ -231,7 +231,7 @@ class WorkerPayload:
             self.logs.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Only as an argument of a new process: what travels is the descriptor."""
+        """Only as an argument of a new process, to which the descriptor travels."""
         return ReceivedPayload, (reduction.DupFd(self._file.fileno()), self.logs)
 
 
@@ -252,7 +252,7 @@ class ReceivedPayload:
 
 
 def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
-    """Pickles ``value``, and what of the user's script comes with it, for :func:`load`."""
+    """Pickles ``value``, with the definitions of the user's script that it needs, for :func:`load`."""
     pickler = _Pickler(file, main)
     pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
 
@@ -266,7 +266,7 @@ def load(data: Any) -> Any:
 
 
 def not_sent(error: Exception) -> ConfigurationError:
-    """The error that says that ``error`` was raised when the Trainer, model and data were pickled."""
+    """The error for ``error``, which was raised when the Trainer, model and data were pickled."""
     return ConfigurationError(
         f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."
         " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class _Strategy(Protocol):
-    """What this module needs from the strategy."""
+    """Strategy of the Trainer, with the attributes that a worker changes."""
 
     options: Options
 
@@ -60,7 +60,7 @@ class _Strategy(Protocol):
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker process of this machine is started with.
+    """Start argument of a worker process.
 
     ``payload``: the :class:`~lightning_recycle.launch.worker_payload.WorkerPayload` of the run, which is
     :class:`~lightning_recycle.launch.worker_payload.ReceivedPayload` in the worker.
@@ -114,12 +114,12 @@ def run_worker(
     goes_on: bool = False,
     reports: bool = True,
 ) -> Any:
-    """Runs the function in this worker; returns what it returned.
+    """Runs the function in this worker; returns its result.
 
     Args:
         client: the connection to the coordinator.
-        setup: what all workers share.
-        place: what they do not.
+        setup: settings that all workers share.
+        place: the place of this worker.
         call: the function.
         goes_on: whether this process goes on as a launching process.
         reports: whether there is a launching process that wants the result.
@@ -157,17 +157,17 @@ def run_worker(
 
 
 def _nothing() -> None:
-    """Nobody wants it."""
+    """No result, where there is no launching process."""
 
 
 def log_fields(client: ControlClient) -> dict[str, int]:
-    """What each line of a worker's log in JSON says of it."""
+    """Fields that each line of a worker's JSON log has."""
     return {"rank": client.rank, "generation": client.generation}
 
 
 @contextlib.contextmanager
 def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
-    """Tells the coordinator why this worker ends, and ends it with a status that says so.
+    """Reports an exception of this worker to the coordinator, and ends it with the status for that.
 
     ``shows``: whether the traceback is shown here; otherwise the supervisor decides.
     """

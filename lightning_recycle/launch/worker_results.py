@@ -1,4 +1,4 @@
-"""What workers deliver at the end of a run: each stage its part of the model, the leader what all have in common."""
+"""Results of workers at the end of a run: each stage's part of the model, and the leader's common part."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes besides s
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage delivers.
+    """Result of a stage.
 
     Args:
         stage: which.
@@ -116,7 +116,7 @@ class UserObjects:
     """The objects of the user that a worker and the launching process have, as the run finds them at its beginning.
 
     Args:
-        call: the function of the Trainer, and what it is given.
+        call: the call of the Trainer's function.
         keeps_large: whether large data is noted, to tell later what has changed.
     """
 
@@ -133,7 +133,7 @@ class UserObjects:
         return home_graph(self._trainer, self._callbacks, self._data, modules, whole, shared, skipped)
 
     def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
-        """What comes home.
+        """Packs the objects.
 
         Args:
             wanted: the submodules that are carried, by name; None: the whole module.
@@ -166,10 +166,10 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class LeaderResult:
-    """What the leader delivers besides.
+    """Common part of a result, which the leader delivers.
 
     Args:
-        returned: what the function of the Trainer returned.
+        returned: the return value of the function.
         trainer: attributes of the Trainer and of its parts, by path.
         loops: the state dict of each loop, by name.
         loaders: the states of the DataLoaders of each loop that has read them, by path.
@@ -242,7 +242,7 @@ def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
 
 
 def leader_result(session: Session, user: UserObjects, way: Way, most_bytes: float, returned: Any) -> LeaderResult:
-    """What this worker, the leader, adds; ``most_bytes``: as in :meth:`UserObjects.pack`."""
+    """The common part, from this worker, the leader; ``most_bytes``: as in :meth:`UserObjects.pack`."""
     trainer, is_of_layer = session.trainer, session.parts.is_of_layer
     whole = session.grid.stages == 1 and way is not Way.STAYS
     objects = user.pack(None if whole else lambda name: not is_of_layer(name), True, most_bytes)
