@@ -165,11 +165,11 @@ class BackgroundPlanner:
             for urgency in Urgency:
                 self._drop(urgency)
             self._changed.notify()
-        self._process.close()
         deadline = time.monotonic() + _END_SECONDS
         threads = [*([] if self._thread is None else [self._thread]), *self._answering]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._process.close()
         if any(thread.is_alive() for thread in threads):
             log.warning("A planner has not ended after %g s and is left behind.", _END_SECONDS)
 
