@@ -192,6 +192,11 @@ def test_a_step_that_was_settled_before_a_loss_is_not_guessed_again(number: int)
     check_histories([number])
 
 
+def test_a_stage_that_still_guesses_learns_what_another_one_knows() -> None:
+    """Of the stages that have applied a step that others do again, one has heard the answer to its commit."""
+    assert check_histories(range(2608, 2609), ends=True)["Ended"]
+
+
 def test_a_history_is_reproduced_by_its_number() -> None:
     def lines(seed: int) -> list[str]:
         told: list[str] = []
@@ -350,7 +355,7 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
     ("a death does not complete an agreement", step_commit, "settle", "control_collectives.settle(state)",
      "(state, ())"),
     ("the dead arrive where nobody else does", control_collectives, "forget_retracted",
-     " and rank in state.roster.live", ""),
+     " and rank in live", ""),
     ("a worker does not say that it went on", Member, "receive", "return self._say_that_it_goes_on()", "pass"),
     ("a worker that was asked says nothing when it goes on", Member, "go_on",
      "return self._say_that_it_goes_on()", "return ()"),
