@@ -44,7 +44,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import CheckpointOptions, PipelineModule, ReCycleStrategy
 
 __all__ = ["Side", "SideResult", "main", "measure"]
 
@@ -115,8 +115,7 @@ def train(folder: Path, sharded: bool) -> None:
         strategy=ReCycleStrategy(
             pipeline_parallel_size=2,
             num_microbatches=2,
-            save_distributed_checkpoint=sharded,
-            on_checkpoint_error="raise",
+            checkpoints=CheckpointOptions(save_distributed_checkpoint=sharded, on_checkpoint_error="raise"),
         ),
         max_epochs=1,
         callbacks=[Diary(folder), newest],

@@ -26,12 +26,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from harness import console, describe_machine, quieten
+from harness import console, describe_machine, quieten, recycle_strategy
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 WIDTH, BLOCKS, BATCH, STEPS = 256, 2, 16, 4
@@ -120,8 +120,8 @@ def run(case: str, compiled: bool, folder: Path) -> None:
     strategy: Any = "auto"
     if workers > 1:
         stages = 1 if case == "module" else 2
-        replaces = {"restart_workers": True, "max_restarts": 1} if case == "replaced" else {}
-        strategy = ReCycleStrategy(pipeline_parallel_size=stages, num_microbatches=2 // stages, **replaces)
+        replaces = {"max_restarts": 1} if case == "replaced" else {}
+        strategy = recycle_strategy(pipeline_parallel_size=stages, num_microbatches=2 // stages, **replaces)
     x = torch.randn(BATCH * 400, WIDTH, generator=torch.Generator().manual_seed(0))
     steps = 300 if case == "replaced" else STEPS
     trainer = L.Trainer(

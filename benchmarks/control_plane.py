@@ -35,6 +35,7 @@ from typing import Any
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.connection import MessageConnection, connect
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.plans.background_planner import Urgency
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol import messages
@@ -245,8 +246,13 @@ def measure(workers: int, profile: bool) -> dict[str, tuple[float, float]]:
     planner.prepare()
     victim = grid.num_workers // 2 + 1
     planner.plan(frozenset({grid.worker(victim)}), {})  # as if made ahead
-    patient = dict.fromkeys(("heartbeat_timeout", "start_timeout", "report_timeout", "last_holder_timeout"), _PATIENCE)
-    coordinator = Coordinator(grid, planner, CoordinatorOptions(**patient), authkey=_KEY)
+    patient = dict.fromkeys(("heartbeat_timeout", "report_timeout", "last_holder_timeout"), _PATIENCE)
+    coordinator = Coordinator(
+        grid,
+        planner,
+        CoordinatorOptions(**patient, recovery=RecoveryOptions(rebalance="never", start_timeout=_PATIENCE)),
+        authkey=_KEY,
+    )
     profiler = cProfile.Profile()
     if profile:
         serve = coordinator._serve

@@ -32,12 +32,12 @@ from typing import Any
 import lightning as L
 import torch
 from emulated import SleepingModel
-from harness import console, describe_machine, fit, quieten
+from harness import console, describe_machine, fit, quieten, recycle_strategy
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 __all__ = ["Case", "Outcome", "main", "run_case"]
@@ -94,7 +94,7 @@ def _fit(
         return fit(
             module,
             DataLoader(data, batch_size=2 * options["num_microbatches"]),
-            ReCycleStrategy(**options),
+            recycle_strategy(**options),
             devices=pipelines * stages,
             steps=steps,
             callbacks=callbacks,
@@ -172,7 +172,7 @@ def run_case(case: Case) -> Outcome:
     began = time.perf_counter()
     model, data = Model().double(), _data(_GLOBAL_BATCH * case.steps)
     expected = _plain(model, data, case.steps)
-    options = {"verify": 1.0, "check_every": 10}
+    options = {"verify": 1.0, "checksum_every": 10}
     run = _fit(
         model,
         data,
@@ -242,7 +242,7 @@ def alarms(steps: int) -> bool:
     each, seconds = steps // 2, time.perf_counter()
     quiet = True
     for grid in ((3, 1), (2, 2)):
-        options = {"verify": 1.0, "check_every": 1, "restart_workers": True, "max_restarts": 100, "seed": 3}
+        options = {"verify": 1.0, "checksum_every": 1, "max_restarts": 100, "seed": 3}
         kills = [Fault("kill", d, s, step=step) for d, s, step in ((0, 0, each // 7), (1, grid[1] - 1, each // 3))]
         callbacks = [FaultInjectionCallback(kills), _Quiet()]
         module, data = Model(dropout=0.3), _data(_GLOBAL_BATCH * 64, torch.float32)
@@ -270,12 +270,12 @@ def _seconds(module: PipelineModule, data: TensorDataset, grid: tuple[int, int],
 def cost(rounds: int, steps: int) -> None:
     """Steps with checks and without, in turns."""
     table = Table("workers", "checks", "step without (ms)", "with (ms)", "more, by round")
-    off = {"check_every": 0, "verify": 0.0}
+    off = {"checksum_every": 0, "verify": 0.0}
     data = _data(_GLOBAL_BATCH * 8, torch.float32)
     for name, grid, make, without, checks in (
-        ("2 x 1, computing, width 768", (2, 1), lambda: Model(768), {}, {"check_every": "auto"}),
+        ("2 x 1, computing, width 768", (2, 1), lambda: Model(768), {}, {"checksum_every": "auto"}),
         ("2 x 1, computing, width 768", (2, 1), lambda: Model(768), {}, {"verify": 0.01}),
-        ("3 x 4, sleeping, 1F1B", (3, 4), _sleeping, {"decoupled": False, "staggered": False}, {"verify": 0.01}),
+        ("3 x 4, sleeping, 1F1B", (3, 4), _sleeping, {"split_backward": False, "staggered": False}, {"verify": 0.01}),
         ("3 x 4, sleeping, by default", (3, 4), _sleeping, {}, {"verify": 0.01}),
     ):
         is_sleeping = grid == (3, 4)

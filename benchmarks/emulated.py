@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
+from lightning_recycle import LayerSpec, PipelineModule, PlanningOptions, ReCycleStrategy, defer_weight_grad
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, plan, retime
 from lightning_recycle.planning.layouts.technique_selection import Switch
@@ -232,7 +232,7 @@ def profile_demo() -> Costs:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "profile.json"
         # Decoupled, so that stages whose B and W are not fused are measured one by one.
-        strategy = ReCycleStrategy(STAGES, MICROBATCHES, profile=path, decoupled=True)
+        strategy = ReCycleStrategy(STAGES, MICROBATCHES, planning=PlanningOptions(profile=path, split_backward=True))
         fit(size.build(), loader, strategy, devices=DEMO_GRID.num_workers, steps=PROFILED_STEPS)
         seconds = load_profile(path).costs()
     parts = (seconds.forward, seconds.backward_input, seconds.backward_weight)
@@ -276,7 +276,9 @@ def measure(case: Case, steps: int, warmup: int | None = None, slot: float = SLO
             profile = Path(directory) / "profile.json"
             save_profile(profile, profile_of(costs, slot))
         strategy = ReCycleStrategy(
-            grid.stages, grid.microbatches, decoupled=case.decoupled, staggered=case.staggered, profile=profile
+            grid.stages,
+            grid.microbatches,
+            planning=PlanningOptions(split_backward=case.decoupled, staggered=case.staggered, profile=profile),
         )
         recorder = _SleepRecorder(sleeps)
         callbacks.append(recorder)

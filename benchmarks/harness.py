@@ -12,7 +12,7 @@ import platform
 import statistics
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from lightning_recycle import PipelineModule
+from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle.option_table import OptionGroup
+from lightning_recycle.session.configuration import Options
 
-__all__ = ["Spread", "console", "describe_machine", "fit", "quieten", "step_seconds"]
+__all__ = ["Spread", "console", "describe_machine", "fit", "quieten", "recycle_strategy", "step_seconds"]
 
 console = Console(width=120)
 
@@ -61,6 +63,16 @@ class _Quiet(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         quieten()
+
+
+def recycle_strategy(*sizes: int, **options: Any) -> ReCycleStrategy:
+    """``ReCycleStrategy(*sizes, **options)``, where options of groups are given without them."""
+    for item in fields(Options):
+        if isinstance(item.default, OptionGroup):
+            names = {option.name for option in fields(item.default)} & options.keys()
+            if names:
+                options[item.name] = type(item.default)(**{name: options.pop(name) for name in names})
+    return recycle_strategy(*sizes, **options)
 
 
 def fit(

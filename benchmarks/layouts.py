@@ -5,7 +5,7 @@
 
 Layers whose F, B and W sleep, under the real strategy, 4 pipelines x 4 stages x 16 micro-batches in 16 processes, 16
 layers a stage; a few cores carry all workers. Workers are killed at one step, and steps are timed once nothing changes
-any more: with ``adapt="reroute"`` and with ``adapt="auto"``, which decides by what it has measured. Goals: 1.2 times
+any more: with ``rebalance="never"`` and with "auto", which decides by what it has measured. Goals: 1.2 times
 the throughput with one worker dead (whole layers allow 1.23), 1.35 times with half of a stage gone, and the steps that
 were predicted, within 3 %. A third case has stages of four layers, of which whole ones allow 1.07 times and shared
 ones 1.25, the ideal.
@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy
+from lightning_recycle import LayerSpec, PipelineModule, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Grid, Worker
 
@@ -101,7 +101,7 @@ class Measurement:
     stall: float = 0.0
 
 
-def measure(case: Case, adapt: str, grid: Grid = GRID, layers: int = LAYERS, slot: float = SLOT) -> Measurement:
+def measure(case: Case, rebalance: str, grid: Grid = GRID, layers: int = LAYERS, slot: float = SLOT) -> Measurement:
     """Trains through the loss of ``case``."""
     first = KILLED_AT + SETTLED
     faults = [Fault("kill", worker.pipeline, worker.stage, step=KILLED_AT) for worker in case.failed]
@@ -109,7 +109,7 @@ def measure(case: Case, adapt: str, grid: Grid = GRID, layers: int = LAYERS, slo
     trainer = fit(
         Sleeping(grid.stages * layers // case.thick, slot * case.thick),
         DataLoader(TensorDataset(samples, samples), batch_size=grid.microbatches),
-        ReCycleStrategy(grid.stages, grid.microbatches, adapt=adapt),
+        ReCycleStrategy(grid.stages, grid.microbatches, recovery=RecoveryOptions(rebalance=rebalance)),
         devices=grid.num_workers,
         steps=first + STEPS,
         callbacks=[FaultInjectionCallback(faults)],
@@ -180,7 +180,7 @@ def measure_stall(megabytes: float, step: int = 6, steps: int = 30) -> Stall:
     trainer = fit(
         Wide(megabytes / 3),  # parameters, and two moments
         DataLoader(TensorDataset(samples, samples), batch_size=4),
-        ReCycleStrategy(2, 2, adapt="reroute"),
+        ReCycleStrategy(2, 2, recovery=RecoveryOptions(rebalance="never")),
         devices=4,
         steps=steps,
         callbacks=[_Moves(step)],
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     columns = "re-routed", "layers moved", "times the throughput", "goal", "predicted", "off by", "layout", "the move"
     table = Table("", "before", *columns, title=f"A step after a loss, {GRID}")
     for case in CASES:
-        rerouted = measure(case, "reroute", slot=options.slot)
+        rerouted = measure(case, "never", slot=options.slot)
         moved = measure(case, "auto", slot=options.slot)
         sizes = "/".join(f"{round(end - start, 2):g}" for start, end in pairwise(moved.cuts))
         table.add_row(

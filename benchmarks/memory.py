@@ -35,12 +35,12 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from harness import console, describe_machine, fit
+from harness import console, describe_machine, fit, recycle_strategy
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, OpKind, Schedule, retime
 from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
@@ -190,7 +190,7 @@ def measure(grid: Grid, kind: type[Dense], **strategy: Any) -> Found:
         trainer = fit(
             model,
             loader,
-            ReCycleStrategy(grid.stages, grid.microbatches, **options),
+            recycle_strategy(grid.stages, grid.microbatches, **options),
             devices=grid.num_workers,
             steps=STEPS,
             callbacks=[FaultInjectionCallback([Fault("kill", 1, 0, step=KILLED)]), _Peaks(folder)],
@@ -237,7 +237,7 @@ def survivors() -> Table:
     for column in ("grid", "backward", "micro-batch", "before", "planned", "after", "of planned", "of before"):
         table.add_column(column, justify="right")
     for grid, split in SURVIVORS:
-        found = measure(grid, Dense, decoupled=split)
+        found = measure(grid, Dense, split_backward=split)
         memory = found.schedule.problem.memory
         assert memory is not None
         sizes = (memory.after_forward[0], found.before, found.planned, found.saved)

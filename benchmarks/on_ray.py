@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, RayReCycle, ReCycleStrategy, ray_worker
+from lightning_recycle import PipelineModule, RayReCycle, RecoveryOptions, ReCycleStrategy, ray_worker
 
 STEPS, KILLED_AT, CHECKPOINT_EVERY = 60, 29, 20
 STEP_SECONDS, BATCH = 0.3, 16  # Ray Train asks its workers for new checkpoints every other second
@@ -93,7 +93,7 @@ def recycle(directory: str) -> None:
 
 def engine(directory: str, stages: int) -> int:
     """The script that trains with ``engine="ray"``; returns how many steps ran again."""
-    strategy = ReCycleStrategy(stages, 4, engine="ray", restart_workers=True)
+    strategy = ReCycleStrategy(stages, 4, engine="ray", recovery=RecoveryOptions(max_restarts=10))
     trainer = L.Trainer(
         strategy=strategy, devices=2 * stages, callbacks=[Killed(directory)], enable_checkpointing=False, **QUIET
     )

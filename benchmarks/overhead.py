@@ -47,14 +47,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from harness import console, describe_machine, fit, quieten
+from harness import console, describe_machine, fit, quieten, recycle_strategy
 from rich.table import Table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from turns import Gate, Turn, Turns
 
-from lightning_recycle import ReCycleStrategy
 from lightning_recycle.model.partition import even_parts
 from lightning_recycle.runtime.stage.stage_bundle import Shadow
 
@@ -189,7 +188,7 @@ class _WatchedGPT(GPT):
 def run_strategy(plan: Plan, gate: Gate, watched: bool = False, **options: Any) -> float:
     """One fit with ``ReCycleStrategy(**options)``; returns the loss of its last step."""
     loader = DataLoader(TensorDataset(*plan.size.data(plan.steps)), batch_size=plan.size.batch_size)
-    strategy = ReCycleStrategy(pipeline_parallel_size=STAGES, num_microbatches=MICROBATCHES, seed=SEED, **options)
+    strategy = recycle_strategy(pipeline_parallel_size=STAGES, num_microbatches=MICROBATCHES, seed=SEED, **options)
     trainer = fit(
         plan.size.build(_WatchedGPT if watched else GPT),
         loader,
@@ -385,7 +384,9 @@ CORES = len(os.sched_getaffinity(0))
 
 SIDES: dict[str, Side] = {
     "baseline": Side(run_baseline),
-    "ours, 1F1B": Side(lambda plan, gate: run_strategy(plan, gate, decoupled=False)),  # like for like: fused backward
+    "ours, 1F1B": Side(
+        lambda plan, gate: run_strategy(plan, gate, split_backward=False)
+    ),  # like for like: fused backward
     "ours, default": Side(run_strategy),
 }
 
@@ -401,8 +402,8 @@ _FEATURE_SIDES: dict[str, Side] = {
     "not staggered": Side(lambda plan, gate: run_strategy(plan, gate, staggered=False)),
     "shadow on host": Side(lambda plan, gate: run_strategy(plan, gate, shadow="host")),
     "on_training_output": Side(lambda plan, gate: run_strategy(plan, gate, watched=True)),
-    "split": Side(lambda plan, gate: run_strategy(plan, gate, decoupled=True)),
-    "fused": Side(lambda plan, gate: run_strategy(plan, gate, decoupled=False)),
+    "split": Side(lambda plan, gate: run_strategy(plan, gate, split_backward=True)),
+    "fused": Side(lambda plan, gate: run_strategy(plan, gate, split_backward=False)),
 }
 
 FEATURES: tuple[tuple[str, str, str, float | None], ...] = (
@@ -410,7 +411,7 @@ FEATURES: tuple[tuple[str, str, str, float | None], ...] = (
     ("staggered, shadow on the host", "shadow on host", "not staggered", GOAL),
     ("on_training_output overridden", "on_training_output", "default", None),
     ("decoupled backward", "split", "fused", None),
-    ('decoupled="auto"', "default", "fused", None),
+    ('split_backward="auto"', "default", "fused", None),
 )
 """(feature, side with it, side without it, the most that the ratio of their seconds may be)."""
 

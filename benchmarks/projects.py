@@ -310,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
             found = []
             for kill in (False, True):
                 strategy = ReCycleStrategy(
-                    pipeline_parallel_size=stages, num_microbatches=microbatches, pipeline=pipeline
+                    pipeline_parallel_size=stages, num_microbatches=microbatches, layers=pipeline
                 )
                 try:
                     found.append(_difference(reference, train(project, strategy, stages, kill)))

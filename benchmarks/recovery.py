@@ -21,7 +21,7 @@ that runs counts.
 
 Two changes of the roster redo nothing; they make the others wait:
 
-- rejoin: a worker is killed, with ``restart_workers=True``; its replacement enters while the survivors train. Goal: the
+- rejoin: a worker is killed, with ``max_restarts=10``; its replacement enters while the survivors train. Goal: the
   survivors wait for the transfer of one stage's state plus 250 ms at most (judged as if the transfer took no time).
 - preempt: SIGTERM: the worker leaves at the step boundary. No goal.
 
@@ -49,12 +49,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
-from harness import Spread, console, describe_machine, fit, step_seconds
+from harness import Spread, console, describe_machine, fit, recycle_strategy, step_seconds
 from overhead import MICROBATCHES, PIPELINES, SIZES, STAGES, Size
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_recycle import ReCycleStrategy, StageLostError
+from lightning_recycle import StageLostError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.control.monitoring.history import Event
 
@@ -143,7 +143,7 @@ def run(size: Size, fault: Fault) -> Recovery:
 
 
 def _train(size: Size, fault: Fault, steps: int, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
-    strategy = ReCycleStrategy(STAGES, MICROBATCHES, **options)
+    strategy = recycle_strategy(STAGES, MICROBATCHES, **options)
     extra: list[L.Callback] = [FaultInjectionCallback([fault]), *callbacks]
     if fault.kind in ("hang", "deadlock"):
         extra.append(HeartbeatCallback(interval=TIMEOUT / 10, timeout=TIMEOUT))
@@ -221,7 +221,7 @@ class Stall:
 def run_until_rejoined(size: Size, fault: Fault) -> Stall:
     """Trains until some steps after the replacement of the worker that ``fault`` kills has entered."""
     most = 6000 if size is SIZES[0] else 1200  # about two minutes: a replacement that does not come is an error
-    trainer = _train(size, fault, most, callbacks=[_EndAfterRejoining(STEPS_AFTER)], restart_workers=True)
+    trainer = _train(size, fault, most, callbacks=[_EndAfterRejoining(STEPS_AFTER)], max_restarts=10)
     if not any(event.kind == "rejoined" for event in trainer.strategy.history):
         raise RuntimeError(f"No replacement entered within {most} steps after {fault}.")
     return read_stall(trainer.strategy.history, fault)

@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
+from lightning_recycle import CommunicationOptions, LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
 from lightning_recycle.planning.costs import remaining
 
 __all__ = ["Measurement", "main", "measure"]
@@ -160,7 +160,7 @@ def measure(
         trainer = fit(
             _Model(LAYERS * stages, numbers, seconds),
             DataLoader(data, batch_size=MICROBATCHES),
-            ReCycleStrategy(stages, MICROBATCHES, bucket_cap_mb=cap),
+            ReCycleStrategy(stages, MICROBATCHES, communication=CommunicationOptions(bucket_cap_mb=cap)),
             devices=PIPELINES * stages,
             steps=steps + warmup,
             callbacks=[_Recorder(directory, BYTES_PER_SECOND)],

@@ -27,6 +27,7 @@ import torch
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Milestone, Reached
 from lightning_recycle.control.protocol.recovery import WorkerStatus
@@ -69,8 +70,12 @@ def measure(workers: int, to_all: bool) -> dict[str, float]:
     planner.prepare()
     victim = grid.num_workers // 2 + 1
     planner.plan(frozenset({grid.worker(victim)}), {})  # as if made ahead
-    patient = dict.fromkeys(("heartbeat_timeout", "start_timeout", "report_timeout", "last_holder_timeout"), _PATIENCE)
-    coordinator = Coordinator(grid, planner, CoordinatorOptions(**patient))
+    patient = dict.fromkeys(("heartbeat_timeout", "report_timeout", "last_holder_timeout"), _PATIENCE)
+    coordinator = Coordinator(
+        grid,
+        planner,
+        CoordinatorOptions(**patient, recovery=RecoveryOptions(rebalance="never", start_timeout=_PATIENCE)),
+    )
     coordinator._plans.plan_ahead = lambda: None  # type: ignore[method-assign] # takes processor time
     context, processes, pipes = get_context("fork"), [], []
     for rank in range(workers):

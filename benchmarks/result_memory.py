@@ -38,7 +38,7 @@ def train(megabytes: int, way: str) -> None:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_recycle import LayerSpec, PipelineModule, ReCycleStrategy
+    from lightning_recycle import CheckpointOptions, LayerSpec, MonitoringOptions, PipelineModule, ReCycleStrategy
     from lightning_recycle.launch import run_preparation
 
     run_preparation.FILE_BYTES = 0 if way == "files" else 1 << 60
@@ -56,7 +56,10 @@ def train(megabytes: int, way: str) -> None:
 
     inputs = torch.randn(4, _WIDTH)
     strategy = ReCycleStrategy(
-        pipeline_parallel_size=2, num_microbatches=1, gather_result=way != "stays", run_summary=False
+        pipeline_parallel_size=2,
+        num_microbatches=1,
+        checkpoints=CheckpointOptions(gather_result=way != "stays"),
+        monitoring=MonitoringOptions(run_summary=False),
     )
     trainer = L.Trainer(
         accelerator="cpu", devices=4, strategy=strategy, max_steps=1, logger=False, barebones=False,

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/simulated_against_real.py            # eight scenarios, about seven minutes
     .venv/bin/python benchmarks/simulated_against_real.py --quick    # two of them, a minute and a half
 
-Each scenario is a real run, ``strategy="recycle"`` with ``restart_workers=True`` and layers whose F, B and W sleep
+Each scenario is a real run, ``strategy="recycle"`` with ``max_restarts=10`` and layers whose F, B and W sleep
 (``emulated.py``), in which workers are killed in the middle of a step and their replacements come back later; and a
 simulated one, ``lightning_recycle.simulation`` with the policy ``Recycle``. Compared are the seconds for the same
 number of steps over the whole history (goal: within 3 %), the steps of each phase, and each stop.
@@ -45,7 +45,7 @@ from harness import console, describe_machine, fit
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import PlanningOptions, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.planning import Costs, Grid, Worker, save_profile
@@ -242,11 +242,13 @@ def run(scenario: Scenario) -> RealRun:
         strategy = ReCycleStrategy(
             grid.stages,
             grid.microbatches,
-            decoupled=scenario.decoupled,
-            staggered=scenario.staggered,
-            profile=profile,
-            in_flight_limit=grid.global_microbatches,
-            restart_workers=True,
+            planning=PlanningOptions(
+                split_backward=scenario.decoupled,
+                staggered=scenario.staggered,
+                profile=profile,
+                memory=f"{grid.global_microbatches} micro-batches",
+            ),
+            recovery=RecoveryOptions(max_restarts=10),
         )
         trainer = fit(
             SleepingModel(grid.stages, scenario.slot, costs=scenario.slots),

@@ -126,7 +126,7 @@ def compare(config: DictConfig, directory: Path, console: Console) -> list[Finis
     """
     runs: dict[str, Callable[[DictConfig, Path], Finished]] = {
         "failure": lambda config, path: _run(config, path, "failure", {}),
-        "rejoin": lambda config, path: _run(config, path, "rejoin", {"strategy.restart_workers": True}),
+        "rejoin": lambda config, path: _run(config, path, "rejoin", {"strategy.recovery.max_restarts": 10}),
         "restart": _restart,
     }
     chosen = list(config.compare.runs)

@@ -3,7 +3,7 @@
     python examples/lightning_cli.py fit --config examples/lightning_cli.yaml
     python examples/lightning_cli.py validate --config examples/lightning_cli.yaml --ckpt_path CHECKPOINT
     python examples/lightning_cli.py fit --config examples/lightning_cli.yaml --trainer.max_steps=1000
-    python examples/lightning_cli.py fit --config examples/lightning_cli.yaml --trainer.strategy.planner=highs
+    python examples/lightning_cli.py fit --config examples/lightning_cli.yaml --trainer.strategy.planning.planner=highs
 
 Nothing here knows of the strategy: any ``LightningCLI`` program whose model is a ``PipelineModule`` works like this. It
 needs jsonargparse: ``pip install 'lightning-recycle[cli]'``.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import lightning as L
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import RecoveryOptions, ReCycleStrategy
 
 from convnet import ConvNet
 from digits import Digits
@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accelerator="cpu",
         devices=4,
         strategy=ReCycleStrategy(
-            pipeline_parallel_size=2, num_microbatches=4, engine=options.engine, restart_workers=True
+            pipeline_parallel_size=2,
+            num_microbatches=4,
+            engine=options.engine,
+            recovery=RecoveryOptions(max_restarts=10),
         ),
         max_epochs=options.epochs,
         logger=False,

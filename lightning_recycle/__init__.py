@@ -26,24 +26,36 @@ from lightning_recycle.errors import (
 
 if TYPE_CHECKING:
     from lightning_recycle.control.monitoring.history import Event
+    from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
+    from lightning_recycle.engines.ray_placement import RayEngine
     from lightning_recycle.launch.ray_recycle import RayReCycle, ray_worker
     from lightning_recycle.model.huggingface import CausalLM
     from lightning_recycle.model.module import LayerSpec, PipelineModule
     from lightning_recycle.model.partition import measure_layer_seconds
+    from lightning_recycle.planning.options import PlanningOptions
+    from lightning_recycle.runtime.comm.transports import CommunicationOptions
     from lightning_recycle.runtime.stage.deferred import defer_weight_grad
+    from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions
     from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = [
     "CausalLM",
+    "CheckpointOptions",
+    "CommunicationOptions",
     "ConfigurationError",
     "Event",
     "LayerSpec",
+    "MonitoringOptions",
     "PipelineModule",
+    "PlanningOptions",
+    "RayEngine",
     "RayReCycle",
     "ReCycleError",
     "ReCycleStrategy",
+    "RecoveryOptions",
     "StageLostError",
     "UnsupportedFeatureError",
+    "VerificationOptions",
     "defer_weight_grad",
     "measure_layer_seconds",
     "ray_worker",
@@ -51,11 +63,18 @@ __all__ = [
 
 _LAZY = {
     "CausalLM": "lightning_recycle.model.huggingface",
+    "CheckpointOptions": "lightning_recycle.session.configuration",
+    "CommunicationOptions": "lightning_recycle.runtime.comm.transports",
     "Event": "lightning_recycle.control.monitoring.history",
     "LayerSpec": "lightning_recycle.model.module",
+    "MonitoringOptions": "lightning_recycle.session.configuration",
     "PipelineModule": "lightning_recycle.model.module",
+    "PlanningOptions": "lightning_recycle.planning.options",
+    "RayEngine": "lightning_recycle.engines.ray_placement",
     "RayReCycle": "lightning_recycle.launch.ray_recycle",
     "ReCycleStrategy": "lightning_recycle.strategy",
+    "RecoveryOptions": "lightning_recycle.control.options",
+    "VerificationOptions": "lightning_recycle.control.options",
     "defer_weight_grad": "lightning_recycle.runtime.stage.deferred",
     "measure_layer_seconds": "lightning_recycle.model.partition",
     "ray_worker": "lightning_recycle.launch.ray_recycle",

@@ -7,7 +7,6 @@ the strategy is the user's options and a :class:`~lightning_recycle.launch.launc
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -28,26 +27,27 @@ from typing_extensions import override
 
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.engines.ray_placement import RayEngine
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
-from lightning_recycle.model.chains import Pipeline
 from lightning_recycle.model.cutting import is_meant_to_be_cut
+from lightning_recycle.option_table import shown_options, suggests_options
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.library import PlanLibrary
-from lightning_recycle.planning.planner import Planner
-from lightning_recycle.planning.profile import MemoryLimit
+from lightning_recycle.planning.options import PlanningOptions
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.machine_errors import MachineErrors
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
-from lightning_recycle.session.configuration import Options
+from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
 from lightning_recycle.session.session import Session
 
 __all__ = ["ReCycleStrategy"]
 
 
+@suggests_options
 class ReCycleStrategy(ParallelStrategy):
     """Pipeline and data parallelism that goes on, with the same result, when workers die.
 
@@ -60,104 +60,25 @@ class ReCycleStrategy(ParallelStrategy):
 
     Args:
         pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1; and 1 for a
-            LightningModule that is no PipelineModule, unless ``pipeline`` names its layers.
+            LightningModule that is no PipelineModule, unless ``layers`` names its layers.
         num_microbatches: M. By default 2 * S, or the largest divisor of the batch size up to that, if it is known.
-        planner: the name of a planner, or an object with ``plan(problem)``.
-        plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) in which plans are
-            looked up before they are made, and stored; ``recycle-plan library=...`` fills one before the run. Use it
-            with a ``profile``: plans are found by their costs.
-        partition: which layers a stage gets: equal numbers of layers ("count"), of parameters ("parameters"), of
-            seconds ("profile", with ``layer_seconds``), or the number of layers of each stage, such as ``[3, 5, 4]``.
-        layer_seconds: the seconds of each layer, see :func:`~lightning_recycle.model.partition.measure_layer_seconds`.
-        profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
-            ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
-        decoupled: whether backwards are split, so that weight gradients fill idle slots. It takes processor time.
-            "auto" tries in the first steps how much, and splits only where the plan saves more than that; it decides
-            again at every change of the workers. Until then all are fused. With a ``plan_library``, as True.
-        staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
-            while others finish this one. Costs a copy of the stage's parameters and of its gradients. With
-            ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a step left, every
-            stage waits for all others all the same, and plans say so. "auto": wherever the stages can, as True; it is
-            settled when the run begins.
-        shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
-            none are kept.
-        restart_workers: whether a lost worker is replaced by a new process, which gets its state from a peer.
-        max_restarts: the maximum number of replacements in the whole run; also that of restarts (``on_stage_lost``)
-            from one checkpoint.
-        normalize: whether a healthy worker moves to another stage if failures are distributed badly and there is no
-            replacement.
-        on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
-            checkpoint on all devices that are left, whichever processes were alive.
-        in_flight_limit: how many micro-batches a worker may hold between F and W; by default ``memory`` decides.
-        save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
-            one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
-        seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
-        save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
-            the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
-            in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file.
-            A second signal ends the run at once.
-        signal_timeout: the seconds that such a checkpoint may take to be complete; then the run ends without it.
-        start_timeout: the seconds that workers have to connect, and replacements to be ready. A worker that takes much
-            longer than the others is given up before.
-        machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
-            :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
-            function that takes any exception and returns whether it is one; it decides alone.
-        machine_error_retries: how often work that raised such an exception runs again, on a peer if there is one,
-            before it counts as your own; 0 for never.
-        on_checkpoint_error: whether a checkpoint that cannot be written, because a disk is full for example, is a
-            warning ("warn", and the training goes on) or ends the run ("raise", a
-            :class:`~lightning_recycle.errors.CheckpointError`). What was there before is kept.
-
-        run_metrics: whether loggers, the progress bar and callbacks see ``recycle/...`` metrics of the run itself, such
-            as ``recycle/live_workers``.
-        run_summary: whether ``fit`` ends with some lines on steps, loss, failures and the time that these cost.
-        pipeline: for a LightningModule that is no PipelineModule, the layers that are distributed over stages: the path
+        layers: for a LightningModule that is no PipelineModule, the layers that are distributed over stages: the path
             of an ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in
             which ``training_step`` calls them. By default the container that holds most of the parameters.
-        memory: what plans may use of a worker's memory: "auto", most of the device's, and on a CPU most of the worker's
-            share of the machine's (or of its container's); a fraction of that; or the bytes of all tensors of a worker,
-            as an integer. The workers measure in their second step what they need; until then a worker holds at most
-            as many micro-batches as in 1F1B.
-        activation_checkpointing: whether a stage may keep the input of a micro-batch instead of its activations, and
-            compute its forward again before its backward: "auto" where that makes the step shorter under the limit of
-            memory, for as few micro-batches as needed, or "never". The result is the same.
-        bucket_cap_mb: as in ``DistributedDataParallel``: the gradients of a stage are summed over its workers in
-            buckets of at most so many MiB (a larger gradient is one of its own), each as soon as the last backward of a
-            step has completed it, while the rest is computed. None for 25.
-        transport: what carries activations and gradients between stages, and sums gradients within them: "gloo", by way
-            of the processors' memory, or "nccl", which is experimental: from device to device, where every worker has a
-            CUDA device of its own. It is tried before anything depends on it, and Gloo is used where it fails. NCCL has
-            been tried with an imitation only, not with devices.
-        standby_connections: whether NCCL's communicators that the next failure will need are begun in the background
-            while all goes well, so that connecting again need not wait for them. They take memory of the device.
-        gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
-            but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
-            checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by
-            hand.
-        status: whether ``recycle-status`` of this user finds the run on this machine. ``"host:port"``, or a port of
-            this machine, serves its page, ``/status`` and ``/metrics`` there besides, to whoever can connect; so does
-            the environment variable ``RECYCLE_HTTP`` with True. False for neither.
-        engine: what starts the workers: "local", processes of this machine, or "ray", actors of a Ray cluster (see the
-            page on Ray).
-        resources_per_worker: what ``engine="ray"`` reserves for a worker, by the name of the resource; by default one
-            CPU, and one GPU unless the Trainer's accelerator is the CPU.
-        adapt: whether layers move between stages while the run goes on: "auto", where a step gets at least 5 % shorter
-            and that pays for the move until the next failure is expected; "layers", wherever it gets shorter by as
-            much; or "reroute", never. What has been measured decides, from the tenth step on, and again whenever
-            workers are lost or return. :meth:`move_layers` works with all three.
-        on_corruption: what happens to a worker that is found to hold other bits than the majority of its peers: "evict"
-            it, as if it had failed; "heal" it with a peer's parameters and optimizer state, at most twice; or "raise"
-            an error. See the page on silent corruption.
-        check_every: after how many steps the workers of a stage compare the bits of their parameters and optimizer
-            states: "auto", so that this takes a thousandth of the time; 0 for never.
-        verify: the share of the time in which the workers of a stage may compute each other's micro-batches once more
-            and compare the bits, such as 0.01, where that does not fit into idle times; 0 for no such checks. For a
-            PipelineModule whose layers are deterministic.
+        seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
+        engine: what starts the workers: "local", processes of this machine; "ray", actors of a Ray cluster; or a
+            :class:`~lightning_recycle.RayEngine`, which also says what Ray reserves for each.
+        planning: the plans: who makes them, from which costs, with which techniques and how much memory.
+        recovery: what follows when workers are lost.
+        verification: how workers that compute wrong bits are found, and what follows.
+        checkpoints: how checkpoints are written, and where the result of a run is in the end.
+        communication: how activations and gradients travel.
+        monitoring: what a run shows of itself.
 
     Attributes:
-        history: what happened in the newest ``fit``: a list of
-        :class:`~lightning_recycle.control.monitoring.history.Event`. schedules: after ``fit``, the schedule of each
-        generation. missing_optimizers: after ``fit``, why the launching process has no optimizers, if it has none.
+        history: what happened in the newest ``fit``: a list of :class:`~lightning_recycle.Event`.
+        schedules: after ``fit``, the schedule of each generation.
+        missing_optimizers: after ``fit``, why the launching process has no optimizers, if it has none.
         missing_weights: after ``fit``, why the model in this process is not the trained one, if it is not.
 
     Raises:
@@ -172,43 +93,16 @@ class ReCycleStrategy(ParallelStrategy):
         self,
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | None = None,
-        planner: str | Planner = "heuristic",
-        plan_library: str | os.PathLike[str] | PlanLibrary | None = None,
-        partition: Literal["count", "parameters", "profile"] | list[int] = "count",
-        layer_seconds: list[float] | None = None,
-        profile: str | os.PathLike[str] | None = None,
-        decoupled: bool | Literal["auto"] = "auto",
-        staggered: bool | Literal["auto"] = "auto",
-        shadow: Literal["device", "host"] = "device",
-        restart_workers: bool = False,
-        max_restarts: int = 10,
-        normalize: bool = False,
-        on_stage_lost: Literal["raise", "restart"] = "raise",
-        in_flight_limit: int | None = None,
-        save_distributed_checkpoint: bool = False,
+        *,
+        layers: str | list[str] | None = None,
         seed: int | None = None,
-        save_on_signal: bool | str | os.PathLike[str] = False,
-        signal_timeout: float = 60.0,
-        start_timeout: float = 300.0,
-        machine_errors: MachineErrors = (),
-        machine_error_retries: int = 1,
-        on_checkpoint_error: Literal["warn", "raise"] = "warn",
-        run_metrics: bool = False,
-        run_summary: bool = True,
-        pipeline: Pipeline = None,
-        memory: MemoryLimit = "auto",
-        activation_checkpointing: Literal["auto", "never"] = "auto",
-        bucket_cap_mb: float | None = None,
-        transport: Literal["gloo", "nccl"] = "gloo",
-        standby_connections: bool = True,
-        gather_result: Literal["auto"] | bool = "auto",
-        status: bool | str = True,
-        engine: Literal["local", "ray"] = "local",
-        resources_per_worker: Mapping[str, float] | None = None,
-        adapt: Literal["auto", "reroute", "layers"] = "auto",
-        on_corruption: Literal["evict", "heal", "raise"] = "evict",
-        check_every: Literal["auto"] | int = "auto",
-        verify: float = 0.0,
+        engine: Literal["local", "ray"] | RayEngine = "local",
+        planning: PlanningOptions = PlanningOptions(),
+        recovery: RecoveryOptions = RecoveryOptions(),
+        verification: VerificationOptions = VerificationOptions(),
+        checkpoints: CheckpointOptions = CheckpointOptions(),
+        communication: CommunicationOptions = CommunicationOptions(),
+        monitoring: MonitoringOptions = MonitoringOptions(),
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -216,17 +110,17 @@ class ReCycleStrategy(ParallelStrategy):
         install_if_wanted()  # before Lightning's first line
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.options = Options(
-            pipeline_parallel_size, num_microbatches, planner, plan_library, partition, layer_seconds, profile,
-            decoupled, staggered, shadow, restart_workers, max_restarts, normalize, on_stage_lost, in_flight_limit,
-            save_distributed_checkpoint, seed, save_on_signal, signal_timeout, start_timeout, machine_errors,
-            machine_error_retries, on_checkpoint_error, run_metrics, run_summary, pipeline, memory,
-            activation_checkpointing, bucket_cap_mb, transport, standby_connections, gather_result, status, engine,
-            resources_per_worker, adapt, on_corruption, check_every, verify,
+            pipeline_parallel_size, num_microbatches, layers, seed, engine, planning, recovery, verification,
+            checkpoints, communication, monitoring,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
         self.missing_optimizers: str | None = None
         self.missing_weights: str | None = None
+
+    def __repr__(self) -> str:
+        """The call that makes this strategy, with the options that differ from the defaults."""
+        return shown_options(self.options, type(self).__name__)
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
         """Returns the grid for ``num_workers`` devices; ``batch_size`` (per pipeline), if known, helps to choose M.
@@ -241,7 +135,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self.parallel_devices:
-            check_transport(self.options.transport, self.root_device)
+            check_transport(self.options.communication.transport, self.root_device)
         self._launcher = SupervisorLauncher(self)
 
     @property
@@ -395,11 +289,11 @@ class ReCycleStrategy(ParallelStrategy):
             return self._session.run.batch_pipelines
         module, devices = self.lightning_module, self.num_devices
         if module is not None:
-            is_cut = is_meant_to_be_cut(module, self.options.pipeline)
+            is_cut = is_meant_to_be_cut(module, self.options.layers)
             return self.options.choose_grid(devices, can_be_cut=is_cut).pipelines
         grid = self.options.choose_grid(devices)
         options = self.options
-        if options.pipeline_parallel_size is None and options.pipeline is None and grid.stages > 1:
+        if options.pipeline_parallel_size is None and options.layers is None and grid.stages > 1:
             rank_zero_warn(
                 f"trainer.world_size is {grid.pipelines}, the number of pipelines if the model is a PipelineModule;"
                 f" with another one it will be {devices}, as many as devices. To be sure before the Trainer has its"

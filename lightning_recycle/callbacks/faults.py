@@ -255,7 +255,7 @@ def trace_faults(
     trace's peak all W workers are available, at n nodes W * n / peak of them, rounded to the nearest. When that number
     falls, as many workers fail, drawn from (seed, index of the record) among those that have not failed, or whose place
     has been filled since. When it rises, as many failed places count as filled, the longest empty first. Whether a
-    process really fills the place depends on ``ReCycleStrategy(restart_workers=...)``; without it, a fault of an empty
+    process really fills the place depends on ``RecoveryOptions(max_restarts=...)``; without it, a fault of an empty
     place has no effect. A run begins with all workers, however the trace begins.
 
     Args:

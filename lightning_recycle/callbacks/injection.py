@@ -35,7 +35,7 @@ class FaultInjectionCallback(pl.Callback):
     ``faults`` happen at exact points; in addition, workers fail at random times (``mtbf``) or as a real cluster lost
     them (``trace``). Each worker decides from the arguments alone: the same arguments give the same faults. The
     launching process never fails. Nothing prevents random failures and traces from taking all replicas of a stage;
-    ``max_faults`` and ``ReCycleStrategy(restart_workers=True)`` make that unlikely.
+    ``max_faults`` and ``RecoveryOptions(max_restarts=...)`` make that unlikely.
 
     Args:
         faults: faults at exact points. Each happens once, to the first process of its position, wherever it moves.

@@ -22,7 +22,7 @@ class HeartbeatCallback(pl.Callback):
     contents of the heartbeat one that makes no progress. On a failure the coordinator evicts the worker, and the
     survivors take over its micro-batches.
 
-    With ``ReCycleStrategy(run_metrics=True)`` logs, whenever they change, ``recycle/live_workers``,
+    With ``MonitoringOptions(run_metrics=True)`` logs, whenever they change, ``recycle/live_workers``,
     ``recycle/failures``, ``recycle/recovery_seconds`` (in total), ``recycle/redone_steps`` and
     ``recycle/rejoined_workers``.
 
@@ -77,7 +77,8 @@ class HeartbeatCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not getattr(trainer.strategy, "run_metrics", False):
+        monitoring = getattr(trainer.strategy, "monitoring", None)  # of this package's strategy only
+        if monitoring is None or not monitoring.run_metrics:
             return
         counters: Mapping[str, float] = getattr(trainer.strategy, "counters", {})
         if counters and (batch_idx == 0 or counters != self._logged):  # Lightning repeats the last value in between
@@ -98,7 +99,7 @@ class PlanMonitor(pl.Callback):
     that take all workers longer, change nothing. See docs/drift.md.
 
     Without this callback the plan does not follow such changes. Each change is an event "replanned" in
-    ``strategy.history``; with ``ReCycleStrategy(run_metrics=True)`` their number is logged as ``recycle/replans``.
+    ``strategy.history``; with ``MonitoringOptions(run_metrics=True)`` their number is logged as ``recycle/replans``.
 
     Args:
         threshold: fraction of the step time that another plan must save, e.g. 0.05.

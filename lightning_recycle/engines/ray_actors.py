@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
@@ -18,7 +18,7 @@ from lightning_recycle.control.coordinator.journal import Journal, SupersededErr
 from lightning_recycle.control.coordinator.run_server import Serving
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.joining.reception import Reception
-from lightning_recycle.control.joining.run_config import Overrides, RunConfig
+from lightning_recycle.control.joining.run_config import Overrides, RunConfig, complete_settings, where
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.protocol.messages import RunRequest, Unfit
 from lightning_recycle.control.protocol.state import Failed, Finished, Outcome
@@ -121,7 +121,7 @@ class RayServing(Serving):
             return None
         if wants.needs_launcher:
             return (
-                f"ReCycleStrategy({', '.join(wants.needs_launcher)}) needs a launching process, which RayReCycle has"
+                f"{', '.join(wants.needs_launcher)} needs a launching process, which RayReCycle has"
                 " none of: leave it out, or use ReCycleStrategy(engine='ray')."
             )
         own = wants.grid if wants.microbatches_given else replace(wants.grid, microbatches=grid.microbatches)
@@ -135,12 +135,12 @@ class RayServing(Serving):
 
 def _overruled(given: Overrides, wants: RunRequest) -> tuple[str, ...]:
     """Differences between the arguments of RayReCycle and the script, in words."""
-    names = [field.name for field in fields(Overrides) if field.name in RunRequest.__dataclass_fields__]
-    said = {name: value for name in names if (value := getattr(given, name)) is not None}
+    script = complete_settings(wants)
     return tuple(
-        f"{name} is {getattr(wants, name)!r} in the script, and {value!r} in RayReCycle({name}=...)"
-        for name, value in said.items()
-        if value != getattr(wants, name)
+        f"{where(name)} is {script.get(name)!r} in the script, and {value!r} in"
+        f" RayReCycle({name.rpartition('.')[2]}=...)"
+        for name, value in given.settings.items()
+        if value != script.get(name)
     )
 
 

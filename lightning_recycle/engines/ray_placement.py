@@ -16,7 +16,41 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Node", "Process", "Staffing", "homes", "needs_of_worker", "room", "staffing", "stand_in"]
+from lightning_recycle.arguments import is_number
+from lightning_recycle.option_table import Check, OptionGroup, option, suggests_options
+
+__all__ = [
+    "Node",
+    "Process",
+    "RayEngine",
+    "Staffing",
+    "homes",
+    "needs_of_worker",
+    "room",
+    "staffing",
+    "stand_in",
+]
+
+_AMOUNTS = Check(
+    lambda value: all(is_number(amount, 0.0) for amount in (value or {}).values()),
+    "give a number of at least 0 for each resource",
+)
+
+
+@suggests_options
+@dataclass(frozen=True)
+class RayEngine(OptionGroup):
+    """Workers as actors of a Ray cluster, see the page on Ray: ``ReCycleStrategy(engine=RayEngine(...))``.
+
+    Args:
+        resources_per_worker: what Ray reserves for a worker, by the name of the resource; by default one CPU, and one
+            GPU unless the Trainer's accelerator is the CPU.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    resources_per_worker: Mapping[str, float] | None = option(None, _AMOUNTS)
 
 
 @dataclass(frozen=True)

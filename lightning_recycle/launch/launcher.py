@@ -116,7 +116,7 @@ class SupervisorLauncher(_Launcher):
         savers = fits and any(map(saves_on_exception, trainer.checkpoint_callbacks))
         if fits:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [], []  # of an earlier fit
-        saves = savers or (fits and bool(run.options.save_on_signal))
+        saves = savers or (fits and bool(run.options.checkpoints.save_on_signal))
         try:
             with EndSignals(gracefully=saves) as signals, _folder_for_results() as folder:
                 return self._launch(run.with_setup(gathering=replace(run.setup.gathering, folder=folder)), signals)
@@ -135,7 +135,7 @@ class SupervisorLauncher(_Launcher):
 
     def _launch(self, run: PreparedRun, signals: EndSignals) -> Any:
         """Runs the workers, again after the loss of a stage if that is wanted; brings their results home."""
-        policy = RestartPolicy(run.setup.grid, run.options.max_restarts)
+        policy = RestartPolicy(run.setup.grid, run.options.recovery.restarts_from_checkpoint)
         for number in itertools.count():
             outcome = self._attempt(run, number, signals)
             if isinstance(outcome, Finished):
@@ -144,7 +144,7 @@ class SupervisorLauncher(_Launcher):
                 log.warning("%s: %s", signals.received.name, self._how_it_ended(outcome))
                 self._said_how_it_ended = True
                 raise signals.error()
-            restarts = run.options.on_stage_lost == "restart" and run.call.fits and signals.received is None
+            restarts = run.options.recovery.on_stage_lost == "restart" and run.call.fits and signals.received is None
             if not isinstance(outcome, StageLost) or not restarts:
                 raise error_of(outcome, run.setup.grid, self.history)
             run = self._restarted(run, policy, outcome)
@@ -164,7 +164,7 @@ class SupervisorLauncher(_Launcher):
         returned = take_results(run.call, outcome.results)
         if run.call.fits:
             self._note_missing_weights(run.call.trainer, one_stage=False)
-            if run.options.run_summary:
+            if run.options.monitoring.run_summary:
                 for line in summary(self.history, run.setup.grid):
                     rank_zero_info(line)
         if signals.received is not None:
@@ -202,7 +202,7 @@ class SupervisorLauncher(_Launcher):
         saved = [event for event in self.history if event.kind == "saved"]
         newest = next((event.step for event in reversed(self.history) if event.kind == "step"), None)
         if outcome is None:
-            seconds = self._strategy.options.signal_timeout
+            seconds = self._strategy.options.checkpoints.signal_timeout
             why = f"ended without a checkpoint, as none was complete within {seconds:g} s (signal_timeout)"
         else:
             why = "ended before its first step" if newest is None else f"ended after step {newest + 1}"

@@ -133,7 +133,7 @@ def error_of(outcome: Any, grid: Grid, history: Sequence[Event], then: str | Non
             )
         if then is None:
             then = (
-                "Start again from the newest checkpoint, or let ReCycleStrategy(on_stage_lost='restart') do so, and use"
+                "Start again from the newest checkpoint, or let RecoveryOptions(on_stage_lost='restart') do so, and use"
                 " more pipelines (more devices, or a smaller pipeline_parallel_size) to survive more failures"
             )
         return StageLostError(

@@ -31,16 +31,18 @@ from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient
+from lightning_recycle.control.joining.run_config import settings_of
 from lightning_recycle.control.monitoring.json_logs import describe_process
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.handshake import Refused, VersionMismatch
+from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.payload import unpack
-from lightning_recycle.control.protocol.messages import Assign, RunRequest
+from lightning_recycle.control.protocol.messages import Assign, RunRequest, Setting
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_process import crashes_reported, log_fields, run_worker
-from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.configuration import Place, RunSetup
 
 __all__ = [
     "connect_seconds",
@@ -226,41 +228,28 @@ def _own_setup(setup: RunSetup, assignment: Assign) -> RunSetup:
 
 def _run_request(run: PreparedRun) -> RunRequest:
     """The run that the script asks for; the coordinator refuses what it cannot do."""
-    trainer, options, setup, heartbeat = run.call.trainer, run.options, run.setup, run.heartbeat
+    trainer, options, heartbeat = run.call.trainer, run.options, run.heartbeat
     assert trainer.state.fn is not None
+    named = isinstance(options.planning.planner, str)
+    planning = replace(
+        options.planning, staggered=run.setup.staggered, planner=options.planning.planner if named else "heuristic"
+    )
+    timeouts = HeartbeatTimeouts(
+        float(heartbeat.timeout), float(heartbeat.last_holder_timeout), float(heartbeat.coordinator_timeout)
+    )
     drift = PlanMonitor.options_of(trainer)
-    named = isinstance(options.planner, str)
+    settings: dict[str, Setting] = {
+        **settings_of("planning", planning),
+        **settings_of("recovery", options.recovery),
+        **settings_of("verification", options.verification),
+        **settings_of("heartbeat", timeouts),
+        **({} if drift is None else settings_of("monitor", drift)),
+    }
+    objects = [] if named else ["PlanningOptions(planner=<an object>)"]
     return RunRequest(
         entry=str(trainer.state.fn.value),
-        grid=setup.grid,
+        grid=run.setup.grid,
         microbatches_given=options.num_microbatches is not None,
-        decoupled=options.decoupled,
-        staggered=setup.staggered,
-        planner=str(options.planner) if named else "heuristic",
-        in_flight_limit=options.in_flight_limit,
-        memory=options.memory,
-        recompute=options.activation_checkpointing == "auto",
-        adapt=options.adapt,
-        timeout=float(heartbeat.timeout),
-        last_holder_timeout=float(heartbeat.last_holder_timeout),
-        coordinator_timeout=float(heartbeat.coordinator_timeout),
-        start_timeout=float(options.start_timeout),
-        machine_error_retries=options.machine_error_retries,
-        monitor=None if drift is None else (float(drift.threshold), drift.window, drift.horizon_steps),
-        on_corruption=options.on_corruption,
-        check_every=options.check_every,
-        verify=float(options.verify),
-        needs_launcher=tuple(_needs_launcher(options)),
+        settings=settings,
+        needs_launcher=(*options.planning.needing_launcher(), *options.recovery.needing_launcher(), *objects),
     )
-
-
-def _needs_launcher(options: Options) -> list[str]:
-    """The options that only a launching process can carry out: it starts workers, plans for them, reads files."""
-    wanted = {
-        "normalize=True": options.normalize,
-        "on_stage_lost='restart'": options.on_stage_lost == "restart",
-        "plan_library=...": options.plan_library is not None,
-        "profile=...": options.profile is not None,
-        "planner=<an object>": not isinstance(options.planner, str),
-    }
-    return [name for name, is_wanted in wanted.items() if is_wanted]

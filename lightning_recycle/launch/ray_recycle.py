@@ -26,6 +26,7 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.joining.run_config import Overrides
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.payload import unpack
+from lightning_recycle.control.protocol.messages import Setting
 from lightning_recycle.control.protocol.state import Finished
 from lightning_recycle.engines.ray_placement import needs_of_worker
 from lightning_recycle.engines.ray_run import RayRun, RunEnd
@@ -117,7 +118,7 @@ class RayReCycle:
         storage_path: a folder that all nodes reach, also as a URL that fsspec knows (``s3://...``). The run gets a
             folder in it, which :func:`ray_worker` tells the function.
         name: the name of the run, by default a new one. Its coordinator is the actor ``recycle-<name>``.
-        planner, decoupled, staggered, start_timeout, machine_error_retries: as in
+        planner, split_backward, staggered, start_timeout, machine_error_retries: as in
             :class:`~lightning_recycle.ReCycleStrategy`; what is given here counts, whatever the function's own
             strategy says, and by default that does.
         timeout, last_holder_timeout: likewise, and as in
@@ -140,7 +141,7 @@ class RayReCycle:
         storage_path: str | os.PathLike[str] | None = None,
         name: str | None = None,
         planner: str | None = None,
-        decoupled: bool | None = None,
+        split_backward: bool | None = None,
         staggered: bool | None = None,
         timeout: float | None = None,
         last_holder_timeout: float | None = None,
@@ -178,17 +179,20 @@ class RayReCycle:
         self.storage_path = None if storage_path is None else os.fspath(storage_path).removeprefix("file://")
         self.max_replacements = max_replacements
         self._environment = dict(environment or {})
+        settings: dict[str, Setting] = {
+            "planning.planner": planner,
+            "planning.split_backward": split_backward,
+            "planning.staggered": staggered,
+            "heartbeat.timeout": timeout,
+            "heartbeat.last_holder_timeout": last_holder_timeout,
+            "recovery.start_timeout": start_timeout,
+            "recovery.machine_error_retries": machine_error_retries,
+        }
         self._given = Overrides(
-            pipelines=self.grid.pipelines,
-            stages=self.grid.stages,
-            microbatches=self.grid.microbatches,
-            decoupled=decoupled,
-            staggered=staggered,
-            planner=planner,
-            timeout=timeout,
-            last_holder_timeout=last_holder_timeout,
-            start_timeout=start_timeout,
-            machine_error_retries=machine_error_retries,
+            self.grid.pipelines,
+            self.grid.stages,
+            self.grid.microbatches,
+            {name: value for name, value in settings.items() if value is not None},
         )
 
     def fit(self, train_fn: Callable[[Any], Any], config: Any = None) -> RayResult:

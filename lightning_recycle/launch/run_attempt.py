@@ -84,7 +84,8 @@ class RunAttempt:
         planner = self._planner()
         planner.prepare()
         self._devices.assign(self._setup.grid.num_workers)
-        monitor, (shows, http) = Monitor(Path(sys.argv[0]).name, self._run.samples_per_step), _shown_at(options.status)
+        monitor = Monitor(Path(sys.argv[0]).name, self._run.samples_per_step)
+        shows, http = _shown_at(options.monitoring.status)
         with (
             served(monitor, http, shows),
             self._make_group() as group,
@@ -106,17 +107,17 @@ class RunAttempt:
         return outcome
 
     def _planner(self) -> RunPlanner:
-        options = self._run.options
+        planning = self._run.options.planning
         return RunPlanner(
             self._setup.grid,
-            options.planner,
-            replace(options.technique, staggered=self._setup.staggered),
-            options.in_flight_limit,
+            planning.planner,
+            replace(planning.technique, staggered=self._setup.staggered),
+            planning.in_flight_limit,
             costs=None if self._profile is None else self._profile.costs(),
-            library=_library(options.plan_library, options.planner),
-            memory=options.memory,
-            recompute=options.activation_checkpointing == "auto",
-            chooses_split=options.decoupled == "auto" and self._run.call.fits,
+            library=_library(planning.plan_library, planning.planner),
+            memory=planning.memory_limit,
+            recompute=planning.activation_checkpointing == "auto",
+            chooses_split=planning.split_backward == "auto" and self._run.call.fits,
         )
 
     def _coordinator_options(self) -> CoordinatorOptions:
@@ -125,15 +126,8 @@ class RunAttempt:
             heartbeat_timeout=heartbeat.timeout,
             last_holder_timeout=heartbeat.last_holder_timeout,
             coordinator_timeout=heartbeat.coordinator_timeout,
-            start_timeout=options.start_timeout,
-            restart_workers=options.restart_workers and fits,
-            max_restarts=options.max_restarts,
-            normalize=options.normalize and fits,
-            adapt=options.adapt if fits else "reroute",
-            machine_error_retries=options.machine_error_retries,
-            on_corruption=options.on_corruption,
-            verify=float(options.verify),
-            check_every=0 if options.check_every == "auto" else int(options.check_every),
+            recovery=options.recovery if fits else options.recovery.without_changes(),
+            verification=options.verification,
             drift=PlanMonitor.options_of(self._run.call.trainer) if fits else None,
         )
 
@@ -145,10 +139,12 @@ class RunAttempt:
             WorkerStartError: if there is no room for the workers in time.
         """
         options, payload = self._run.options, (self._run.call, Settings.capture())
-        if options.engine == "ray":
+        if options.ray is not None:
             from lightning_recycle.launch.ray_workers import RayWorkerGroup
 
-            return RayWorkerGroup(worker_main, payload, self._setup.grid, _needs(self._run), options.start_timeout)
+            return RayWorkerGroup(
+                worker_main, payload, self._setup.grid, _needs(self._run), options.recovery.start_timeout
+            )
         return LocalWorkerGroup(worker_main, payload)
 
     def _make_coordinator(self, planner: RunPlanner) -> Coordinator:
@@ -194,7 +190,7 @@ class RunAttempt:
             if outcome is not None:
                 return outcome
         self._coordinator.end_at_boundary()
-        return self._coordinator.wait(self._run.options.signal_timeout)
+        return self._coordinator.wait(self._run.options.checkpoints.signal_timeout)
 
     def _end(self, finished: bool) -> None:
         if not finished:
@@ -217,7 +213,7 @@ class _Devices:
 
     def __init__(self, run: PreparedRun) -> None:
         trainer = run.call.trainer
-        keeps = run.options.engine == "local" and run.call.fits
+        keeps = run.options.ray is None and run.call.fits
         self.quarantine = Quarantine(Path(trainer.default_root_dir) / FILE_NAME if keeps else None)
         kind = trainer.strategy.root_device.type
         self.names = {device: f"{kind}:{device}" for device in range(run.num_devices)}
@@ -241,7 +237,7 @@ class _Devices:
 
 def devices_left(run: PreparedRun) -> int:
     """How many workers of ``run`` can be started when none are left; devices of this machine do not go."""
-    if run.options.engine == "ray":
+    if run.options.ray is not None:
         from lightning_recycle.launch.ray_workers import free_slots
 
         return free_slots(_needs(run), run.setup.grid.num_workers)
@@ -250,13 +246,14 @@ def devices_left(run: PreparedRun) -> int:
 
 def _needs(run: PreparedRun) -> dict[str, float]:
     """Amount of each resource that a worker needs, for an engine that shares out resources."""
-    return needs_of_worker(run.call.trainer.strategy.root_device.type != "cpu", run.options.resources_per_worker)
+    given = None if run.options.ray is None else run.options.ray.resources_per_worker
+    return needs_of_worker(run.call.trainer.strategy.root_device.type != "cpu", given)
 
 
 def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
     """Whether this user finds the run on this machine, and the address at which it is served to others."""
     if isinstance(status, str):
-        return True, http_address(status, "ReCycleStrategy(status)")
+        return True, http_address(status, "MonitoringOptions(status)")
     return status, http_address_from_environment() if status else None
 
 

@@ -97,7 +97,7 @@ class PreparedRun:
         Raises:
             ConfigurationError: if it is that of another number of stages.
         """
-        wanted, grid = self.options.profile, self.setup.grid
+        wanted, grid = self.options.planning.profile, self.setup.grid
         if wanted is None:
             return None, None
         if wanted == "auto":
@@ -134,9 +134,9 @@ def prepare(
     check_trainer(trainer, outside)
     sizes = [size for loader in loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
-    is_cut = is_meant_to_be_cut(module, options.pipeline)
+    is_cut = is_meant_to_be_cut(module, options.layers)
     grid = options.choose_grid(strategy.num_devices, batch_size, can_be_cut=is_cut)
-    parts = parts_of(module, grid.stages, options.pipeline)
+    parts = parts_of(module, grid.stages, options.layers)
     parts.check()
     _describe(parts, call, outside is not None)
     check_weight_averaging(trainer, parts)
@@ -144,7 +144,7 @@ def prepare(
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
         check_loaders(call.arguments.get("val_dataloaders"), None)
-    stages = parts.cut(grid.stages, options.partition, options.layer_seconds)
+    stages = parts.cut(grid.stages, options.planning.partition)
     warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, grid)
     for logger in trainer.loggers:
@@ -157,7 +157,7 @@ def prepare(
             grid.microbatches,
         )
     listens = "RECYCLE_LISTEN" in os.environ
-    local = not listens and options.engine == "local"
+    local = not listens and options.ray is None
     setup = RunSetup(
         grid,
         heartbeat.interval,
@@ -166,8 +166,8 @@ def prepare(
         call.arguments.get("weights_only"),
         outsiders=listens,
         has_run=has_run,
-        staggered=options.technique.staggered and (not call.fits or steps_alone(trainer, parts, stages)),
-        gathering=Gathering(options.gather_result, FILE_BYTES if local else LARGE_BYTES, local),
+        staggered=options.planning.technique.staggered and (not call.fits or steps_alone(trainer, parts, stages)),
+        gathering=Gathering(options.checkpoints.gather_result, FILE_BYTES if local else LARGE_BYTES, local),
     )
     return PreparedRun(call, setup, heartbeat, options, strategy.num_devices)
 

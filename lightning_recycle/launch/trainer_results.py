@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 WEIGHTS_STAY = (
-    "they stay in the workers (ReCycleStrategy(gather_result=...)), and in the checkpoints that these have written"
+    "they stay in the workers (CheckpointOptions(gather_result=...)), and in the checkpoints that these have written"
 )
 """Why a process has no trained weights."""
 
@@ -86,13 +86,13 @@ class MissingWeights:
             raise UnsupportedFeatureError(
                 f"After fit this {type(module).__name__} is one stage of the model, and the trained weights are not in"
                 f" this process: {WEIGHTS_STAY}. Make a new one and give ckpt_path=..., or use"
-                " ReCycleStrategy(gather_result=True)."
+                " CheckpointOptions(gather_result=True)."
             )
         if ckpt_path is None:
             raise UnsupportedFeatureError(
                 f"The trained weights of this {type(module).__name__} are not in this process: {WEIGHTS_STAY}. Give"
                 " ckpt_path='best', 'last' or a path, load weights into it, or use"
-                " ReCycleStrategy(gather_result=True)."
+                " CheckpointOptions(gather_result=True)."
             )
 
     @staticmethod
@@ -105,7 +105,7 @@ class MissingWeights:
             f"trainer.save_checkpoint({os.fspath(path)!r}) was called after fit in a process without the trained"
             f" weights: {WEIGHTS_STAY}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
             " save_distributed_checkpoint=True no process needs all of them), or use"
-            " ReCycleStrategy(gather_result=True)."
+            " CheckpointOptions(gather_result=True)."
         )
 
 

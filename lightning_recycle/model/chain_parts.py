@@ -30,13 +30,14 @@ from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.apart import put_together, take_apart
-from lightning_recycle.model.chains import Chain, Pipeline, find_chain
-from lightning_recycle.model.partition import Partition, cut_layers
+from lightning_recycle.model.chains import Chain, LayerPaths, find_chain
+from lightning_recycle.model.partition import cut_layers
 from lightning_recycle.model.parts import Recorder, StepParts
 from lightning_recycle.model.tying import Tie
 from lightning_recycle.model.walk import AbsentPart, Call, PassedLayer, Passing, Reached, Shape, Walk, watch
 from lightning_recycle.model.weights import set_weights
 from lightning_recycle.model.whole_calls import WholeStep, ask_instead, ask_no_more
+from lightning_recycle.planning.options import Partition
 
 __all__ = ["ChainParts"]
 
@@ -55,7 +56,7 @@ class ChainParts(StepParts):
 
     whole = "its own step calls them"
 
-    def __init__(self, module: pl.LightningModule, num_stages: int, pipeline: Pipeline = None) -> None:
+    def __init__(self, module: pl.LightningModule, num_stages: int, pipeline: LayerPaths = None) -> None:
         super().__init__(module)
         self._chain = find_chain(module, num_stages, pipeline)
 
@@ -78,8 +79,8 @@ class ChainParts(StepParts):
                 )
 
     @override
-    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
-        stages = cut_layers(self._layers(), num_stages, partition, layer_seconds)
+    def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
+        stages = cut_layers(self._layers(), num_stages, partition)
         held = _Held(self.module, self._chain, stages)
         for stage, layers in enumerate(stages):
             if not any(held.on(name, stage) for name, _ in self.module.named_parameters()):

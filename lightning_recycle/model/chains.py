@@ -18,16 +18,16 @@ from torch import nn
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Chain", "Pipeline", "find_chain"]
+__all__ = ["Chain", "LayerPaths", "find_chain"]
 
-Pipeline: TypeAlias = str | Sequence[str] | None
+LayerPaths: TypeAlias = str | Sequence[str] | None
 """The paths of the chain's layers; that of an ``nn.Sequential`` or ``nn.ModuleList`` stands for its entries; None for a
 chain that is to be found."""
 
 _CLEARLY = 2  # the container that holds this many times what all others hold is the chain
 _REMEDY = (
-    "Name the layers that training_step() calls one after another, as in ReCycleStrategy(pipeline='model.layers') or"
-    " pipeline=['encoder', 'decoder'] (an nn.Sequential or nn.ModuleList stands for its entries), or use"
+    "Name the layers that training_step() calls one after another, as in ReCycleStrategy(layers='model.layers') or"
+    " layers=['encoder', 'decoder'] (an nn.Sequential or nn.ModuleList stands for its entries), or use"
     " pipeline_parallel_size=1"
 )
 
@@ -50,7 +50,7 @@ class Chain:
         return next((i for i, path in enumerate(self.paths) if name == path or name.startswith(f"{path}.")), None)
 
 
-def find_chain(module: nn.Module, num_stages: int, pipeline: Pipeline = None) -> Chain:
+def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) -> Chain:
     """The chain of ``module``: the one that the user names, or the only one that it can be.
 
     Raises:
@@ -61,7 +61,7 @@ def find_chain(module: nn.Module, num_stages: int, pipeline: Pipeline = None) ->
     paths = [path for name in named for path in _entries(module, name)]
     if len(paths) < num_stages:
         raise ConfigurationError(
-            f"pipeline={pipeline!r} names {len(paths)} layer{'s' * (len(paths) != 1)} of {kind}, fewer than"
+            f"layers={pipeline!r} names {len(paths)} layer{'s' * (len(paths) != 1)} of {kind}, fewer than"
             f" pipeline_parallel_size={num_stages} stages: {', '.join(paths) or 'none'}. {_REMEDY}."
         )
     layers = [module.get_submodule(path) for path in paths]
@@ -75,7 +75,7 @@ def find_chain(module: nn.Module, num_stages: int, pipeline: Pipeline = None) ->
             inner, outer = sorted((paths[index], paths[other]), key=len, reverse=True)
             if inner.startswith(f"{outer}."):
                 raise ConfigurationError(
-                    f"pipeline={pipeline!r} names {outer!r} of {kind}, and {inner!r} within it: name one of them."
+                    f"layers={pipeline!r} names {outer!r} of {kind}, and {inner!r} within it: name one of them."
                 )
     return Chain(tuple(paths), tuple(_is_whole(module, one, next_) for one, next_ in pairwise(paths)))
 
@@ -88,13 +88,13 @@ def _entries(module: nn.Module, path: str) -> list[str]:
     except AttributeError as error:
         known = [name for name, _ in module.named_modules() if name.count(".") <= path.count(".") and name]
         raise ConfigurationError(
-            f"pipeline={path!r}: {kind} has no submodule of that name ({error}). It has"
+            f"layers={path!r}: {kind} has no submodule of that name ({error}). It has"
             f" {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}. Modules that are made in setup() or"
             " configure_model() do not exist yet when the model is cut: make them in __init__()."
         ) from error
     if not path or isinstance(named, nn.ModuleDict):
         raise ConfigurationError(
-            f"pipeline={path!r} is {'the whole module' if not path else 'an nn.ModuleDict'}; name the layers in it, in"
+            f"layers={path!r} is {'the whole module' if not path else 'an nn.ModuleDict'}; name the layers in it, in"
             " the order in which training_step() calls them."
         )
     if not isinstance(named, (nn.Sequential, nn.ModuleList)):

@@ -6,21 +6,21 @@ import lightning.pytorch as pl
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chain_parts import ChainParts
-from lightning_recycle.model.chains import Pipeline
+from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, StepParts
 
 __all__ = ["is_meant_to_be_cut", "parts_of"]
 
 
-def is_meant_to_be_cut(module: pl.LightningModule, pipeline: Pipeline = None) -> bool:
+def is_meant_to_be_cut(module: pl.LightningModule, pipeline: LayerPaths = None) -> bool:
     """Whether ``module`` has several stages where the user does not say how many; ``pipeline``: the layers that the
     user names. Others have one, with which any module works.
     """
     return isinstance(module, PipelineModule) or pipeline is not None
 
 
-def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: Pipeline = None) -> ModelParts:
+def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: LayerPaths = None) -> ModelParts:
     """How ``module`` is cut into ``num_stages``; ``pipeline``: the layers that the user names.
 
     Raises:
@@ -29,7 +29,7 @@ def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: Pipeline
     if isinstance(module, PipelineModule):
         if pipeline is not None:
             raise ConfigurationError(
-                f"ReCycleStrategy(pipeline={pipeline!r}) names the layers of an ordinary LightningModule, and"
+                f"ReCycleStrategy(layers={pipeline!r}) names the layers of an ordinary LightningModule, and"
                 f" {type(module).__name__} is a PipelineModule: it returns its layers from configure_pipeline(). Leave"
                 " the option out."
             )

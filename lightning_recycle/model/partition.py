@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,12 @@ from torch import Tensor, nn
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import AbsentLayer, count_parameters
+from lightning_recycle.planning.options import Partition
 
 if TYPE_CHECKING:
     from lightning_recycle.model.module import PipelineModule
 
-__all__ = ["Partition", "cut", "cut_layers", "even_parts", "measure_layer_seconds", "parameter_counts", "stage_layers"]
-
-Partition: TypeAlias = Literal["count", "parameters", "profile"] | Sequence[int]
-"""How layers are distributed over stages: equal numbers of layers, parameters or seconds, or the number of layers
-of each stage, as in ``[3, 5, 4]``.
-"""
+__all__ = ["cut", "cut_layers", "even_parts", "measure_layer_seconds", "parameter_counts", "stage_layers"]
 
 
 def cut(loads: Sequence[float], num_stages: int) -> tuple[range, ...]:
@@ -133,7 +129,6 @@ def stage_layers(
     module: PipelineModule,
     num_stages: int,
     partition: Partition = "count",
-    layer_seconds: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
     """The layers of each stage of ``module``; builds none of them.
 
@@ -141,50 +136,44 @@ def stage_layers(
         module: the module whose layers are distributed.
         num_stages: number of stages, S.
         partition: ``"count"``, numbers of layers that differ by at most one; ``"parameters"``, the largest number of
-            parameters of a stage is minimal (a tied parameter counts in each of its layers); ``"profile"``, the largest
-            sum of ``layer_seconds`` is minimal; or the number of layers of each stage, as in ``[3, 5, 4]``.
-        layer_seconds: seconds of each layer for forward and backward of one micro-batch, for ``"profile"``, e.g. from
-            :func:`measure_layer_seconds`.
+            parameters of a stage is minimal (a tied parameter counts in each of its layers); the number of layers of
+            each stage, as integers such as ``[3, 5, 4]``; or the seconds of each layer for forward and backward of one
+            micro-batch, as floats, e.g. from :func:`measure_layer_seconds`: the largest sum of a stage is minimal.
 
     Raises:
         ConfigurationError: if there are fewer layers than stages, or the partition does not fit the model.
     """
-    return cut_layers(module.layers, num_stages, partition, layer_seconds)
+    return cut_layers(module.layers, num_stages, partition)
 
 
 def cut_layers(
     layers: Sequence[nn.Module] | nn.ModuleList,
     num_stages: int,
     partition: Partition = "count",
-    layer_seconds: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
     """As :func:`stage_layers`, for the layers themselves."""
     num_layers = len(layers)
     _check_enough_layers(num_layers, num_stages)
-    if layer_seconds is not None and partition != "profile":
-        raise ConfigurationError(f"partition={partition!r} does not use layer_seconds: set partition='profile'.")
     if partition == "count":
         return even_parts(num_layers, num_stages)
     if partition == "parameters":
         return cut(_parameter_counts(layers), num_stages)
-    if partition == "profile":
-        if layer_seconds is None:
+    if isinstance(partition, str) or not isinstance(partition, Sequence):
+        raise ConfigurationError(
+            f"partition={partition!r}: use 'count', 'parameters', the number of layers of each stage as integers, as in"
+            " [3, 5, 4], or the seconds of each layer as floats, as measure_layer_seconds(module, batch) finds them."
+        )
+    if any(isinstance(load, float) for load in partition):
+        if len(partition) != num_layers:
             raise ConfigurationError(
-                "partition='profile' needs layer_seconds, one number for each layer:"
-                " measure_layer_seconds(module, batch) finds them."
+                f"partition={partition!r} has the seconds of {len(partition)} layers; the model has {num_layers}. For"
+                " the number of layers of each stage, give integers."
             )
-        if len(layer_seconds) != num_layers:
-            raise ConfigurationError(f"layer_seconds has {len(layer_seconds)} items for {num_layers} layers.")
-        return cut(layer_seconds, num_stages)
+        return cut([float(load) for load in partition], num_stages)
     return _by_hand(partition, num_layers, num_stages)
 
 
-def _by_hand(partition: Any, num_layers: int, num_stages: int) -> tuple[range, ...]:
-    if isinstance(partition, str) or not isinstance(partition, Sequence):
-        raise ConfigurationError(
-            f"partition={partition!r}: use 'count', 'parameters', 'profile', or the number of layers of each stage, as"
-            " in [3, 5, 4]."
-        )
+def _by_hand(partition: Sequence[Any], num_layers: int, num_stages: int) -> tuple[range, ...]:
     if not all(is_integer(size, 1) for size in partition):
         raise ConfigurationError(
             f"partition={partition!r}: give the number of layers of each stage, whole numbers of at least 1."

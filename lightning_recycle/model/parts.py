@@ -30,10 +30,11 @@ from typing_extensions import override
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.partition import Partition, stage_layers
+from lightning_recycle.model.partition import stage_layers
 from lightning_recycle.model.places import BatchPlace, call_at
 from lightning_recycle.model.tying import Tie, split_name, ties_between_stages
 from lightning_recycle.model.weights import set_weights
+from lightning_recycle.planning.options import Partition
 from lightning_recycle.randomness import step_randomness
 
 __all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts"]
@@ -86,7 +87,7 @@ class ModelParts(ABC):
         """Finds out what parts there are. The user's code may raise, and be called again later."""
 
     @abstractmethod
-    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
+    def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
         """The parts of each stage; arguments and errors as for
         :func:`~lightning_recycle.model.partition.stage_layers`.
         """
@@ -268,8 +269,8 @@ class LayerParts(ModelParts):
         self.module.tied_groups()
 
     @override
-    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
-        return stage_layers(self.module, num_stages, partition, layer_seconds)
+    def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
+        return stage_layers(self.module, num_stages, partition)
 
     @override
     def without_storage(self) -> pl.LightningModule:
@@ -444,7 +445,7 @@ class StepParts(ModelParts):
         pass
 
     @override
-    def cut(self, num_stages: int, partition: Partition, layer_seconds: Sequence[float] | None) -> tuple[range, ...]:
+    def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
         assert num_stages == 1, "with several stages a module has other parts"
         return (range(1),)
 

@@ -44,7 +44,7 @@ __all__ = [
 _REMEDY = (
     "A module of several stages calls each layer of its chain once, in order, with what the one before returned, and"
     " does nothing between them. Put what lies between into one of the layers, name other layers with"
-    " ReCycleStrategy(pipeline=[...]), or use pipeline_parallel_size=1."
+    " ReCycleStrategy(layers=[...]), or use pipeline_parallel_size=1."
 )
 _NOTHING = object()
 _walk: Walk | None = None

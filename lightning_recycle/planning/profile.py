@@ -35,7 +35,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from statistics import fmean, median
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 from lightning_recycle.arguments import at_least, is_integer, is_number, whole
 from lightning_recycle.errors import ConfigurationError
@@ -53,7 +53,7 @@ __all__ = [
     "SplitCosts",
     "SplitTrial",
     "StageProfile",
-    "check_memory_limit",
+    "is_memory_limit",
     "load_profile",
     "memory_of",
     "save_profile",
@@ -229,16 +229,10 @@ class Footprint:
             whole("Footprint", item.name, getattr(self, item.name))
 
 
-def check_memory_limit(limit: MemoryLimit) -> None:
-    """Raises ConfigurationError if ``limit`` is none."""
-    if limit == "auto" or is_integer(limit, 1):
-        return
-    if isinstance(limit, float) and is_number(limit, 0, above=True) and limit <= 1.0:
-        return
-    raise ConfigurationError(
-        f'ReCycleStrategy(memory={limit!r}): give "auto", a number of bytes per worker as an integer, or a fraction of '
-        "the device of at most 1.0."
-    )
+def is_memory_limit(value: object) -> TypeGuard[MemoryLimit]:
+    """Whether ``value`` is a limit in bytes, a fraction or "auto"."""
+    fraction = isinstance(value, float) and is_number(value, 0, above=True) and value <= 1.0
+    return value == "auto" or is_integer(value, 1) or fraction
 
 
 def memory_of(

@@ -20,17 +20,13 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 
+from lightning_recycle.control.options import MachineErrors
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 
-__all__ = ["MachineErrors", "is_device_error", "is_machine_error", "place_of", "readers_may_die", "suspicion_of"]
-
-MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseException], bool]
-"""Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate that says of
-every exception whether it is."""
+__all__ = ["is_device_error", "is_machine_error", "place_of", "readers_may_die", "suspicion_of"]
 
 _DEVICE_CLASSES: tuple[type[BaseException], ...] = ()
 if hasattr(torch, "AcceleratorError"):  # since torch 2.8
@@ -61,7 +57,7 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether a fault of the machine may explain ``error``; the default of ``ReCycleStrategy(machine_errors=...)``.
+    """Whether a fault of the machine may explain ``error``; the default of ``RecoveryOptions(machine_errors=...)``.
 
     ``OSError``, ``EOFError``, ``MemoryError`` and all that derive from them; ``torch.OutOfMemoryError``,
     ``torch.AcceleratorError`` and other errors of CUDA and HIP; a DataLoader's process that was killed or a DataLoader
@@ -76,7 +72,7 @@ def is_machine_error(error: BaseException) -> bool:
 
 
 def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], bool]:
-    """What ``ReCycleStrategy(machine_errors=...)`` says of an exception.
+    """What ``RecoveryOptions(machine_errors=...)`` says of an exception.
 
     Raises:
         ConfigurationError: if the option is neither a predicate nor names exceptions.
@@ -86,7 +82,7 @@ def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], boo
         return lambda error: not isinstance(error, ReCycleError) and bool(predicate(error))
     if isinstance(machine_errors, (str, type)) or not isinstance(machine_errors, Sequence):
         raise ConfigurationError(
-            f"ReCycleStrategy(machine_errors={machine_errors!r}): give a list of exception classes or their dotted"
+            f"RecoveryOptions(machine_errors={machine_errors!r}): give a list of exception classes or their dotted"
             " names, such as ['botocore.exceptions.ClientError'], or a function that takes an exception and returns"
             " whether a fault of the machine may explain it."
         )
@@ -143,7 +139,7 @@ def _exception_class(entry: type[BaseException] | str) -> type[BaseException]:
             found = None
     if not (isinstance(found, type) and issubclass(found, Exception)):
         raise ConfigurationError(
-            f"ReCycleStrategy(machine_errors=...): {entry!r} is no class of exceptions. Give a class that derives from"
+            f"RecoveryOptions(machine_errors=...): {entry!r} is no class of exceptions. Give a class that derives from"
             " Exception, or its full dotted name, such as 'botocore.exceptions.ClientError'."
         )
     return found

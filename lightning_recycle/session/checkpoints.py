@@ -293,7 +293,7 @@ class Checkpoints:
         if self.raises:
             raise CheckpointError(
                 f"{failure.text} Free some space, or keep fewer checkpoints (save_top_k); with"
-                " ReCycleStrategy(on_checkpoint_error='warn') the training goes on without this one."
+                " CheckpointOptions(on_checkpoint_error='warn') the training goes on without this one."
             )
         if self.collectives.leads:
             log.warning(

@@ -1,139 +1,143 @@
-"""The user's options, what follows from them for all workers of a run, and the place of one worker."""
+"""Options of checkpoints, monitoring and the whole strategy, and what follows from them for all workers of a run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.network.addresses import http_address
-from lightning_recycle.control.plans.layout_choice import Adapt
-from lightning_recycle.control.protocol.corruption import POLICIES
+from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
+from lightning_recycle.engines.ray_placement import RayEngine
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.chains import Pipeline
-from lightning_recycle.model.partition import Partition
+from lightning_recycle.model.chains import LayerPaths
+from lightning_recycle.option_table import (
+    SECONDS,
+    SWITCH,
+    Check,
+    OptionGroup,
+    choice,
+    integer,
+    option,
+    suggests_options,
+)
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.layouts.technique_selection import Switch
-from lightning_recycle.planning.library import PlanLibrary
-from lightning_recycle.planning.planner import Planner, get_planner
-from lightning_recycle.planning.problem import Technique
-from lightning_recycle.planning.profile import MemoryLimit, check_memory_limit
-from lightning_recycle.runtime.machine_errors import MachineErrors, suspicion_of
+from lightning_recycle.planning.options import PlanningOptions
+from lightning_recycle.runtime.comm.transports import CommunicationOptions
+from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.session.result_policy import Gathering, GatherResult
 
-__all__ = ["Options", "Place", "RunSetup"]
-
-_BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
+__all__ = ["CheckpointOptions", "MonitoringOptions", "Options", "Place", "RunSetup"]
 
 
+@suggests_options
 @dataclass(frozen=True)
-class Options:
-    """What the user configured; the arguments are described in :class:`~lightning_recycle.ReCycleStrategy`.
+class CheckpointOptions(OptionGroup):
+    """How checkpoints are written, and where the result of a run is in the end.
+
+    Args:
+        save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
+            one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
+        save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
+            the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
+            in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file.
+            A second signal ends the run at once.
+        signal_timeout: the seconds that such a checkpoint may take to be complete; then the run ends without it.
+        on_checkpoint_error: whether a checkpoint that cannot be written, because a disk is full for example, is a
+            warning ("warn", and the training goes on) or ends the run ("raise", a
+            :class:`~lightning_recycle.errors.CheckpointError`). What was there before is kept.
+        gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
+            but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
+            checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by
+            hand.
 
     Raises:
         ConfigurationError: for values that cannot work.
     """
 
-    pipeline_parallel_size: int | None
-    num_microbatches: int | None
-    planner: str | Planner
-    plan_library: str | os.PathLike[str] | PlanLibrary | None
-    partition: Partition
-    layer_seconds: list[float] | None
-    profile: str | os.PathLike[str] | None
-    decoupled: Switch
-    staggered: Switch
-    shadow: str
-    restart_workers: bool
-    max_restarts: int
-    normalize: bool
-    on_stage_lost: str
-    in_flight_limit: int | None
-    save_distributed_checkpoint: bool
-    seed: int | None
-    save_on_signal: bool | str | os.PathLike[str]
-    signal_timeout: float
-    start_timeout: float
-    machine_errors: MachineErrors
-    machine_error_retries: int
-    on_checkpoint_error: str
-    run_metrics: bool
-    run_summary: bool
-    pipeline: Pipeline = None
-    memory: MemoryLimit = "auto"
-    activation_checkpointing: str = "auto"
-    bucket_cap_mb: float | None = None
-    transport: str = "gloo"
-    standby_connections: bool = True
-    gather_result: GatherResult = "auto"
-    status: bool | str = True
-    engine: str = "local"
-    resources_per_worker: Mapping[str, float] | None = None
-    adapt: Adapt = "auto"
-    on_corruption: str = "evict"
-    check_every: int | str = "auto"
-    verify: float = 0.0
+    save_distributed_checkpoint: bool = option(False)
+    save_on_signal: bool | str | os.PathLike[str] = option(False)
+    signal_timeout: float = option(60.0, SECONDS)
+    on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))
+    gather_result: GatherResult = option("auto", SWITCH)
+
+
+@suggests_options
+@dataclass(frozen=True)
+class MonitoringOptions(OptionGroup):
+    """What a run shows of itself.
+
+    Args:
+        status: whether ``recycle-status`` of this user finds the run on this machine. ``"host:port"``, or a port of
+            this machine, serves its page, ``/status`` and ``/metrics`` there as well, to all that can connect; so does
+            the environment variable ``RECYCLE_HTTP`` with True. False for neither.
+        run_metrics: whether loggers, the progress bar and callbacks see ``recycle/...`` metrics of the run itself, such
+            as ``recycle/live_workers``.
+        run_summary: whether ``fit`` ends with some lines on steps, loss, failures and the time that these cost.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    status: bool | str = option(True)
+    run_metrics: bool = option(False)
+    run_summary: bool = option(True)
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "num_microbatches", "in_flight_limit"):
-            if getattr(self, name) is not None and not is_integer(getattr(self, name), 1):
-                self._refuse(name, "give an integer of at least 1, or None")
-        for name in ("signal_timeout", "start_timeout"):
-            if not is_number(getattr(self, name), 0.0, above=True):
-                self._refuse(name, "give a number of seconds, more than 0")
-        if self.bucket_cap_mb is not None and not is_number(self.bucket_cap_mb, 0.0, above=True):
-            self._refuse("bucket_cap_mb", "give a number of MiB, more than 0, or None for 25")
-        for name in ("max_restarts", "machine_error_retries"):
-            if not is_integer(getattr(self, name), 0):
-                self._refuse(name, "give an integer of at least 0")
-        if self.check_every != "auto" and not is_integer(self.check_every, 0):
-            self._refuse("check_every", "give 'auto', a number of steps, or 0 for no checks")
-        if not is_number(self.verify, 0.0) or self.verify > 1:
-            self._refuse("verify", "give a share of the time between 0 (no checks) and 1")
-        suspicion_of(self.machine_errors)
+        super().__post_init__()
         if not isinstance(self.status, bool):
-            http_address(str(self.status), "ReCycleStrategy(status)")
-        for name, choices in (
-            ("shadow", ("device", "host")),
-            ("on_stage_lost", ("raise", "restart")),
-            ("on_checkpoint_error", ("warn", "raise")),
-            ("activation_checkpointing", ("auto", "never")),
-            ("transport", ("gloo", "nccl")),
-            ("adapt", ("auto", "reroute", "layers")),
-            ("engine", ("local", "ray")),
-            ("on_corruption", POLICIES),
-        ):
-            if getattr(self, name) not in choices:
-                self._refuse(name, f"use {' or '.join(map(repr, choices))}")
-        if not isinstance(self.standby_connections, bool):
-            self._refuse("standby_connections", "use True or False")
-        for name in ("gather_result", "decoupled", "staggered"):
-            if getattr(self, name) not in ("auto", True, False):
-                self._refuse(name, "use 'auto', True or False")
-        if not all(is_number(amount, 0.0) for amount in (self.resources_per_worker or {}).values()):
-            self._refuse("resources_per_worker", "give a number of at least 0 for each resource")
-        check_memory_limit(self.memory)
-        get_planner(self.planner)
-        names = [self.pipeline] if isinstance(self.pipeline, str) else self.pipeline
-        is_list = names is None or (isinstance(names, Sequence) and len(names) > 0)
-        if not is_list or not all(isinstance(name, str) and name for name in names or ()):
-            self._refuse("pipeline", "give the path of a submodule, such as 'model.layers', or a list of paths")
+            http_address(str(self.status), "MonitoringOptions(status)")
+
+
+def _are_layers(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    is_list = names is None or (isinstance(names, Sequence) and len(names) > 0)
+    return is_list and all(isinstance(name, str) and name for name in names or ())
+
+
+_LAYERS = Check(_are_layers, "give the path of a submodule, such as 'model.layers', or a list of paths")
+_ENGINE = Check(
+    lambda value: value in ("local", "ray") or isinstance(value, RayEngine), "use 'local', 'ray' or RayEngine(...)"
+)
+
+
+@dataclass(frozen=True)
+class Options(OptionGroup):
+    """All that the user configured; the arguments are described in :class:`~lightning_recycle.ReCycleStrategy`.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    _owner = "ReCycleStrategy"
+
+    pipeline_parallel_size: int | None = option(None, integer(1, otherwise="for the default"))
+    num_microbatches: int | None = option(None, integer(1, otherwise="for the default"))
+    layers: LayerPaths = option(None, _LAYERS)
+    seed: int | None = option(None)
+    engine: Literal["local", "ray"] | RayEngine = option("local", _ENGINE)
+    planning: PlanningOptions = PlanningOptions()
+    recovery: RecoveryOptions = RecoveryOptions()
+    verification: VerificationOptions = VerificationOptions()
+    checkpoints: CheckpointOptions = CheckpointOptions()
+    communication: CommunicationOptions = CommunicationOptions()
+    monitoring: MonitoringOptions = MonitoringOptions()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for item in fields(self):
+            kind = type(item.default)
+            if issubclass(kind, OptionGroup) and not isinstance(getattr(self, item.name), kind):
+                self._refuse(item.name, f"give {kind.__name__}(...)")
+        suspicion_of(self.recovery.machine_errors)
 
     @property
-    def bucket_bytes(self) -> float:
-        """The most bytes of a bucket of gradients."""
-        return (_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20
-
-    @property
-    def technique(self) -> Technique:
-        """The techniques that may be used; where ``decoupled`` is "auto", plans choose."""
-        return Technique(decoupled=bool(self.decoupled), staggered=bool(self.staggered))
-
-    def tries_splitting(self, stages: int) -> bool:
-        """Whether workers try what it costs to split the backwards that plans fuse."""
-        return self.decoupled == "auto" and stages > 1  # one stage has no idle slots
+    def ray(self) -> RayEngine | None:
+        """The options of Ray, if it starts the workers."""
+        if isinstance(self.engine, RayEngine):
+            return self.engine
+        return RayEngine() if self.engine == "ray" else None
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
         """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.
@@ -155,12 +159,6 @@ class Options:
             if batch_size is not None:
                 microbatches = max(m for m in range(1, microbatches + 1) if batch_size % m == 0)
         return Grid(num_workers // stages, stages, microbatches)
-
-    def _refuse(self, name: str, remedy: str) -> None:
-        raise ConfigurationError(f"ReCycleStrategy({name}={getattr(self, name)!r}): {remedy}.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "plan_library": None}  # it holds a lock, and no worker plans
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class Session:
         trainer, strategy, context = self.trainer, self.trainer.strategy, self._context
         assert strategy.accelerator is not None
         self.module = module = recorded(trainer.lightning_module)
-        self.parts = parts_of(module, self.grid.stages, self.options.pipeline)
+        self.parts = parts_of(module, self.grid.stages, self.options.layers)
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, self.parts, self.grid)
         tell_batch_sizes(trainer)
@@ -234,11 +234,11 @@ class Session:
             self.collectives,
             self.executor,
             ties.copies,
-            sharded=self.options.save_distributed_checkpoint,
-            raises=self.options.on_checkpoint_error == "raise",
+            sharded=self.options.checkpoints.save_distributed_checkpoint,
+            raises=self.options.checkpoints.on_checkpoint_error == "raise",
             weights_only=self.run.weights_only,
             reach=self.reach,
-            objects=transfer.pack_objects if self.options.on_stage_lost == "restart" else None,
+            objects=transfer.pack_objects if self.options.recovery.on_stage_lost == "restart" else None,
             take_objects=transfer.load_objects if self.run.restarts else None,
         )
         return steps
@@ -260,7 +260,7 @@ class Session:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
         self.steps.ending = SaveAndEnd(
-            self.options.save_on_signal,
+            self.options.checkpoints.save_on_signal,
             self.collectives,
             self.steps.ends_after_batch,
             self._preemption,
@@ -270,7 +270,7 @@ class Session:
 
     def _requeue(self) -> None:
         with self.client.busy("requeue"):
-            requeue(self.options.signal_timeout)
+            requeue(self.options.checkpoints.signal_timeout)
 
     # ------------------------------------------------------------------ training
 

@@ -109,7 +109,7 @@ class StageBuilder:
         )
         several = context.grid.num_workers > 1  # otherwise no peer ever wants them
         lends_copies = several and context.fitting and may_change_gradients(context.trainer, module)
-        buckets = context.options.bucket_bytes
+        buckets = context.options.communication.bucket_bytes
         gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders)
         return StageBundle(runs, parameters, gradients, ties, accumulated)
 
@@ -147,7 +147,7 @@ class StageBuilder:
             changed,
             context.place.rank,
             context.client.send,
-            measures=context.options.adapt != "reroute" and not context.client.joining,
+            measures=context.options.recovery.rebalance != "never" and not context.client.joining,
         )
 
     def executor(
@@ -182,13 +182,13 @@ class StageBuilder:
             context.device,
             profiler=StageProfiler(bundle.parameters) if context.run.profiles else None,
             held=held if bundle.parameters else None,
-            tries_splitting=context.fitting and options.tries_splitting(context.grid.stages),
+            tries_splitting=context.fitting and options.planning.tries_splitting(context.grid.stages),
         )
         runner = StepRunner(
             *common,
             rules,
             measurements,
-            shadow_on_host=options.shadow == "host",
+            shadow_on_host=options.recovery.shadow == "host",
             device_name=context.device_name,
         )
         return Executor(runner, layers)
@@ -209,9 +209,9 @@ class StageBuilder:
             record: (output, number of samples) -> the record for all workers.
         """
         context = self._context
-        if context.options.verify:
+        if verify := context.options.verification.verify:
             rank_zero_warn(
-                f"verify={context.options.verify} has no effect: {type(context.trainer.lightning_module).__name__} has"
+                f"verify={verify} has no effect: {type(context.trainer.lightning_module).__name__} has"
                 " manual optimization, and what it steps cannot be computed a second time."
             )
         bundle = self._first_bundle(ties)
@@ -241,8 +241,6 @@ class StageBuilder:
             context.device,
             context.client,
             context.client.key_for("connections"),
-            transport=transport_for(
-                context.options.transport, rank, context.device, context.options.standby_connections
-            ),
+            transport=transport_for(context.options.communication, rank, context.device),
         )
         return context.worker, context.grid, context.client, communicator, bundle, callbacks

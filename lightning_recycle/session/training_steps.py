@@ -96,9 +96,8 @@ class TrainingSteps:
         self._parts, self._recorder, self._loaders = parts, recorder, loaders
         self._stop_requests, self._preemption, self._reach = stop_requests, preemption, reach
         self._on_generation = on_generation
-        self._suspicion = suspicion_of(context.options.machine_errors)
-        every = context.options.check_every
-        self._checks = StateChecks(context.device_name, None if every == "auto" else int(every))
+        self._suspicion = suspicion_of(context.options.recovery.machine_errors)
+        self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
         self.layers: StageLayers | None = None
         self.records_outputs = parts.records_training
         self.first_batch = 0

@@ -162,8 +162,15 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     if scenario.moves:
         happens.append(LayersMove(scenario.moves))
     options["callbacks"] = [*happens, *options["callbacks"]]
-    names = ("staggered", "decoupled", "shadow", "restart_workers", "normalize", "on_stage_lost", "verify")
-    strategy = {name: getattr(scenario, name) for name in names}
+    strategy: dict[str, Any] = {
+        "staggered": scenario.staggered,
+        "split_backward": scenario.decoupled,
+        "shadow": scenario.shadow,
+        "max_restarts": 10 if scenario.restart_workers else 0,
+        "move_workers": scenario.normalize,
+        "on_stage_lost": scenario.on_stage_lost,
+        "verify": scenario.verify,
+    }
     if scenario.family == "signals":
         strategy["save_on_signal"] = True
     return grid_trainer(scenario.pipelines, scenario.stages, strategy, options)

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from support.options import recycle_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
@@ -16,7 +17,6 @@ from typing_extensions import override
 from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Recipe
 from chaos.state import CHECKPOINTS, FinalCheckpoint, Tally
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = [
     "SEED",
@@ -180,7 +180,7 @@ def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = 
 
 def grid_trainer(pipelines: int, stages: int, strategy: dict[str, Any], options: dict[str, Any]) -> L.Trainer:
     """A Trainer of ``options`` on a grid."""
-    chosen = ReCycleStrategy(
+    chosen = recycle_strategy(
         pipeline_parallel_size=stages, num_microbatches=GLOBAL_MICROBATCHES // pipelines, seed=SEED, **strategy
     )
     return L.Trainer(devices=pipelines * stages, strategy=chosen, **options)

@@ -19,6 +19,7 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator, Posit
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.network.connection import MessageConnection, connect
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.assumptions import Assumptions
 from lightning_recycle.control.plans.background_planner import BackgroundPlanner
@@ -115,13 +116,20 @@ class FakePlanner:
 class ControlPlane:
     """A coordinator with the workers that a test gives it."""
 
-    def __init__(self, grid: Grid = GRID, planner: Any = None, **options: float) -> None:
+    def __init__(self, grid: Grid = GRID, planner: Any = None, **options: Any) -> None:
         self.processes = {rank: FakeProcess() for rank in range(grid.num_workers)}
-        patient = dict.fromkeys(("heartbeat_timeout", "start_timeout", "report_timeout"), PATIENCE)
+        patient = dict.fromkeys(("heartbeat_timeout", "report_timeout"), PATIENCE)
         self.planner = FakePlanner(grid) if planner is None else planner
-        all_options: Any = CoordinatorOptions(**{**patient, "grace": 0.1, **options})
+        all_options: Any = CoordinatorOptions(
+            **{
+                **patient,
+                "grace": 0.1,
+                "recovery": RecoveryOptions(rebalance="never", start_timeout=PATIENCE),
+                **options,
+            }
+        )
         setup = pack("for who is started by hand")
-        start: Any = self._start_worker if all_options.restart_workers else None
+        start: Any = self._start_worker if all_options.recovery.max_restarts else None
         self.positions: list[Positions] = []  # as the coordinator has told them, the newest last
         self.coordinator = Coordinator(
             grid, self.planner, all_options, start_worker=start, setup=setup, on_positions=self.positions.append

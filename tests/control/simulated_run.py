@@ -42,6 +42,7 @@ from simulated_workers import (
 from lightning_recycle.control.coordinator.journal import Process
 from lightning_recycle.control.joining.admission import Place, Readmission
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.fault_attribution import Pair
@@ -169,7 +170,7 @@ class Run:
         self._options = CoordinatorOptions(
             heartbeat_timeout=SILENCE,
             last_holder_timeout=LAST_HOLDER_SILENCE,
-            machine_error_retries=random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)),
+            recovery=RecoveryOptions(machine_error_retries=random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2))),
         )
         self._readmission: Any = None
         self._deferred: list[tuple[SimulatedWorker, Any]] = []

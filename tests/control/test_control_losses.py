@@ -11,6 +11,7 @@ from control_plane import GRID, PATIENCE, ControlPlane, die, fake_schedule, in_t
 from control_worker import Member
 
 from lightning_recycle.control.client import EXIT_STOPPED
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.messages import Activity, Broken, Crash, Heartbeat, Hello
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.planning.grid import Worker
@@ -136,7 +137,7 @@ def test_a_live_worker_that_another_cannot_reach_is_evicted_and_killed(plane: Co
 
 
 def test_a_worker_that_does_not_start_is_given_up_and_killed() -> None:
-    with ControlPlane(start_timeout=2.0) as plane:
+    with ControlPlane(recovery=RecoveryOptions(start_timeout=2.0)) as plane:
         members = plane.members(0, 1, 2)
         assert plane.processes[3].killed.is_set()
         assert members[0].client.roster == (0, 1, 2)

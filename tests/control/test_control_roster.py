@@ -11,6 +11,7 @@ from control_plane import PATIENCE, ControlPlane, die, fake_schedule, in_thread,
 from control_worker import Member
 
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Hello
 
@@ -150,7 +151,7 @@ def test_a_spare_that_goes_away_is_not_given_a_position(plane: ControlPlane) -> 
 
 
 def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
-    with ControlPlane(restart_workers=True, max_restarts=2) as plane:
+    with ControlPlane(recovery=RecoveryOptions(max_restarts=2)) as plane:
         members = plane.members()
         die(plane, members[3])
         plane.until(lambda: len(plane.started) == 1)
@@ -167,7 +168,7 @@ def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
 
 
 def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_next_one() -> None:
-    with ControlPlane(restart_workers=True, start_timeout=1.0) as plane:
+    with ControlPlane(recovery=RecoveryOptions(max_restarts=10, start_timeout=1.0)) as plane:
         members = plane.members()
         die(plane, members[3])
         plane.until(lambda: plane.replacements)

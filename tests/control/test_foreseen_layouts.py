@@ -45,7 +45,7 @@ class Run:
     def __init__(self) -> None:
         self.planner = RunPlanner(GRID, "heuristic", Technique(decoupled=False), in_flight_limit=16)
         self.planner.prepare()
-        self.plans = RunPlans(GRID, self.planner, None, lambda profile: None, lambda: None, "layers")
+        self.plans = RunPlans(GRID, self.planner, None, lambda profile: None, lambda: None, "always")
         self.plans.begin_generation(ALL, (), 0)
         for stage in range(GRID.stages):
             sizes = (HELD,) * 8

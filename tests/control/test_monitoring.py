@@ -26,6 +26,7 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor, Views
 from lightning_recycle.control.monitoring.status import PositionState, Status, as_json
 from lightning_recycle.control.monitoring.status_server import served
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
@@ -110,7 +111,7 @@ def test_spares_and_replacements_are_seen() -> None:
 
 
 def test_a_replacement_that_is_being_started_has_no_process_yet() -> None:
-    with ControlPlane(restart_workers=True) as plane:
+    with ControlPlane(recovery=RecoveryOptions(max_restarts=10)) as plane:
         members = plane.members()
         die(plane, members[2])
         plane.until(lambda: plane.started)

@@ -16,51 +16,67 @@ from support.thread_client import ThreadClient
 from support.waiting import wait_for
 
 from lightning_recycle.control.joining.reception import Reception
-from lightning_recycle.control.joining.run_config import Overrides, difference, settle
+from lightning_recycle.control.joining.run_config import GROUPS, Overrides, difference, settle
 from lightning_recycle.control.network.addresses import address_from
+from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.option_table import shared_options
 from lightning_recycle.planning.grid import Grid
 
 KEY = "the key of this test"
 WANTS = RunRequest("fit", Grid(2, 2, 6), microbatches_given=True)
 OTHERS: dict[str, Any] = {
-    "decoupled": False,
-    "staggered": False,
-    "planner": "cbc",
-    "in_flight_limit": 3,
-    "memory": 0.5,
-    "recompute": False,
-    "timeout": 2.0,
-    "last_holder_timeout": 60.0,
-    "coordinator_timeout": 20.0,
-    "start_timeout": 30.0,
-    "machine_error_retries": 0,
-    "monitor": (0.1, 10, 100),
-    "on_corruption": "heal",
-    "check_every": 7,
-    "verify": 0.01,
+    "planning.planner": "cbc",
+    "planning.split_backward": False,
+    "planning.staggered": False,
+    "planning.memory": "3 micro-batches",
+    "planning.activation_checkpointing": "never",
+    "recovery.rebalance": "never",
+    "recovery.start_timeout": 30.0,
+    "recovery.machine_error_retries": 0,
+    "verification.on_corruption": "heal",
+    "verification.checksum_every": 7,
+    "verification.verify": 0.01,
+    "heartbeat.timeout": 2.0,
+    "heartbeat.last_holder_timeout": 60.0,
+    "heartbeat.coordinator_timeout": 20.0,
+    "monitor.threshold": 0.1,
+    "monitor.window": 10,
+    "monitor.horizon_steps": 100,
 }
 """Another value of everything that a script may want, besides the grid and the entry point."""
 
 
+def wanting(**changes: Any) -> RunRequest:
+    """A request with changed settings, whose names have "__" for the dot."""
+    return replace(WANTS, settings={name.replace("__", "."): value for name, value in changes.items()})
+
+
+def test_every_option_that_workers_must_agree_on_has_another_value_here() -> None:
+    shared = [(name, item.name) for name, (kind, _) in GROUPS.items() for item in shared_options(kind)]
+    assert list(OTHERS) == [f"{group}.{name}" for group, name in shared]
+
+
 def test_the_script_says_what_the_command_line_leaves_open() -> None:
-    wants = replace(WANTS, **{**OTHERS, "planner": "heuristic"})
+    wants = replace(WANTS, settings={**OTHERS, "planning.planner": "heuristic"})
     terms = settle(Overrides(), wants)
     assert terms.wants == wants
     assert terms.overruled == ()
     options = terms.options()
-    assert (options.heartbeat_timeout, options.last_holder_timeout, options.start_timeout) == (2.0, 60.0, 30.0)
+    assert (options.heartbeat_timeout, options.last_holder_timeout) == (2.0, 60.0)
     assert options.coordinator_timeout == 20.0
-    assert (options.machine_error_retries, options.drift) == (0, DriftOptions(0.1, 10, 100))
-    assert (options.on_corruption, options.check_every, options.verify) == ("heal", 7, 0.01)
+    assert options.recovery == RecoveryOptions(rebalance="never", start_timeout=30.0, machine_error_retries=0)
+    assert options.verification == VerificationOptions("heal", 7, 0.01)
+    assert options.drift == DriftOptions(0.1, 10, 100)
 
 
 def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
-    given = Overrides(timeout=7.0, staggered=False, planner="heuristic")
-    terms = settle(given, replace(WANTS, timeout=2.0))
-    assert (terms.wants.timeout, terms.wants.staggered) == (7.0, False)
+    given = {"heartbeat.timeout": 7.0, "planning.staggered": False, "planning.planner": "heuristic"}
+    terms = settle(Overrides(settings=given), wanting(heartbeat__timeout=2.0))
+    assert terms.options().heartbeat_timeout == 7.0
+    assert not terms.planning.technique.staggered
     said = " ".join(terms.overruled)
     assert "HeartbeatCallback(timeout=...) is 2.0 in the script, and 7.0 by the command line" in said
     assert "staggered" in said
@@ -72,18 +88,19 @@ def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
     [
         (Overrides(stages=3), WANTS, "wants a grid of .* the coordinator has any x 3 x any"),
         (Overrides(2, 2, 4), WANTS, "2 x 2 x 4"),
-        (Overrides(), replace(WANTS, memory="much"), "memory='much'"),
-        (Overrides(), replace(WANTS, planner="crystal ball"), "crystal ball"),
-        (Overrides(), replace(WANTS, timeout=float("nan")), "--timeout nan"),
-        (Overrides(), replace(WANTS, in_flight_limit=0), "in_flight_limit 0"),
-        (Overrides(on_corruption="forgive"), WANTS, "--on-corruption forgive"),
-        (Overrides(verify=2.0), WANTS, "--verify 2.0"),
-        (Overrides(), replace(WANTS, check_every=-1), "check_every=-1"),
+        (Overrides(), wanting(planning__memory="much"), "memory='much'"),
+        (Overrides(), wanting(planning__planner="crystal ball"), "crystal ball"),
+        (Overrides(), wanting(heartbeat__timeout=float("nan")), r"timeout=nan\): give a number of seconds"),
+        (Overrides(), wanting(planning__memory="0 micro-batches"), "memory='0 micro-batches'"),
+        (Overrides(), wanting(planning__partition="count"), "no setting 'planning.partition'"),
+        (Overrides(settings={"verification.on_corruption": "forgive"}), WANTS, "on_corruption='forgive'"),
+        (Overrides(settings={"verification.verify": 2.0}), WANTS, "verify=2.0"),
+        (Overrides(), wanting(verification__checksum_every=-1), "checksum_every=-1"),
         (Overrides(), replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
         (
             Overrides(),
-            replace(WANTS, needs_launcher=("normalize=True",)),
-            r"\(normalize=True\) needs a launching process",
+            replace(WANTS, needs_launcher=("RecoveryOptions(move_workers=True)",)),
+            r"\(move_workers=True\) needs a launching process",
         ),
         (Overrides(2, 2), None, "was not told the grid"),
     ],
@@ -100,7 +117,7 @@ def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_command_
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_worker_that_wants_something_else_is_told_what(name: str) -> None:
     terms = settle(Overrides(), WANTS)
-    unfit = difference(Overrides(), terms, replace(WANTS, **{name: OTHERS[name]}))
+    unfit = difference(Overrides(), terms, replace(WANTS, settings={name: OTHERS[name]}))
     assert unfit is not None
     assert not unfit.late
     assert f"{OTHERS[name]!r} in this script" in unfit.why
@@ -119,8 +136,8 @@ def test_a_worker_that_wants_another_grid_or_is_elsewhere_in_its_script_does_not
 
 
 def test_what_the_command_line_says_need_not_be_wanted() -> None:
-    given = Overrides(timeout=7.0)
-    assert difference(given, settle(given, WANTS), replace(WANTS, timeout=2.0)) is None
+    given = Overrides(settings={"heartbeat.timeout": 7.0})
+    assert difference(given, settle(given, WANTS), wanting(heartbeat__timeout=2.0)) is None
 
 
 # ---------------------------------------------------------------------- the command

@@ -11,6 +11,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Quarantine, Vacancies
+from lightning_recycle.control.options import RecoveryOptions
 
 
 class Process:
@@ -44,7 +45,7 @@ class Starter:
 
 
 def vacancies(start: Starter | None, max_restarts: int = 10, wake: Callable[[], None] = lambda: None) -> Vacancies:
-    return Vacancies(CoordinatorOptions(max_restarts=max_restarts), start, wake)
+    return Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=max_restarts)), start, wake)
 
 
 def taken(found: Vacancies, number: int = 1) -> list[tuple[int, object]]:
@@ -148,7 +149,7 @@ def test_closing_ends_what_was_started_and_never_taken() -> None:
         return processes[-1]
 
     start.may_go_on.clear()
-    found = Vacancies(CoordinatorOptions(), remember, lambda: None)
+    found = Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=10)), remember, lambda: None)
     found.start(0)
     found.start(1)
     threading.Timer(0.05, start.may_go_on.set).start()  # one that is still starting is waited for

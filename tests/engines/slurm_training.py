@@ -19,7 +19,7 @@ from support.training import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import CheckpointOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 
@@ -61,7 +61,9 @@ def main() -> None:
         accelerator="cpu",
         devices=tasks // nodes,
         num_nodes=nodes,
-        strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6, signal_timeout=3.0),
+        strategy=ReCycleStrategy(
+            pipeline_parallel_size=2, num_microbatches=6, checkpoints=CheckpointOptions(signal_timeout=3.0)
+        ),
         max_steps=steps,
         callbacks=callbacks,
         default_root_dir=folder,

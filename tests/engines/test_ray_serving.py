@@ -26,7 +26,29 @@ from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(2, 2, 6)
 KEY = b"the key of this test"
-WANTS = RunRequest("fit", GRID, True, timeout=7.0, last_holder_timeout=70.0, memory=0.5, monitor=(0.2, 9, 90))
+WANTS = RunRequest(
+    "fit",
+    GRID,
+    True,
+    {
+        "heartbeat.timeout": 7.0,
+        "heartbeat.last_holder_timeout": 70.0,
+        "planning.memory": 0.5,
+        "planning.split_backward": True,
+        "monitor.threshold": 0.2,
+        "monitor.window": 9,
+        "monitor.horizon_steps": 90,
+    },
+)
+
+
+def wanting(**settings: Any) -> RunRequest:
+    """A request with changed settings of planning."""
+    return replace(
+        WANTS, settings={**WANTS.settings, **{f"planning.{name}": value for name, value in settings.items()}}
+    )
+
+
 PATIENCE = 30.0
 
 
@@ -50,9 +72,15 @@ def test_the_script_says_what_ray_recycle_leaves_open(reception: Reception) -> N
 
 
 def test_arguments_of_ray_recycle_count_and_a_contradiction_is_said(reception: Reception) -> None:
-    terms = serving(reception, timeout=9.0, decoupled=True, planner="heuristic").settle(WANTS)
-    assert terms.wants == replace(WANTS, timeout=9.0)
-    assert terms.overruled == ("timeout is 7.0 in the script, and 9.0 in RayReCycle(timeout=...)",)
+    terms = serving(reception, timeout=9.0, split_backward=True, planner="heuristic").settle(WANTS)
+    assert terms.wants.settings == {
+        **WANTS.settings,
+        "heartbeat.timeout": 9.0,
+        "planning.planner": "heuristic",
+    }
+    assert terms.overruled == (
+        "HeartbeatCallback(timeout=...) is 7.0 in the script, and 9.0 in RayReCycle(timeout=...)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,10 +88,10 @@ def test_arguments_of_ray_recycle_count_and_a_contradiction_is_said(reception: R
     [
         (replace(WANTS, grid=Grid(2, 2, 3)), r"a grid of 2 x 2 x 3, RayReCycle has 2 x 2 x 6 .*strategy_arguments"),
         (
-            replace(WANTS, needs_launcher=("normalize=True",)),
-            r"\(normalize=True\) needs a launching process",
+            replace(WANTS, needs_launcher=("RecoveryOptions(move_workers=True)",)),
+            r"\(move_workers=True\) needs a launching process",
         ),
-        (replace(WANTS, memory=0.25), r"memory=\.\.\.\) is 0\.25 in this script, and 0\.5 in the run"),
+        (wanting(memory=0.25), r"memory=\.\.\.\)\) is 0\.25 in this script, and 0\.5 in the run"),
     ],
 )
 def test_a_worker_whose_script_differs_is_told_why(reception: Reception, wants: RunRequest, words: str) -> None:
@@ -72,7 +100,7 @@ def test_a_worker_whose_script_differs_is_told_why(reception: Reception, wants: 
     assert unfit is not None
     with pytest.raises(ConfigurationError, match=words):
         raise ConfigurationError(unfit.why)
-    if wants.memory == WANTS.memory:  # the first one with such a script is told the same
+    if wants.settings == WANTS.settings:  # the first one with such a script is told the same
         with pytest.raises(ConfigurationError, match=words):
             serves.settle(wants)
 

@@ -1,6 +1,7 @@
 """Every option of every configuration group composes, and names classes that exist with arguments they take."""
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from lightning_recycle.option_table import OptionGroup
 from lightning_recycle.planning import ExactPlanner, Grid, Worker
+from lightning_recycle.session.configuration import Options
 
 CONF = Path(__file__).parents[2] / "conf"
 APPLICATIONS = {
@@ -110,9 +113,32 @@ def test_faults_that_cannot_be_placed_say_what_is_missing() -> None:
         OmegaConf.to_container(config, resolve=True)
 
 
+GROUPS_OF_OPTIONS = {item.name: item.default for item in fields(Options) if isinstance(item.default, OptionGroup)}
+
+
+@pytest.mark.parametrize("group", GROUPS_OF_OPTIONS)
+def test_the_default_of_a_group_of_options_is_that_of_its_dataclass(group: str) -> None:
+    default = GROUPS_OF_OPTIONS[group]
+    options = OmegaConf.to_container(composed().strategy, resolve=True)[group]
+    assert options.pop("_target_") == f"lightning_recycle.{type(default).__name__}"
+    options |= {"planner": "heuristic"} if group == "planning" else {}
+    assert list(options) == [item.name for item in fields(default)]
+    assert {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()} == vars(default)
+
+
+def test_options_of_the_strategy_itself_are_in_its_file() -> None:
+    own = {item.name for item in fields(Options)}
+    assert set(composed().strategy) - {"_target_"} == own
+
+
+def test_an_option_of_a_group_is_given_on_the_command_line() -> None:
+    strategy = instantiate(composed("strategy.recovery.max_restarts=3").strategy, _convert_="all")
+    assert strategy.recovery.max_restarts == 3
+
+
 def test_the_planner_reaches_the_strategy() -> None:
     config = composed("planner=cbc", "planner.time_limit=5.0")
-    assert instantiate(config.strategy.planner) == ExactPlanner("cbc", time_limit=5.0)
+    assert instantiate(config.strategy.planning.planner) == ExactPlanner("cbc", time_limit=5.0)
 
 
 def test_experiments_are_changes_to_several_groups() -> None:
@@ -120,14 +146,14 @@ def test_experiments_are_changes_to_several_groups() -> None:
     (fault,) = demo.faults.faults
     assert fault.step < demo.trainer.max_steps
     assert fault.step % demo.compare.checkpoint_every == demo.compare.checkpoint_every // 2
-    assert (rejoin.strategy.restart_workers, composed().strategy.restart_workers) == (True, False)
+    assert (rejoin.strategy.recovery.max_restarts, composed().strategy.recovery.max_restarts) == (10, 0)
     assert spot.faults.trace
-    assert spot.strategy.restart_workers
-    assert spot.strategy.on_stage_lost == "restart"
+    assert spot.strategy.recovery.max_restarts == 100
+    assert spot.strategy.recovery.on_stage_lost == "restart"
     assert spot.trainer.enable_checkpointing
 
 
 def test_what_is_given_on_the_command_line_wins_over_an_experiment() -> None:
-    config = composed("experiment=spot", "faults=hang", "strategy.on_stage_lost=raise")
+    config = composed("experiment=spot", "faults=hang", "strategy.recovery.on_stage_lost=raise")
     assert config.faults.faults[0].kind == "hang"
-    assert config.strategy.on_stage_lost == "raise"
+    assert config.strategy.recovery.on_stage_lost == "raise"

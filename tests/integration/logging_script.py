@@ -59,6 +59,6 @@ def configure(kind: str, file: str) -> None:
 if __name__ == "__main__":
     configure(sys.argv[1], sys.argv[2])
     quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    strategy = ReCycleStrategy(restart_workers=False)
+    strategy = ReCycleStrategy()
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=4, **quiet)
     trainer.fit(Logging().double(), DataLoader(dataset(), batch_size=24))

@@ -39,7 +39,7 @@ def main(directory: Path, restart_workers: bool, impatient: bool) -> None:
         2,
         data=dataset(GLOBAL_BATCH * 1000),
         max_steps=1000,
-        strategy={"restart_workers": restart_workers},
+        strategy={"max_restarts": 10 if restart_workers else 0},
         callbacks=[Heavy(), newest, HeartbeatCallback(coordinator_timeout=IMPATIENCE if impatient else 60.0)],
         enable_checkpointing=True,
     )

@@ -14,11 +14,12 @@ import lightning as L
 import pytest
 import torch
 from support.models import Regression, dataset
+from support.options import recycle_strategy
 from support.training import fit, on_one_device, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule, ReCycleStrategy
+from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.errors import ReCycleError
 
@@ -104,7 +105,7 @@ def test_wrong_grids_are_refused_before_anything_starts(
     strategy: dict[str, Any], devices: int, words: list[str]
 ) -> None:
     def run() -> None:
-        run = L.Trainer(accelerator="cpu", devices=devices, strategy=ReCycleStrategy(**strategy), logger=False)
+        run = L.Trainer(accelerator="cpu", devices=devices, strategy=recycle_strategy(**strategy), logger=False)
         run.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
 
     with pytest.raises(ConfigurationError) as caught:

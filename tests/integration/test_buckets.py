@@ -84,10 +84,10 @@ def early(folder: Path) -> dict[str, set[int]]:
 
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
-    "staggered": {"strategy": {"decoupled": True}},
-    "together": {"strategy": {"decoupled": True, "staggered": False}},
-    "fused": {"strategy": {"decoupled": False}},
-    "clipped": {"gradient_clip_val": 0.5, "strategy": {"decoupled": True}},
+    "staggered": {"strategy": {"split_backward": True}},
+    "together": {"strategy": {"split_backward": True, "staggered": False}},
+    "fused": {"strategy": {"split_backward": False}},
+    "clipped": {"gradient_clip_val": 0.5, "strategy": {"split_backward": True}},
 }
 
 

@@ -41,7 +41,7 @@ class Complex(Regression):
     ("grid", "options"),
     [
         ((2, 2), {}),
-        ((3, 1), {"strategy": {"verify": 1.0, "check_every": 1}}),
+        ((3, 1), {"strategy": {"verify": 1.0, "checksum_every": 1}}),
         ((3, 1), {"gradient_clip_val": 0.05}),
         ((2, 2), {"gradient_clip_val": 0.05}),
     ],

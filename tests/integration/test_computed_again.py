@@ -16,7 +16,7 @@ from support.waiting import wait_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.planning import Costs, Schedule, plan, retime
@@ -66,7 +66,7 @@ def test_a_kill_costs_less_within_the_same_limit(
         2,
         [Fault("kill", *worker, step=6)],
         callbacks=[Peaks(tmp_path)],
-        strategy={"decoupled": True, "memory": LIMIT, "profile": seconds},
+        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds},
     )
     assert failures(run) == [worker]
     after = retime(run.strategy.schedules[-1], Costs.uniform(2, 1.0, 2.0, 1.0))  # what it was planned for
@@ -85,7 +85,7 @@ def test_it_can_be_switched_off(seconds: str) -> None:
         2,
         2,
         [Fault("kill", 1, 0, step=6)],
-        strategy={"decoupled": True, "memory": LIMIT, "profile": seconds, "activation_checkpointing": "never"},
+        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds, "activation_checkpointing": "never"},
     )
     assert not any(map(again, run.strategy.schedules))
 
@@ -108,7 +108,7 @@ def test_dropout_and_running_statistics_are_as_without(seconds: str) -> None:
     for memory in (LIMIT, 1 << 40):
         L.seed_everything(7)
         model = Drawing(dropout=0.3).double()
-        run = fit(model, 1, 2, strategy={"decoupled": True, "memory": memory, "profile": seconds, "seed": 3})
+        run = fit(model, 1, 2, strategy={"split_backward": True, "memory": memory, "profile": seconds, "seed": 3})
         runs.append((run, model.state_dict()))
     (tight, actual), (roomy, expected) = runs
     assert again(tight.strategy.schedules[-1])
@@ -127,7 +127,7 @@ def test_dropout_after_a_kill_is_as_without_failure(pipelines: int, seconds: str
         pipelines,
         2,
         [Fault("kill", 1, 0, step=6), Fault("kill", 0, 1, step=8, at="backward_input")],
-        strategy={"decoupled": True, "memory": LIMIT, "profile": seconds, "seed": 3},
+        strategy={"split_backward": True, "memory": LIMIT, "profile": seconds, "seed": 3},
     )
     assert again(run.strategy.schedules[-1])
     assert len(failures(run)) == 2
@@ -161,7 +161,7 @@ def test_the_step_of_an_ordinary_module_is_seen_once(seconds: str) -> None:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(240, n, generator=generator, dtype=torch.float64) for n in (8, 1)))
     model, expected = Ordinary().double(), Ordinary().double()
-    strategy = ReCycleStrategy(2, 12, decoupled=True, memory=LIMIT, profile=seconds)
+    strategy = ReCycleStrategy(2, 12, planning=PlanningOptions(split_backward=True, memory=LIMIT, profile=seconds))
     run = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **QUIET)
     run.fit(model, DataLoader(data, batch_size=24))
     plain = on_one_device(max_epochs=1)

@@ -53,7 +53,7 @@ def train(*faults: Fault, dies: int | None = None, clip: float | None = None, **
     slow = Fault("slow", SLOW.pipeline, SLOW.stage, 0, factor=20.0, steps=STEPS)
     callbacks = [PlanMonitor(window=WINDOW), AwaitChange(dies)]
     options: dict[str, Any] = {"max_steps": STEPS, "gradient_clip_val": clip, "callbacks": callbacks}
-    strategy = {"decoupled": True, **strategy}  # or there is another change of plan
+    strategy = {"split_backward": True, **strategy}  # or there is another change of plan
     run = exact_fit(Regression().double(), 2, 2, [slow, *faults], DATA, strategy=strategy, **options)
     assert committed_steps(run) == list(range(STEPS))
     return run
@@ -69,7 +69,7 @@ def kinds(run: L.Trainer) -> list[str]:
 
 @pytest.mark.parametrize(
     ("options", "clip"),
-    [({}, None), ({"staggered": False}, None), ({"decoupled": False}, 0.05)],
+    [({}, None), ({"staggered": False}, None), ({"split_backward": False}, 0.05)],
     ids=["staggered", "together", "clipped, fused backward"],
 )
 def test_weights_are_exact_across_a_change_of_plan(options: dict[str, Any], clip: float | None) -> None:
@@ -127,6 +127,6 @@ def test_weights_are_exact_when_a_worker_dies_while_the_change_is_agreed_on(dies
 def test_without_the_callback_the_plan_stays() -> None:
     model = Regression().double()
     slow = Fault("slow", 1, 1, 1, factor=5.0, steps=10)
-    run = fit(model, 2, 2, [slow], strategy={"decoupled": True, "adapt": "reroute"})
+    run = fit(model, 2, 2, [slow], strategy={"split_backward": True, "rebalance": "never"})
     assert len(run.strategy.schedules) == 1
     assert run.callback_metrics["recycle/replans"] == 0

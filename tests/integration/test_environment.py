@@ -85,7 +85,7 @@ def test_a_replacement_has_the_environment_of_the_start_of_its_run(
             1,
             data=dataset(GLOBAL_BATCH * steps),
             max_steps=steps,
-            strategy={"restart_workers": True},
+            strategy={"max_restarts": 10},
             callbacks=[AwaitReplacement(range(20, steps), pace=0.1), Marks(tmp_path), Finds(tmp_path)],
         )
     assert rejoined(run) == [(1, 0)]

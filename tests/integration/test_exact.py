@@ -23,9 +23,9 @@ ALL_KILLS = [
     for pipeline, stage, step, at in itertools.product(range(grid[0]), range(grid[1]), (0, 3, 9), POINTS)
 ]
 TECHNIQUES: list[dict[str, Any]] = [
-    {"decoupled": True},
-    {"decoupled": True, "staggered": False},
-    {"decoupled": False},
+    {"split_backward": True},
+    {"split_backward": True, "staggered": False},
+    {"split_backward": False},
     {},
 ]
 SAMPLE = random.Random(20261120).sample(ALL_KILLS, 12)

@@ -74,8 +74,8 @@ def expected() -> dict[str, Tensor]:
 
 def check(staggered: bool, fault: Fault) -> None:
     model = Regression().double()
-    strategy = {"decoupled": True, "staggered": staggered}
-    strategy |= {"num_microbatches": MICROBATCHES, "in_flight_limit": IN_FLIGHT}
+    strategy = {"split_backward": True, "staggered": staggered}
+    strategy |= {"num_microbatches": MICROBATCHES, "memory": f"{IN_FLIGHT} micro-batches"}
     run = fit(model, 2, 2, [fault], data=DATA, max_steps=STEPS, strategy=strategy)
     assert difference(model.state_dict(), expected()) < TOLERANCE
     assert failures(run) == [(fault.pipeline, fault.stage)]

@@ -19,7 +19,7 @@ from support.sampling import sampled
 from support.training import difference, exact_fit, plain_loop, trainer
 from torch.utils.data import DataLoader
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import CheckpointOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import CheckpointError, ConfigurationError
 
@@ -113,7 +113,7 @@ def test_a_full_disk_ends_the_run_if_wanted(
         )  # fmt: skip
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
     with pytest.raises(ConfigurationError, match="on_checkpoint_error='stop'"):
-        ReCycleStrategy(on_checkpoint_error="stop")  # type: ignore[arg-type]
+        ReCycleStrategy(checkpoints=CheckpointOptions(on_checkpoint_error="stop"))  # type: ignore[arg-type]
 
 
 IN_SMALL_SPACE = """
@@ -166,7 +166,7 @@ def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Pat
     data = DataLoader(dataset(), batch_size=GLOBAL_BATCH // 2)
     trainer(2, 2, strategy=strategy, callbacks=[save], max_steps=4, enable_checkpointing=True).fit(first, data)
     run = trainer(
-        2, 2, [Fault("kill", 1, 0, 5)], strategy={**strategy, "restart_workers": True}, enable_checkpointing=True,
+        2, 2, [Fault("kill", 1, 0, 5)], strategy={**strategy, "max_restarts": 10}, enable_checkpointing=True,
         callbacks=[AwaitReplacement([8]), ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)],
     )  # fmt: skip
     run.fit(model, data, ckpt_path="last")

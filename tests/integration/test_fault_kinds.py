@@ -104,7 +104,7 @@ def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(ki
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_worker_may_fail_before_the_first_generation(kind: str, restart: bool) -> None:
     callbacks = [AwaitReplacement([7])] if restart else []
-    run = train(Fault(kind, 0, 1, at="setup"), strategy={"restart_workers": restart}, callbacks=callbacks)
+    run = train(Fault(kind, 0, 1, at="setup"), strategy={"max_restarts": 10 if restart else 0}, callbacks=callbacks)
     assert failures(run) == [(0, 1)]
     assert rejoined(run) == ([(0, 1)] if restart else [])
 
@@ -146,7 +146,7 @@ def test_a_worker_may_fail_in_a_validation(kind: str) -> None:
 def test_every_event_is_one_line_of_json_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="lightning_recycle.events"):
         faults = [Fault("kill", 0, 0, 4, "reduce"), Fault("preempt", 0, 1, 7)]
-        strategy = {"decoupled": False, "adapt": "reroute"}  # what is measured is no event then
+        strategy = {"split_backward": False, "rebalance": "never"}  # what is measured is no event then
         run = fit(Regression().double(), 2, 2, faults, strategy=strategy)
     lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "lightning_recycle.events"]
     assert [(line["kind"], line["step"], line["time"]) for line in lines] == [

@@ -36,7 +36,7 @@ def test_the_run_goes_on_and_so_do_replacements_and_the_next_run(name: str, tmp_
             2,
             data=dataset(GLOBAL_BATCH * STEPS),
             max_steps=STEPS,
-            strategy={"restart_workers": True},
+            strategy={"max_restarts": 10},
             callbacks=first,
         )
     assert failures(run) == rejoined(run) == [(1, 1)]

@@ -109,7 +109,7 @@ def test_a_replacement_gets_the_counters_too() -> None:
         2,
         2,
         [Fault("kill", 1, 1, step=1)],
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
         callbacks=[AwaitReplacement([4])],
     )
     assert rejoined(run) == [(1, 1)]

@@ -24,7 +24,7 @@ TOLERANCE = 1e-10
 LENGTH = 16  # steps
 DATA = dataset(GLOBAL_BATCH * LENGTH)
 # With a limit of micro-batches no other plan is made for all workers when memory has been measured, whenever that is.
-ONE_PLAN = {"in_flight_limit": 2, "decoupled": True}
+ONE_PLAN = {"memory": "2 micro-batches", "split_backward": True}
 
 
 def grow(
@@ -44,7 +44,7 @@ def grow(
         stages,
         faults,
         data=arguments.pop("data", DATA),
-        strategy={"restart_workers": True, **(strategy or {})},
+        strategy={"max_restarts": 10, **(strategy or {})},
         callbacks=[AwaitReplacement(wait_at), *callbacks],
         **{"max_steps": LENGTH, **arguments},
     )
@@ -242,7 +242,7 @@ def test_the_loss_of_a_stage_before_a_replacement_has_come_is_an_error() -> None
             2,
             2,
             [Fault("kill", 0, 0, step=2), Fault("kill", 1, 0, step=2, at="optimizer")],
-            strategy={"restart_workers": True},
+            strategy={"max_restarts": 10},
         )
 
 
@@ -301,7 +301,7 @@ def test_a_healthy_worker_moves_where_failures_have_piled_up(tmp_path: Path) -> 
         faults,
         data=DATA,
         max_steps=LENGTH,
-        strategy={"normalize": True, "profile": profile},
+        strategy={"move_workers": True, "profile": profile},
         callbacks=[AwaitMove(10)],
     )
     assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE

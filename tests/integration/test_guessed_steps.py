@@ -154,7 +154,7 @@ def test_checkpoints_and_replacements_hold_no_guesses(waiting: Any, tmp_path: Pa
         model,
         (2, 2),
         [Fault("kill", 1, 1, step=1)],
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
         callbacks=[AwaitReplacement([4])],
     )
     assert rejoined(run) == [(1, 1)]

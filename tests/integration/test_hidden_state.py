@@ -9,12 +9,12 @@ import lightning as L
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.sampling import sampled
 from support.training import QUIET, difference, failures, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 BATCH = 12
@@ -88,7 +88,7 @@ def on_grid(model: Any, faults: Any = (), strategy: Any = None, **kwargs: Any) -
         accelerator="cpu",
         devices=2,
         max_epochs=2,
-        strategy=ReCycleStrategy(**{"num_microbatches": 2, **(strategy or {})}),
+        strategy=recycle_strategy(**{"num_microbatches": 2, **(strategy or {})}),
         callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
         **{**QUIET, **kwargs},
     )
@@ -115,6 +115,6 @@ def test_each_place_of_the_batch_has_a_state_of_its_own(kind: Any, automatic: bo
 
 def test_a_replacement_gets_the_states() -> None:
     theirs, ours = expected(Recurrent().double()), Recurrent().double()
-    run = on_grid(ours, [Fault("kill", 1, 0, step=1)], {"restart_workers": True}, callbacks=[AwaitReplacement([4])])
+    run = on_grid(ours, [Fault("kill", 1, 0, step=1)], {"max_restarts": 10}, callbacks=[AwaitReplacement([4])])
     assert rejoined(run) == [(1, 0)]
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10

@@ -131,7 +131,7 @@ def test_no_code_of_the_users_around_an_operation_runs_within_one_that_has_a_usu
         enable_checkpointing=True,
         logger=CheckedLogger(tmp_path),
         log_every_n_steps=1,
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
     )
     assert failures(run) == rejoined(run) == [(0, 1)]
     assert run.global_step == 10

@@ -82,7 +82,7 @@ def check(regroupings: int, tmp_path: Path, pipelines: int = 2) -> None:
         2,
         data=dataset(GLOBAL_BATCH * steps),
         max_steps=steps,
-        strategy={"restart_workers": True, "max_restarts": deaths},
+        strategy={"max_restarts": deaths},
         callbacks=[AwaitReplacement(range(2, steps), pace=0), DieAgain(2, deaths), Census(tmp_path)],
     )
     assert rejoined(run) == [(1, 0)] * deaths

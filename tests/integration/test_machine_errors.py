@@ -190,7 +190,7 @@ def test_a_killed_dataloader_process_costs_its_worker(rank: int) -> None:
 
 def test_a_worker_whose_dataloader_process_was_killed_is_replaced() -> None:
     callbacks = [KillReaders(2), AwaitReplacement([8])]
-    strategy = {"restart_workers": True}
+    strategy = {"max_restarts": 10}
     model = Regression().double()
     run = exact_fit(model, 2, 2, callbacks=callbacks, strategy=strategy, loader={"num_workers": 1})
     assert failures(run) == rejoined(run) == [(1, 0)]

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.sampling import sampled
 from support.training import QUIET, difference, failures
 from torch import Tensor, nn
@@ -180,7 +181,7 @@ def on_grid(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=pipelines,
-        strategy=ReCycleStrategy(**(strategy or {})),
+        strategy=recycle_strategy(**(strategy or {})),
         callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
         **{**QUIET, "max_epochs": EPOCHS, **kwargs},
     )
@@ -252,7 +253,7 @@ def test_a_replacement_joins(ddp: dict[str, Any]) -> None:
     trainer = on_grid(
         model,
         [Fault("kill", 1, 0, step=3)],
-        {"restart_workers": True},
+        {"max_restarts": 10},
         callbacks=[AwaitReplacement([12])],
     )
     assert rejoined(trainer) == [(1, 0)]

@@ -40,7 +40,7 @@ def test_no_worker_holds_more_than_the_limit(
         stages,
         [Fault("kill", *worker, step=5)],
         callbacks=[Peaks(tmp_path)],
-        strategy={"decoupled": True, "memory": limit},
+        strategy={"split_backward": True, "memory": limit},
     )
     assert failures(run) == [worker]
     before, after = run.strategy.schedules
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_said_and_one_microbatch_at_a_time_goes_on(
             2,
             [Fault("kill", 0, 1, step=4)],
             callbacks=[Peaks(tmp_path)],
-            strategy={"decoupled": True, "memory": EACH // 2},
+            strategy={"split_backward": True, "memory": EACH // 2},
         )
     assert run.strategy.schedules[1].problem.in_flight_limit == (1, 1)
     assert peaks(tmp_path)["3 measured"] == 1
@@ -92,7 +92,7 @@ def test_an_in_flight_limit_of_the_users_counts_alone(tmp_path: Path, monkeypatc
         2,
         [Fault("kill", 1, 0, step=4)],
         callbacks=[Peaks(tmp_path)],
-        strategy={"decoupled": True, "memory": EACH // 2, "in_flight_limit": 4},
+        strategy={"split_backward": True, "memory": "4 micro-batches"},
     )
     assert [schedule.problem.in_flight_limit for schedule in run.strategy.schedules] == [(4, 4), (4, 4)]
     assert 1 < peaks(tmp_path)["3 measured"] <= 4, "by the memory alone it would be 1"

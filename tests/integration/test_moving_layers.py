@@ -134,7 +134,7 @@ def test_computations_are_checked_after_layers_have_moved(
         2,
         [Fault("bitflip", *culprit, step=7, target="matmul", every=1)],
         callbacks=[Move({2: (1, 5)})],
-        strategy={"verify": 1.0, "check_every": 0, "adapt": "reroute"},
+        strategy={"verify": 1.0, "checksum_every": 0, "rebalance": "never"},
     )
     assert moves(run) == [(0, 1, 6)]
     strategy: Any = run.strategy
@@ -153,7 +153,7 @@ def test_a_worker_that_joins_gets_the_layers_of_its_stage() -> None:
         dataset(24 * 60),
         max_steps=60,
         callbacks=[Move({2: (1, 5), 30: (4, 2)})],
-        strategy={"restart_workers": True, "adapt": "reroute"},
+        strategy={"max_restarts": 10, "rebalance": "never"},
     )
     assert moves(run) == [(0, 1, 6), (0, 4, 6)]
     kinds = [event.kind for event in run.strategy.history]
@@ -190,7 +190,7 @@ def test_a_worker_may_be_killed_at_any_moment_of_a_move(rank: int, moment: int) 
         3,
         data=dataset(24 * 12),
         max_steps=12,
-        strategy={"adapt": "reroute"},
+        strategy={"rebalance": "never"},
         callbacks=[Move({2: (1, 1, 4), 6: (3, 2, 1)}), KilledWhileLayersMove(rank, moment)],
     )
     assert moves(run) == [(0, 1, 2, 6), (0, 3, 5, 6)]
@@ -243,6 +243,6 @@ def test_layers_move_to_where_they_take_less_time() -> None:
 
 
 def test_layers_stay_where_they_are_wanted() -> None:
-    strategy = {"partition": [1, 5], "adapt": "reroute"}
+    strategy = {"partition": [1, 5], "rebalance": "never"}
     run = exact_fit(Lopsided().double(), 2, 2, data=dataset(24 * 16), max_steps=16, strategy=strategy)
     assert moves(run) == []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 SAMPLES, EPOCHS, WIDTH = 24, 4, 4
@@ -172,7 +172,7 @@ def _fit(module: L.LightningModule, data: Dataset[Tensor], devices: int, collate
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=ReCycleStrategy(restart_workers=True) if several else "auto",
+        strategy=ReCycleStrategy(recovery=RecoveryOptions(max_restarts=10)) if several else "auto",
         callbacks=callbacks if several else [],
         max_epochs=EPOCHS,
         logger=False,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.training import QUIET, difference, failures, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -97,7 +98,7 @@ def on_grid(pipelines: int, faults: Any = (), strategy: Any = None, **kwargs: An
     return L.Trainer(
         accelerator="cpu",
         devices=pipelines,
-        strategy=ReCycleStrategy(**(strategy or {})),
+        strategy=recycle_strategy(**(strategy or {})),
         callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
         **{**QUIET, "max_epochs": EPOCHS, **kwargs},
     )
@@ -147,7 +148,7 @@ def test_a_replacement_joins(alone: Any) -> None:
     run = on_grid(
         2,
         [Fault("kill", 1, 0, step=3)],
-        {"restart_workers": True, "num_microbatches": 3},
+        {"max_restarts": 10, "num_microbatches": 3},
         callbacks=[AwaitReplacement([6])],
     )
     model = Classifier().double()
@@ -290,7 +291,7 @@ def test_what_is_left_out_of_checkpoints_is_there_in_all_processes(tmp_path: Pat
     for model in (ours, theirs):
         nn.init.constant_(model.body[0].weight, 0.1)  # as if it had been loaded from a file of its own
     on_one_device(max_epochs=EPOCHS).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
-    run = on_grid(2, [Fault("kill", 1, 0, step=3)], {"restart_workers": True}, callbacks=[AwaitReplacement([6])])
+    run = on_grid(2, [Fault("kill", 1, 0, step=3)], {"max_restarts": 10}, callbacks=[AwaitReplacement([6])])
     run.fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
     assert rejoined(run) == [(1, 0)]
     assert difference(nn.Module.state_dict(ours), nn.Module.state_dict(theirs)) < 1e-10

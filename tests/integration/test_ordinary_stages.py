@@ -15,12 +15,13 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from support.comparison import differences
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.training import QUIET, difference, failures, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
-from lightning_recycle import ConfigurationError, PipelineModule, ReCycleStrategy
+from lightning_recycle import ConfigurationError, PipelineModule
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 pytestmark = pytest.mark.long
@@ -133,7 +134,7 @@ def on_grid(pipelines: int, stages: int, faults: Any = (), strategy: Any = None,
     return L.Trainer(
         accelerator="cpu",
         devices=pipelines * stages,
-        strategy=ReCycleStrategy(**options),
+        strategy=recycle_strategy(**options),
         callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
         **{**QUIET, "max_epochs": 1, **kwargs},
     )
@@ -214,7 +215,7 @@ def test_a_replacement_joins() -> None:
         2,
         2,
         [Fault("kill", 0, 1, step=2)],
-        {"restart_workers": True},
+        {"max_restarts": 10},
         callbacks=[AwaitReplacement([5, 8])],
         max_epochs=2,
     )
@@ -314,7 +315,7 @@ class AutoEncoder(L.LightningModule):
 def test_layers_are_named_by_the_user() -> None:
     ours, theirs = AutoEncoder().double(), AutoEncoder().double()
     on_one_device(max_epochs=1).fit(theirs, DataLoader(images(), BATCH))
-    strategy = {"pipeline": ["encoder", "decoder"], "partition": [1, 5], "num_microbatches": 1}
+    strategy = {"layers": ["encoder", "decoder"], "partition": [1, 5], "num_microbatches": 1}
     on_grid(1, 2, strategy=strategy).fit(ours, DataLoader(images(), BATCH))
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
 
@@ -336,11 +337,11 @@ class Layers(PipelineModule):
     [
         (Residual, {}, ["Residual.training_step()", "uses what layer 'net.2' returned (relu)", "'net.3'"]),
         (Vision, {"pipeline_parallel_size": 6}, ["Vision cannot be cut", "6 stages"]),
-        (Vision, {"pipeline": "body"}, ["pipeline='body'", "net"]),
+        (Vision, {"layers": "body"}, ["layers='body'", "net"]),
         (Vision, {"partition": [1, 1, 3]}, ["partition=[1, 1, 3] describes 3 stages"]),
         (Vision, {"pipeline_parallel_size": 3, "partition": [1, 1, 3]}, ["Stage 1 of 3 of Vision has no parameters"]),
-        (AutoEncoder, {}, ["AutoEncoder", "'encoder'", "'decoder'", "pipeline="]),
-        (Layers, {"pipeline": "layers"}, ["is a PipelineModule", "Leave the option out"]),
+        (AutoEncoder, {}, ["AutoEncoder", "'encoder'", "'decoder'", "layers="]),
+        (Layers, {"layers": "layers"}, ["is a PipelineModule", "Leave the option out"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(model: Any, strategy: Any, words: list[str]) -> None:
@@ -369,7 +370,7 @@ class Collects(AutoEncoder):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_steps_collect_reaches_all_stages(microbatches: int) -> None:
-    strategy = {"pipeline": ["encoder", "decoder"], "num_microbatches": microbatches}
+    strategy = {"layers": ["encoder", "decoder"], "num_microbatches": microbatches}
     run = on_grid(1, 2, strategy=strategy)
     run.fit(Collects().double(), DataLoader(images(), BATCH))
     assert run.callback_metrics["collected"] > 0.1

@@ -47,7 +47,7 @@ def grow(model: Regression, pipelines: int, stages: int, wrong: int) -> L.Traine
         [Fault("kill", 1, 0, step=2)],
         data=DATA,
         max_steps=LENGTH,
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
         callbacks=[AwaitReplacement([4, 8]), WrongReplacement(wrong)],
     )
 

@@ -147,7 +147,7 @@ def test_after_a_failure_the_chosen_planner_improves_the_plan_that_was_ready(
         dataset(GLOBAL_BATCH * 12),
         max_steps=12,
         callbacks=[AwaitBetter()],
-        strategy={"planner": Patient(), "profile": offline["profile"], "decoupled": True},
+        strategy={"planner": Patient(), "profile": offline["profile"], "split_backward": True},
     )
     assert committed_steps(run) == list(range(12))
     (change,) = [event for event in run.strategy.history if event.kind == "replanned"]

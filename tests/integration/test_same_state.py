@@ -78,7 +78,7 @@ def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rat
             data=DATA,
             max_epochs=6,
             max_steps=-1,
-            strategy={"restart_workers": True},
+            strategy={"max_restarts": 10},
             callbacks=[AwaitReplacement([7]), EpochDiary(tmp_path / name)],
         )
         return run, model.state_dict(), {rank: torch.load(tmp_path / name / f"{rank}.pt") for rank in range(6)}
@@ -203,7 +203,7 @@ def test_who_joins_holds_what_its_peers_hold(tmp_path: Path) -> None:
         val=DataLoader(DATA, batch_size=GLOBAL_BATCH // 2),
         max_epochs=4,
         max_steps=-1,
-        strategy={"restart_workers": True, "adapt": "reroute"},  # who joins measures no layers
+        strategy={"max_restarts": 10, "rebalance": "never"},  # who joins measures no layers
         callbacks=callbacks,
         check_val_every_n_epoch=2,
         num_sanity_val_steps=2,
@@ -237,7 +237,7 @@ def test_who_joins_holds_the_averages_of_its_peers(averaging: L.Callback, tmp_pa
         data=DATA,
         max_epochs=4,
         max_steps=-1,
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
         callbacks=[averaging, AwaitReplacement([9]), GraphDiary(tmp_path / "states")],
     )
     assert rejoined(run) == [(1, 0)]

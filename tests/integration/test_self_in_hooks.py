@@ -257,7 +257,7 @@ def test_sampling_gives_the_same_text_on_every_worker_also_on_a_replacement(
         2,
         2,
         [Samples(tmp_path, victim), *([AwaitReplacement([2 * EPOCH - 2])] if victim >= 0 else [])],
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
     )
     assert failures(run) == rejoined(run) == ([(0, 1)] if victim >= 0 else [])
     found = answers(tmp_path)
@@ -400,7 +400,7 @@ def test_a_hook_that_a_replacement_runs_alone_does_not_confuse_the_others(evalua
         2,
         2,
         [Dies(2, "on_train_batch_end", 2), AsksEarly(evaluates), AwaitReplacement([6] if not evaluates else [])],
-        strategy={"restart_workers": True, "max_restarts": 1},
+        strategy={"max_restarts": 1},
     )
     assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE
     assert rejoined(run) == [(1, 0)] if not evaluates else len(failures(run)) <= 2

@@ -12,13 +12,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.sampling import sampled
 from support.training import QUIET, difference, failures, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_recycle import ReCycleError, ReCycleStrategy
+from lightning_recycle import ReCycleError
 
 pytestmark = pytest.mark.long
 
@@ -146,7 +147,7 @@ def on_grid(pipelines: int, stages: int, callbacks: list[Callback], strategy: An
     return L.Trainer(
         accelerator="cpu",
         devices=pipelines * stages,
-        strategy=ReCycleStrategy(**options),
+        strategy=recycle_strategy(**options),
         callbacks=callbacks,
         **{**QUIET, "max_epochs": 2, **kwargs},
     )
@@ -206,7 +207,7 @@ def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
 
 def test_a_replacement_takes_part(tmp_path: Path, alone: Any) -> None:
     expected, metrics, _ = alone
-    run = on_grid(2, 2, [Dies(0, 1, 0), AwaitReplacement([EPOCH + 1]), Asks(tmp_path, LATE)], {"restart_workers": True})
+    run = on_grid(2, 2, [Dies(0, 1, 0), AwaitReplacement([EPOCH + 1]), Asks(tmp_path, LATE)], {"max_restarts": 10})
     assert train(run, Speaker().double(), 2) == pytest.approx(metrics)
     assert failures(run) == rejoined(run) == [(0, 0)]
     for theirs in answers(tmp_path).values():

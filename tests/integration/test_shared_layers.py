@@ -31,7 +31,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.comm.communicator import CommunicationError
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 
-STAY: dict[str, Any] = {"adapt": "reroute"}
+STAY: dict[str, Any] = {"rebalance": "never"}
 MOMENTS = 44
 """As many as each worker has in the moves below at least."""
 
@@ -119,7 +119,7 @@ def test_a_worker_that_joins_shares_the_layers_of_its_stage() -> None:
         dataset(GLOBAL_BATCH * 16),
         max_steps=16,
         callbacks=[Move({**SHARED, 13: (1.2, 2.3, 2.5)}), AwaitReplacement([7, 12])],
-        strategy={**STAY, "restart_workers": True},
+        strategy={**STAY, "max_restarts": 10},
     )
     assert moves(run) == [(0, 2.4, 4.5, 6), (0, 1.2, 3.5, 6)]
     assert [event.kind for event in run.strategy.history].count("rejoined") == 2
@@ -193,7 +193,7 @@ def test_computations_are_checked(culprit: tuple[int, int], tmp_path: Path, monk
         2,
         [Fault("bitflip", *culprit, step=7, target="matmul", every=1)],
         callbacks=[Move({2: (2.5, 3.5)})],
-        strategy={**STAY, "verify": 1.0, "check_every": 2},
+        strategy={**STAY, "verify": 1.0, "checksum_every": 2},
     )
     strategy: Any = run.strategy
     assert [(e.worker, e.step) for e in strategy.history if e.kind == "corruption"] == [(culprit, 7)]
@@ -301,7 +301,7 @@ def test_a_worker_dies_while_gradients_are_summed(
         2,
         3,
         callbacks=[Move(SHARED), dies],
-        strategy={**STAY, "bucket_cap_mb": cap, "decoupled": decoupled},
+        strategy={**STAY, "bucket_cap_mb": cap, "split_backward": decoupled},
     )
     assert failures(run) == [worker]
     assert len(moves(run)) == 1
@@ -350,7 +350,7 @@ def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_els
         pipelines,
         2,
         callbacks=[Move({1: (2.75, 3.25)}), WaitsBeforeItsLastGradients(tmp_path, 6)],
-        strategy={**STAY, "decoupled": True},
+        strategy={**STAY, "split_backward": True},
     )
     assert moves(run) == [(0, 2.75, 6)]
     for rank in range(1, 2 * pipelines, 2):
@@ -385,7 +385,7 @@ def test_a_loss_may_use_a_shared_layer() -> None:
         data=data,
         max_steps=MANY_STEPS,
         callbacks=[Move({1: (2.75, 3.25)})],
-        strategy={**STAY, "decoupled": True},
+        strategy={**STAY, "split_backward": True},
     )
     strategy: Any = run.strategy
     (step,) = (event.step for event in strategy.history if event.kind == "layers_moved")
@@ -404,7 +404,7 @@ def test_a_loss_that_begins_to_use_a_shared_layer_is_an_error_and_not_another_re
             data=dataset(GLOBAL_BATCH * MANY_STEPS),
             max_steps=MANY_STEPS,
             callbacks=[Move({1: (2.75, 3.25)})],
-            strategy={**STAY, "decoupled": True},
+            strategy={**STAY, "split_backward": True},
         )
 
 

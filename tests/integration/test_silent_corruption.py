@@ -36,7 +36,7 @@ def evicted(run: L.Trainer) -> list[Any]:
 
 def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_is_evicted() -> None:
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
-    run = fit(Regression().double(), 3, 1, [fault], strategy={"check_every": 2}, max_steps=9)
+    run = fit(Regression().double(), 3, 1, [fault], strategy={"checksum_every": 2}, max_steps=9)
     (found,) = corruptions(run)
     assert (found.worker, found.details["kind"], found.details["then"]) == ((1, 0), "parameters", "evicted")
     assert found.details["since"] < 3 <= found.step <= 5
@@ -47,7 +47,7 @@ def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_
 
 def test_a_flipped_bit_of_an_optimizers_state_is_healed_with_a_peers() -> None:
     fault = Fault("bitflip", 2, 1, step=3, at="optimizer", when="after", target="optimizer")
-    options = {"check_every": 1, "on_corruption": "heal"}
+    options = {"checksum_every": 1, "on_corruption": "heal"}
     run = fit(Regression().double(), 3, 2, [fault], strategy=options, max_steps=9)
     found = corruptions(run)[0]
     assert (found.worker, found.details["then"]) == ((2, 1), "healed")
@@ -60,26 +60,26 @@ def test_a_flipped_bit_of_an_optimizers_state_is_healed_with_a_peers() -> None:
 def test_with_raise_the_run_ends_and_names_the_worker() -> None:
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
     with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) holds wrong bits.*parameters"):
-        fit(Regression().double(), 3, 1, [fault], strategy={"check_every": 1, "on_corruption": "raise"})
+        fit(Regression().double(), 3, 1, [fault], strategy={"checksum_every": 1, "on_corruption": "raise"})
 
 
 def test_of_two_that_differ_nobody_knows_who_is_right() -> None:
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
     with pytest.raises(StageLostError, match="nothing says whose are right"):
-        fit(Regression().double(), 2, 1, [fault], strategy={"check_every": 1})
+        fit(Regression().double(), 2, 1, [fault], strategy={"checksum_every": 1})
 
 
 def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong() -> None:
     one, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
-    run = fit(one, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"check_every": 1})
-    fit(other, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"check_every": 0})
+    run = fit(one, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"checksum_every": 1})
+    fit(other, 3, 1, [Fault("kill", 2, 0, step=4)], strategy={"checksum_every": 0})
     assert corruptions(run) == []
     assert difference(one.state_dict(), other.state_dict()) < TOLERANCE
 
 
 # ---------------------------------------------------------------------- computations
 
-VERIFY = {"verify": 1.0, "check_every": 1}
+VERIFY = {"verify": 1.0, "checksum_every": 1}
 CHECKED = {pipelines: checked_microbatch(3, pipelines) for pipelines in (2, 3)}
 
 
@@ -159,7 +159,7 @@ class Late(Regression):
 def test_no_stage_keeps_what_it_made_of_a_wrong_result_of_another_one(wrong: tuple[int, int], staggered: bool) -> None:
     model, right = Late().double(), Regression().double()
     fault = Fault("bitflip", *wrong, step=3, target="matmul", every=1)
-    run = fit(model, 3, 2, [fault], strategy={**VERIFY, "staggered": staggered, "adapt": "reroute"}, max_steps=6)
+    run = fit(model, 3, 2, [fault], strategy={**VERIFY, "staggered": staggered, "rebalance": "never"}, max_steps=6)
     assert [(event.worker, event.step) for event in corruptions(run)] == [(wrong, 3)]
     values = zip(model.state_dict().values(), plain_loop(right, dataset(), steps=6).values(), strict=True)
     assert max(float((ours - theirs).abs().max()) for ours, theirs in values) < TOLERANCE
@@ -181,7 +181,7 @@ def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -
         Fault("kill", 0, 0, step=2, at="backward_input"),
     ]
     model, right = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
-    run = fit(model, 3, 2, faults, strategy={**VERIFY, "restart_workers": True})
+    run = fit(model, 3, 2, faults, strategy={**VERIFY, "max_restarts": 10})
     assert [(event.worker, event.details["proof"]) for event in corruptions(run)] == [((2, 1), "computation")]
     fit(right, 3, 2)
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
@@ -191,7 +191,7 @@ def test_a_device_that_computes_wrong_results_is_kept_out_of_later_runs_until_th
     tmp_path: Path,
 ) -> None:
     fault = Fault("bitflip", 1, 0, step=2, microbatch=checked_microbatch(2, 3), target="activation")
-    options = {**VERIFY, "restart_workers": True}
+    options = {**VERIFY, "max_restarts": 10}
     run = fit(Regression().double(), 3, 1, [fault], strategy=options, max_steps=4)
     assert evicted(run) == [(1, 0)]
     assert not any(event.kind == "restarting" for event in run.strategy.history)

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import PipelineModule, ReCycleStrategy, RecoveryOptions
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from support.growth import AwaitReplacement
 
@@ -112,7 +112,7 @@ def show(run, model, batch_size):
 
 show(trainer("auto", 1), Model(Config()).double(), batch_size=24)
 kill = FaultInjectionCallback([Fault("kill", 1, 0, step=3)])
-strategy = ReCycleStrategy(pipeline_parallel_size=2, restart_workers=True)
+strategy = ReCycleStrategy(pipeline_parallel_size=2, recovery=RecoveryOptions(max_restarts=10))
 history = show(trainer(strategy, 4, kill, AwaitReplacement([10])), Model(Config()).double(), batch_size=12)
 print("rejoined", [event.worker for event in history if event.kind == "rejoined"])
 try:

@@ -169,7 +169,7 @@ def test_who_joins_after_all_have_agreed_to_stop_stops_with_them() -> None:
         Stops("on_train_batch_end", 2),
         AwaitReplacement([5]),
         faults=[Fault("kill", 1, 0, step=3)],
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
         min_steps=10,
     )
     assert (run.global_step, rejoined(run), happened(run, "stop_requested")) == (10, [(1, 0)], [])

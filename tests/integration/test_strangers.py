@@ -57,7 +57,7 @@ def test_a_run_that_loses_and_replaces_workers_goes_on_among_strangers(seed: int
             faults,
             data=data,
             max_steps=steps,
-            strategy={"restart_workers": True},
+            strategy={"max_restarts": 10},
             callbacks=[Unhurried(), AwaitReplacement([9 + 20 * i for i in range(1, 4)])],
         )
     assert difference(model.state_dict(), expected) < TOLERANCE

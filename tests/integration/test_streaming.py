@@ -111,7 +111,7 @@ def test_a_stream_without_state_trains_the_weights_of_one_device_whoever_dies_jo
         SaysNothing(SAMPLES),
         [Fault("kill", 1, 0, enters_at - 1), Fault("kill", 0, 0, enters_at + 1)],  # then it reads for both pipelines
         num_workers=num_workers,
-        strategy={"restart_workers": True, "max_restarts": 1},
+        strategy={"max_restarts": 1},
         callbacks=[
             AwaitReplacement([enters_at]),
             ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=saved, save_top_k=-1),
@@ -144,7 +144,7 @@ def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_w
         [Fault("kill", 1, 0, enters_at - 1), Fault("kill", 0, 0, 2 * EPOCH - 1)],  # then it reads for both pipelines
         num_workers=num_workers,
         limit_train_batches=EPOCH,
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
         callbacks=[AwaitReplacement([enters_at])],
     )
     entered = happened(run, "rejoined")[0]
@@ -159,7 +159,7 @@ def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: 
         shuffled(SAMPLES),
         [Fault("kill", 1, 0, enters_at - 1), Fault("kill", 0, 0, 2 * EPOCH + 1)],  # then it reads for both pipelines
         max_epochs=3,
-        strategy={"restart_workers": True, "max_restarts": 1},
+        strategy={"max_restarts": 1},
         callbacks=[AnotherOrder(), AwaitReplacement([enters_at])],
     )
     entered = happened(run, "rejoined")[0]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.device_models import Compiled, Heavy, SharedDevices, Taken, Wide
 from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, STEPS, dataset
+from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE, difference, failures, plain_loop
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 MEGABYTE = 1 << 20
@@ -36,7 +36,7 @@ def train(model: Any, device: str, faults: Any = (), strategy: Any = None, **opt
     run = L.Trainer(
         accelerator=accelerator,
         devices=PIPELINES * STAGES,
-        strategy=ReCycleStrategy(**{**arguments, **(strategy or {})}),
+        strategy=recycle_strategy(**{**arguments, **(strategy or {})}),
         callbacks=[FaultInjectionCallback(list(faults)), *options.pop("callbacks", [])],
         **{"max_steps": STEPS, **QUIET, **options},
     )
@@ -100,7 +100,7 @@ def test_layers_move_from_device_to_device(transport: str) -> None:
 @pytest.mark.gpu
 def test_peers_on_devices_hold_and_compute_the_same_bits() -> None:
     model = Wide().double()
-    run = train(model, "cuda", strategy={"check_every": 1, "verify": 0.5})
+    run = train(model, "cuda", strategy={"checksum_every": 1, "verify": 0.5})
     assert not {"corruption", "disputed", "healed"} & {event.kind for event in run.strategy.history}
 
 

@@ -9,7 +9,7 @@ from support.nccl_on_trial import OnTrial
 from support.training import exact_fit, failures, trainer
 from test_moving_layers import Move, moves
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import CommunicationOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import ConfigurationError
 
@@ -36,7 +36,7 @@ def test_a_replacement_gets_its_state_from_device_to_device() -> None:
         2,
         [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=8)],
         dataset(GLOBAL_BATCH * 14),
-        strategy={"restart_workers": True},
+        strategy={"max_restarts": 10},
         callbacks=[AwaitReplacement([7, 12])],
         max_steps=14,
     )
@@ -51,7 +51,7 @@ def test_weights_equal_when_tied_gradients_are_added_by_nccl() -> None:
 @pytest.mark.parametrize("at", ["backward_weight", "reduce", "optimizer"])
 def test_weights_equal_when_gradients_of_a_shared_layer_are_added_by_nccl(at: str) -> None:
     faults = [Fault("kill", pipeline=1, stage=1, step=4, at=at)]
-    options = {"bucket_cap_mb": 0.1, "adapt": "reroute", "decoupled": True}
+    options = {"bucket_cap_mb": 0.1, "rebalance": "never", "split_backward": True}
     run = exact_fit(WideShared().double(), 2, 2, faults, callbacks=[Move({1: (1.5, 2.5)})], strategy=options)
     assert failures(run) == [(1, 1)]
     assert moves(run) == [(0, 1.5, 4)]
@@ -71,18 +71,23 @@ def test_nccl_that_fails_on_one_worker_costs_nothing_but_time() -> None:
 
 def test_nccl_without_cuda_devices_is_an_error_that_names_the_remedy() -> None:
     with pytest.raises(ConfigurationError, match=r"transport='gloo'"):
-        L.Trainer(accelerator="cpu", devices=2, strategy=ReCycleStrategy(transport="nccl"), logger=False)
+        L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=ReCycleStrategy(communication=CommunicationOptions(transport="nccl")),
+            logger=False,
+        )
 
 
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="transport='mpi'"):
-        ReCycleStrategy(transport="mpi")  # type: ignore[arg-type]
+        ReCycleStrategy(communication=CommunicationOptions(transport="mpi"))  # type: ignore[arg-type]
 
 
 def test_an_option_that_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="standby_connections='no'"):
-        ReCycleStrategy(standby_connections="no")  # type: ignore[arg-type]
+        ReCycleStrategy(communication=CommunicationOptions(standby_connections="no"))  # type: ignore[arg-type]
 
 
 def test_gloo_is_the_default() -> None:
-    assert trainer(2, 1).strategy.options.transport == "gloo"
+    assert trainer(2, 1).strategy.options.communication.transport == "gloo"

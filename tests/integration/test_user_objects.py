@@ -14,7 +14,7 @@ from support.growth import AwaitReplacement, happened, rejoined
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_recycle import ReCycleError, ReCycleStrategy
+from lightning_recycle import RecoveryOptions, ReCycleError, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 EPOCH = 5  # steps
@@ -126,7 +126,7 @@ def _trainer(devices: int, callbacks: list[L.Callback], strategy: Any, **options
 def _train(faults: list[Fault], steps: tuple[int, ...] = (9, 14)) -> tuple[L.Trainer, Annealed]:
     model = Annealed()
     callbacks = [Scales(), AwaitReplacement(steps), FaultInjectionCallback(faults)]
-    trainer = _trainer(2, callbacks, ReCycleStrategy(restart_workers=True))
+    trainer = _trainer(2, callbacks, ReCycleStrategy(recovery=RecoveryOptions(max_restarts=10)))
     trainer.fit(model, datamodule=Data(batch_size=4))
     return trainer, model
 
@@ -149,7 +149,9 @@ def test_a_run_that_begins_again_has_what_hooks_had_set_by_the_checkpoint(tmp_pa
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     faults = [Fault("kill", d, 0, step=8 + d) for d in range(2)]
     callbacks = [Scales(), checkpoints, FaultInjectionCallback(faults)]
-    trainer = _trainer(2, callbacks, ReCycleStrategy(on_stage_lost="restart"), enable_checkpointing=True)
+    trainer = _trainer(
+        2, callbacks, ReCycleStrategy(recovery=RecoveryOptions(on_stage_lost="restart")), enable_checkpointing=True
+    )
     model = Annealed()
     trainer.fit(model, datamodule=Data(batch_size=4))
     assert happened(trainer, "stage_lost")

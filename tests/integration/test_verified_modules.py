@@ -24,7 +24,7 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.runtime.checks import verification
 
-VERIFY = {"verify": 1.0, "check_every": 1}
+VERIFY = {"verify": 1.0, "checksum_every": 1}
 WRONG = Fault("bitflip", 1, 0, step=3, microbatch=checked_microbatch(3, 3), target="activation")
 
 

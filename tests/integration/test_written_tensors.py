@@ -12,11 +12,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.training import QUIET, difference, failures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ReCycleStrategy, UnsupportedFeatureError
+from lightning_recycle import UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 
@@ -77,7 +78,7 @@ def on_grid(model: L.LightningModule, faults: Any = (), callbacks: Any = (), **s
         accelerator="cpu",
         devices=2,
         max_epochs=1,
-        strategy=ReCycleStrategy(**strategy),
+        strategy=recycle_strategy(**strategy),
         callbacks=[FaultInjectionCallback(list(faults)), *callbacks],
         **QUIET,
     )
@@ -105,7 +106,7 @@ def test_a_replacement_has_the_values_of_all_micro_batches() -> None:
     calm, killed = SelfSupervised("data"), SelfSupervised("data")
     on_grid(calm, num_microbatches=2)
     faults = [Fault("kill", 0, 0, step=1), Fault("kill", 1, 0, step=4)]
-    run = on_grid(killed, faults, [AwaitReplacement([3])], num_microbatches=2, restart_workers=True)
+    run = on_grid(killed, faults, [AwaitReplacement([3])], num_microbatches=2, max_restarts=10)
     assert (0, 0) in rejoined(run)
     assert difference(parameters(calm), parameters(killed)) < 1e-12
 
@@ -161,5 +162,5 @@ class KeepsLog(Callback):
 
 def test_with_several_stages_a_warning_names_it(tmp_path: Path) -> None:
     callbacks = [KeepsLog(tmp_path / "log")]
-    on_grid(InStages(), (), callbacks, pipeline_parallel_size=2, pipeline="layers", num_microbatches=2)
+    on_grid(InStages(), (), callbacks, pipeline_parallel_size=2, layers="layers", num_microbatches=2)
     assert "layers.0.calls is written while micro-batches" in (tmp_path / "log").read_text()

@@ -83,7 +83,7 @@ def test_layers_of_a_sequence_get_the_whole_of_a_tuple() -> None:
             ["AutoEncoder", "several places", "'encoder' (60 parameters)", "'decoder' (80 parameters)"],
         ),
         (Alone, None, ["Alone", "no nn.Sequential or nn.ModuleList of at least 2 entries", "PipelineModule"]),
-        (Alone, "three", ["pipeline='three'", "Alone has no submodule", "It has one, two", "__init__"]),
+        (Alone, "three", ["layers='three'", "Alone has no submodule", "It has one, two", "__init__"]),
         (Alone, "one", ["names 1 layer of Alone, fewer than pipeline_parallel_size=2 stages: one"]),
         (Alone, ["one", "same"], ["one and same of Alone are the same module"]),
         (Alone, "table", ["'table' is an nn.ModuleDict", "order"]),
@@ -99,5 +99,5 @@ def test_what_is_no_chain_is_refused_with_the_remedy(module: Any, pipeline: Any,
 
 @pytest.mark.parametrize("pipeline", ["", [], [1], {"a": 1}, 3, [""]], ids=repr)
 def test_the_option_is_a_path_or_a_list_of_paths(pipeline: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"pipeline=.*give the path of a submodule"):
-        ReCycleStrategy(pipeline=pipeline)
+    with pytest.raises(ConfigurationError, match=r"layers=.*give the path of a submodule"):
+        ReCycleStrategy(layers=pipeline)

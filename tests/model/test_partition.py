@@ -173,42 +173,39 @@ def test_parameters_without_shapes_cannot_be_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "seconds", "expected"),
+    ("partition", "expected"),
     [
-        ("count", None, [2, 2]),
-        ("parameters", None, [3, 1]),
-        ("profile", [1, 1, 1, 9], [3, 1]),
-        ("profile", (9.0, 1.0, 1.0, 1.0), [1, 3]),
-        ([1, 3], None, [1, 3]),
-        ((3, 1), None, [3, 1]),
+        ("count", [2, 2]),
+        ("parameters", [3, 1]),
+        ([1.0, 1, 1, 9], [3, 1]),
+        ((9.0, 1.0, 1.0, 1.0), [1, 3]),
+        ([1, 3], [1, 3]),
+        ((3, 1), [3, 1]),
     ],
 )
-def test_layers_are_dealt_as_asked(partition: Any, seconds: Any, expected: list[int]) -> None:
-    parts = stage_layers(Layers(*MIXED), 2, partition, layer_seconds=seconds)
+def test_layers_are_dealt_as_asked(partition: Any, expected: list[int]) -> None:
+    parts = stage_layers(Layers(*MIXED), 2, partition)
     assert sizes(parts) == expected
     assert [index for part in parts for index in part] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("partition", "seconds", "message"),
+    ("partition", "message"),
     [
-        ("size", None, "partition='size': use 'count'"),
-        (7, None, "partition=7: use 'count'"),
-        ("profile", None, "needs layer_seconds"),
-        ("profile", [1.0], "layer_seconds has 1 items for 4 layers"),
-        ("count", [1.0] * 4, "does not use layer_seconds"),
-        ([1, 2, 1], None, "describes 3 stages; pipeline_parallel_size is 2"),
-        ([1, 2], None, "distributes 3 layers; the model has 4"),
-        ([0, 4], None, "whole numbers of at least 1"),
-        ([1.5, 2.5], None, "whole numbers of at least 1"),
-        ([True, 3], None, "whole numbers of at least 1"),
+        ("size", "partition='size': use 'count'"),
+        (7, "partition=7: use 'count'"),
+        ([1.0], "has the seconds of 1 layers; the model has 4"),
+        ([1.5, 2.5], "has the seconds of 2 layers.* give integers"),
+        ([1.0, 1.0, 1.0, -1.0], "The load of layer 3 is -1.0"),
+        ([1, 2, 1], "describes 3 stages; pipeline_parallel_size is 2"),
+        ([1, 2], "distributes 3 layers; the model has 4"),
+        ([0, 4], "whole numbers of at least 1"),
+        ([True, 3], "whole numbers of at least 1"),
     ],
 )
-def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(
-    partition: Any, seconds: Any, message: str
-) -> None:
+def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(partition: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        stage_layers(Layers(*MIXED), 2, partition, layer_seconds=seconds)
+        stage_layers(Layers(*MIXED), 2, partition)
 
 
 def test_fewer_layers_than_stages_is_an_error_however_they_are_dealt() -> None:
@@ -244,7 +241,7 @@ def test_measured_seconds_are_those_of_each_layer() -> None:
     assert seconds[1] >= 0.03
     assert all(s > 0 for s in seconds)
     assert max(range(5), key=seconds.__getitem__) == 1
-    assert stage_layers(module, 2, "profile", seconds)[0].stop in (1, 2)
+    assert stage_layers(module, 2, seconds)[0].stop in (1, 2)
 
 
 def test_measuring_leaves_no_trace() -> None:

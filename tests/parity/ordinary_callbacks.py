@@ -368,13 +368,13 @@ CALLBACKS: dict[str, Case] = {
         ("`BaseFinetuning`, `BackboneFinetuning`",),
         fits(Backbone, callbacks=lambda root: [Later()], max_epochs=3),
         lambda run: len(run.trainer.optimizers[0].param_groups) == 2,
-        strategy={"pipeline": ["backbone", "head"]},
+        strategy={"layers": ["backbone", "head"]},
     ),
     "BackboneFinetuning": Case(
         ("`BaseFinetuning`, `BackboneFinetuning`",),
         fits(Backbone, callbacks=lambda root: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)], max_epochs=3),
         lambda run: len(run.trainer.optimizers[0].param_groups) == 2,
-        strategy={"pipeline": ["backbone", "head"]},
+        strategy={"layers": ["backbone", "head"]},
     ),
     "ModelPruning": Case(
         ("`ModelPruning`",),

@@ -24,11 +24,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from seen_attributes import DIFFERS, differences
 from support.comparison import differences as differences_of_values
+from support.options import recycle_strategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Accuracy
-
-from lightning_recycle import ReCycleStrategy
 
 STAGES = (1, 2)
 KILLS = ("none", "member", "leader")
@@ -274,7 +273,7 @@ def on_a_grid(case: Case, stages: int, kind: str, root: Path) -> same.Run:
     options = {"pipeline_parallel_size": stages, "num_microbatches": same.MICROBATCHES, **case.strategy}
 
     def choose() -> dict[str, Any]:
-        return {"devices": same.PIPELINES * stages, "strategy": ReCycleStrategy(**options)}
+        return {"devices": same.PIPELINES * stages, "strategy": recycle_strategy(**options)}
 
     session = Session(root, choose, same.Data(same.GLOBAL_BATCH // same.PIPELINES), run)
     if kind != "none":

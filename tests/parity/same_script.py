@@ -21,6 +21,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import ModelHooks
+from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
 from torch.nn import functional
@@ -291,7 +292,7 @@ def on_a_grid(script: Script, root: Path, dtype: torch.dtype = torch.float64, **
     run = Run(None, None, root)
 
     def choose() -> dict[str, Any]:
-        return {"devices": PIPELINES * STAGES, "strategy": ReCycleStrategy(**arguments)}
+        return {"devices": PIPELINES * STAGES, "strategy": recycle_strategy(**arguments)}
 
     script(Session(root, choose, Data(GLOBAL_BATCH // PIPELINES, dtype), run))
     return run

@@ -134,7 +134,7 @@ def test_what_earlier_batches_have_added_survives_a_kill_and_reaches_the_replace
     alone: Callable[..., same.Run], tmp_path: Path, name: str, clipped: bool
 ) -> None:
     options = {"gradient_clip_val": 0.05} if clipped else {}
-    grid = same.on_a_grid(dies(*KILLS[name], **options), tmp_path, restart_workers=True)
+    grid = same.on_a_grid(dies(*KILLS[name], **options), tmp_path, max_restarts=10)
     one = alone(**options)
     assert failures(grid.trainer) == [(fault.pipeline, fault.stage) for fault in KILLS[name]]
     assert len(rejoined(grid.trainer)) == len(KILLS[name])

@@ -31,6 +31,7 @@ from same_script import (
     run_both,
 )
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.sampling import sampled
 from support.scripts import consolidated
 from support.training import failures
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_recycle import LayerSpec, ReCycleStrategy
+from lightning_recycle import LayerSpec
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 pytestmark = pytest.mark.long
@@ -160,7 +161,7 @@ def on_grid(script: Callable[[Session], None], root: Path, stages: int = 2, **st
     run = Run(None, None, root)
 
     def choose() -> dict[str, Any]:
-        return {"devices": PIPELINES * stages, "strategy": ReCycleStrategy(**arguments)}
+        return {"devices": PIPELINES * stages, "strategy": recycle_strategy(**arguments)}
 
     root.mkdir(exist_ok=True)
     script(Session(root, choose, Data(GLOBAL_BATCH // PIPELINES), run))
@@ -240,7 +241,7 @@ def test_who_joins_goes_on_with_the_averages_of_its_donor(name: str, joins: int,
     """The donor dies next, so what the new worker holds is all that there is of the first stage."""
     faults = [Fault("kill", 1, 0, step=joins - 3), Fault("kill", 0, 0, step=joins + 2)]
     more = [FaultInjectionCallback(faults), AwaitReplacement([joins])]
-    run = on_grid(training(name, *more), tmp_path, stages, restart_workers=True)
+    run = on_grid(training(name, *more), tmp_path, stages, max_restarts=10)
     assert rejoined(run.trainer)[:1] == [(1, 0)]
     assert failures(run.trainer) == [(1, 0), (0, 0)]
     assert_same_training(undisturbed(name), run)

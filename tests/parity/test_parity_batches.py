@@ -141,7 +141,7 @@ def test_a_kill_changes_nothing_and_a_replacement_finds_its_place(tmp_path: Path
         trainer = session.trainer(max_epochs=2, callbacks=[faults, AwaitReplacement([4, 8])])
         trainer.fit(session.run.module, DATA[name](session), DATA[name](session))
 
-    grid = same.on_a_grid(script, tmp_path, restart_workers=True)
+    grid = same.on_a_grid(script, tmp_path, max_restarts=10)
     assert failures(grid.trainer) == rejoined(grid.trainer) == [(1, 1), (0, 0)]
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.results["fit"], grid.metrics)

@@ -79,7 +79,7 @@ def test_nothing_that_was_collected_dies_with_a_worker_and_a_replacement_gets_it
     def with_a_kill(session: same.Session) -> None:
         collected(session, Fault("kill", 0, stage, step=5, at="backward_input"), Fault("kill", 1, stage, step=9))
 
-    grid = same.on_a_grid(with_a_kill, tmp_path, restart_workers=True)
+    grid = same.on_a_grid(with_a_kill, tmp_path, max_restarts=10)
     assert grid.results["history"].count("failure") == 2
     assert "rejoin" in " ".join(grid.results["history"])
     same.assert_same(collected_runs[0].results["fit"], grid.results["fit"])

@@ -131,7 +131,7 @@ def test_a_kill_in_a_later_round_changes_nothing_and_a_replacement_joins_there(t
         FaultInjectionCallback([Fault("kill", 1, 1, step=2), Fault("kill", 0, 0, step=6)]),
         AwaitReplacement([4, 8]),
     ]
-    grid = same.on_a_grid(combining(COMBINATIONS["a list"], *callbacks), tmp_path, restart_workers=True)
+    grid = same.on_a_grid(combining(COMBINATIONS["a list"], *callbacks), tmp_path, max_restarts=10)
     assert failures(grid.trainer) == rejoined(grid.trainer) == [(1, 1), (0, 0)]
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)

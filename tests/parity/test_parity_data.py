@@ -93,7 +93,7 @@ def test_what_a_batch_hook_draws_depends_on_the_data_alone(tmp_path: Path) -> No
     for name in ("2x2", "again"):
         (tmp_path / name).mkdir()
     grid = same.on_a_grid(augmented, tmp_path / "2x2")
-    again = same.on_a_grid(augmented, tmp_path / "again", staggered=False, decoupled=False)
+    again = same.on_a_grid(augmented, tmp_path / "again", staggered=False, split_backward=False)
     same.assert_same(grid.weights, again.weights)
 
 

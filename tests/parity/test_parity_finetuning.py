@@ -163,7 +163,7 @@ def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) ->
 def test_the_same_though_the_donor_of_a_replacement_dies(name: str, tmp_path: Path) -> None:
     faults = [Fault("kill", 1, 0, step=5), Fault("kill", 0, 0, step=11)]
     more = [FaultInjectionCallback(faults), AwaitReplacement([9])]
-    run = on_a_grid(training(*SCRIPTS[name], *more), tmp_path, restart_workers=True)
+    run = on_a_grid(training(*SCRIPTS[name], *more), tmp_path, max_restarts=10)
     assert rejoined(run.trainer)[:1] == [(1, 0)]
     assert failures(run.trainer) == [(1, 0), (0, 0)]
     assert_same_training(on_one(name), run)

@@ -15,12 +15,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from support.growth import AwaitReplacement, rejoined
+from support.options import recycle_strategy
 from support.sampling import sampled
 from support.training import QUIET, committed_steps, difference, failures, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 BATCH = 12
@@ -162,7 +163,7 @@ def on_grid(module: Any, grid: tuple[int, int, int], faults: Any = (), **kwargs:
     run = L.Trainer(
         accelerator="cpu",
         devices=pipelines * stages,
-        strategy=ReCycleStrategy(**options),
+        strategy=recycle_strategy(**options),
         plugins=[plugin(**scaled)],
         callbacks=callbacks,
         **{"max_epochs": 1, **QUIET, **kwargs},
@@ -189,7 +190,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "clipped by value": (Piped, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
     "accumulated": (Piped, {"accumulate_grad_batches": 2}),
     "fused": (Fused, {}),
-    "ordinary": (Ordinary, {"strategy": {"pipeline": "net"}}),
+    "ordinary": (Ordinary, {"strategy": {"layers": "net"}}),
 }
 KILLS = {
     "": [],
@@ -245,7 +246,7 @@ def test_a_worker_that_joins_has_the_scale_of_its_peers() -> None:
     reference, module = Piped(), Piped()
     expected = alone(reference)
     faults = [Fault("kill", 1, 1, step=1, at="forward")]
-    found = on_grid(module, (2, 2, 2), faults, callbacks=[AwaitReplacement({4})], strategy={"restart_workers": True})
+    found = on_grid(module, (2, 2, 2), faults, callbacks=[AwaitReplacement({4})], strategy={"max_restarts": 10})
     assert rejoined(found[0]) == [(1, 1)]
     assert_same(module, found, reference, expected)
 

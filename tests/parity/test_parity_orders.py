@@ -45,7 +45,7 @@ def test_a_replacement_reads_the_order_of_one_device(tmp_path: Path, name: str) 
     one = same.on_one_device(fit, tmp_path / "one")
     faults = FaultInjectionCallback([Fault("kill", 1, 1, step=6), Fault("kill", 0, 0, step=6)])
     waits = AwaitReplacement([8])  # within the second epoch
-    grid = same.on_a_grid(lambda session: fit(session, faults, waits), tmp_path, restart_workers=True)
+    grid = same.on_a_grid(lambda session: fit(session, faults, waits), tmp_path, max_restarts=10)
     assert sorted(failures(grid.trainer)) == sorted(rejoined(grid.trainer)) == [(0, 0), (1, 1)]
     same.assert_same(one.weights, grid.weights)
 
@@ -137,7 +137,7 @@ def test_a_replacement_has_the_split_of_its_peer_and_goes_if_its_data_differ_all
             trainer = session.trainer(max_epochs=3, callbacks=callbacks)
             trainer.fit(session.run.module, datamodule=data(session.data.batch_size, marker))
 
-        seen.append(same.on_a_grid(script, tmp_path, restart_workers=bool(faults)))
+        seen.append(same.on_a_grid(script, tmp_path, max_restarts=10 if bool(faults) else 0))
     calm, killed = seen
     assert killed.progress == calm.progress
     same.assert_same(calm.weights, killed.weights)

@@ -13,7 +13,7 @@ from support.training import QUIET, difference, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.session.weight_callbacks import take_pruned_form
 
@@ -42,7 +42,7 @@ def on_grid(pruning: ModelPruning, faults: list[Fault] | None = None) -> tuple[L
     run = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ReCycleStrategy(pipeline_parallel_size=1, restart_workers=True),
+        strategy=ReCycleStrategy(pipeline_parallel_size=1, recovery=RecoveryOptions(max_restarts=10)),
         callbacks=[pruning, FaultInjectionCallback(faults or []), AwaitReplacement([9])],
         max_epochs=EPOCHS,
         **QUIET,

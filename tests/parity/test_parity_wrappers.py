@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from ordinary_runs import Kill, killing
+from support.options import recycle_strategy
 from support.training import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +28,6 @@ from torchmetrics.wrappers import (
     Running,
 )
 
-from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import UnsupportedFeatureError
 
 CLASSES = 3
@@ -133,7 +133,7 @@ def fit(module: L.LightningModule, workers: int, **strategy: Any) -> L.Trainer:
     data = TensorDataset(x, torch.randint(CLASSES, (48,), generator=generator))
     loader = DataLoader(data, batch_size=8 // workers)
     if workers > 1:
-        strategy = {"strategy": ReCycleStrategy(num_microbatches=2, **strategy)}
+        strategy = {"strategy": recycle_strategy(num_microbatches=2, **strategy)}
     trainer = L.Trainer(accelerator="cpu", devices=workers, max_epochs=3, num_sanity_val_steps=0, **strategy, **QUIET)
     with killing(getattr(module, "kill", None)):
         trainer.fit(module, loader, loader)
@@ -163,7 +163,7 @@ def test_wrappers_equal_those_of_one_device(
 ) -> None:
     module = Wrapped()
     module.kill = Kill(killed, "training", 8, tmp_path / "killed")
-    trainer = fit(module, 2, restart_workers=restarts)
+    trainer = fit(module, 2, max_restarts=10 if restarts else 0)
     assert [event.kind for event in trainer.strategy.history].count("failure") == 1  # type: ignore[attr-defined]
     found = flat({"found": module.found, "logged": trainer.callback_metrics})
     found = {name: value for name, value in found.items() if "recycle/" not in name}

@@ -5,7 +5,8 @@ import pytest
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.planning.normalization import usual_limit
-from lightning_recycle.planning.profile import Footprint, MemoryLimit, check_memory_limit, memory_of
+from lightning_recycle.planning.options import PlanningOptions
+from lightning_recycle.planning.profile import Footprint, MemoryLimit, is_memory_limit, memory_of
 
 GRID = Grid(2, 2, 3)
 
@@ -66,13 +67,27 @@ def test_what_the_process_needs_may_be_more_than_its_share() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 0.0, 1.5, True, "all", None, float("nan")])
 def test_what_is_no_limit_is_refused(limit: object) -> None:
-    with pytest.raises(ConfigurationError, match=r'memory=.*: give "auto", a number of bytes'):
-        check_memory_limit(limit)  # type: ignore[arg-type]
+    assert not is_memory_limit(limit)
+    with pytest.raises(ConfigurationError, match=r"PlanningOptions\(memory=.*: give 'auto', the bytes of a worker"):
+        PlanningOptions(memory=limit)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", ["auto", 1, 8_000_000_000, 0.1, 1.0])
 def test_limits(limit: MemoryLimit) -> None:
-    check_memory_limit(limit)
+    assert is_memory_limit(limit)
+    assert (PlanningOptions(memory=limit).memory_limit, PlanningOptions(memory=limit).in_flight_limit) == (limit, None)
+
+
+@pytest.mark.parametrize(("limit", "number"), [("1 micro-batch", 1), ("4 micro-batches", 4), ("12 microbatches", 12)])
+def test_a_limit_in_micro_batches_replaces_one_in_bytes(limit: str, number: int) -> None:
+    assert PlanningOptions(memory=limit).in_flight_limit == number
+    assert PlanningOptions(memory=limit).memory_limit == "auto"
+
+
+@pytest.mark.parametrize("limit", ["0 micro-batches", "micro-batches", "-1 micro-batches", "4", "4 batches"])
+def test_what_is_no_number_of_micro_batches_is_refused(limit: str) -> None:
+    with pytest.raises(ConfigurationError, match="such as '4 micro-batches'"):
+        PlanningOptions(memory=limit)
 
 
 def test_before_memory_is_measured_the_limit_is_that_of_1f1b() -> None:

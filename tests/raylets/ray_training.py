@@ -7,11 +7,12 @@ from typing import Any
 
 import lightning as L
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.options import recycle_strategy
 from support.training import QUIET, plain_loop
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_recycle import ReCycleStrategy, ray_worker
+from lightning_recycle import ray_worker
 
 STEPS = 40
 DATA = dataset(GLOBAL_BATCH * STEPS)
@@ -49,7 +50,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     run = ray_worker()
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy=ReCycleStrategy(**run.strategy_arguments, **config.get("strategy", {})),
+        strategy=recycle_strategy(**run.strategy_arguments, **config.get("strategy", {})),
         max_steps=STEPS,
         callbacks=[Signs(config["signs"]), *config.get("callbacks", ())],
         **{**QUIET, **run.trainer_arguments},
@@ -89,7 +90,7 @@ class AllDie(Regression):
 
 def from_driver(model: Regression, callbacks: Any = (), **options: Any) -> L.Trainer:
     """Trains with a Trainer in this process, whose workers are on Ray."""
-    strategy = ReCycleStrategy(2, 6, engine="ray", **(options or {"restart_workers": True}))
+    strategy = recycle_strategy(2, 6, engine="ray", **(options or {"max_restarts": 10}))
     arguments = {**QUIET, "enable_checkpointing": bool(callbacks), "callbacks": list(callbacks)}
     trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_steps=STEPS, **arguments)
     trainer.fit(model, DataLoader(DATA, batch_size=GLOBAL_BATCH // 2))

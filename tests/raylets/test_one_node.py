@@ -376,7 +376,7 @@ def ask():
     (signs / "enough").touch()
 threading.Thread(target=ask, daemon=True).start()
 def settled(config):
-    config["strategy"] = {"memory": 0.5, "in_flight_limit": 5, "activation_checkpointing": "never", "decoupled": False}
+    config["strategy"] = {"memory": "5 micro-batches", "activation_checkpointing": "never", "split_backward": False}
     config["callbacks"] = [HeartbeatCallback(timeout=7.0, last_holder_timeout=70.0), PlanMonitor(0.2, 9, 90)]
     return train(config)
 RayReCycle(2, 2, 6, name="settled", last_holder_timeout=60.0).fit(settled, {"signs": sys.argv[1]})
@@ -391,8 +391,7 @@ try:
     RayReCycle(2, 2, 6).fit(differing, {"signs": sys.argv[1]})
 except ConfigurationError as error:
     refused = str(error)
-names = ("memory", "in_flight_limit", "recompute", "decoupled", "timeout", "last_holder_timeout", "monitor")
-print("ANSWER", json.dumps([[getattr(terms[0], name) for name in names], refused]))
+print("ANSWER", json.dumps([terms[0].settings, refused]))
 """
 
 
@@ -400,8 +399,12 @@ print("ANSWER", json.dumps([[getattr(terms[0], name) for name in names], refused
 @pytest.mark.timeout(500)
 def test_what_the_script_says_reaches_the_coordinator_and_who_says_otherwise_is_refused(tmp_path: Path) -> None:
     settled, refused = answer(script(SETTINGS, tmp_path))
-    assert settled == [0.5, 5, False, False, 7.0, 60.0, [0.2, 9, 90]]
-    assert "ReCycleStrategy(memory=...) is" in refused
+    assert settled["planning.memory"] == "5 micro-batches"
+    assert settled["planning.activation_checkpointing"] == "never"
+    assert settled["planning.split_backward"] is False
+    assert (settled["heartbeat.timeout"], settled["heartbeat.last_holder_timeout"]) == (7.0, 60.0)
+    assert [settled[f"monitor.{name}"] for name in ("threshold", "window", "horizon_steps")] == [0.2, 9, 90]
+    assert "PlanningOptions(memory=...)) is" in refused
     assert "start all workers with the same script" in refused
 
 

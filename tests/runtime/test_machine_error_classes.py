@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.options import recycle_strategy
 
-from lightning_recycle import ConfigurationError, ReCycleStrategy
+from lightning_recycle import ConfigurationError
 from lightning_recycle.errors import InjectedFaultError, StageLostError
 from lightning_recycle.runtime import machine_errors
 from lightning_recycle.runtime.comm.communicator import CommunicationError
@@ -132,7 +133,7 @@ def test_the_option_adds_classes_or_decides_alone(option: Any, storage: bool, os
 )
 def test_wrong_options_are_refused_at_once(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        ReCycleStrategy(**options)
+        recycle_strategy(**options)
     assert all(word in str(caught.value) for word in words), caught.value
 
 

@@ -16,6 +16,7 @@ from support.meeting import Meeting
 from support.waiting import wait_for
 from torch import Tensor
 
+from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group
 from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory
@@ -423,11 +424,11 @@ def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
 
 def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cpu", "cuda"):
-        assert isinstance(transport_for("gloo", 0, torch.device(device, 0)), GlooTransport)
+        assert isinstance(transport_for(CommunicationOptions(), 0, torch.device(device, 0)), GlooTransport)
 
     def missing() -> None:
         raise ConfigurationError("There is no NCCL here")
 
     monkeypatch.setattr("lightning_recycle.runtime.nccl.nccl_transport.Libnccl", missing)
     with pytest.raises(ConfigurationError, match="There is no NCCL here"):
-        transport_for("nccl", 0, torch.device("cuda", 0))
+        transport_for(CommunicationOptions(transport="nccl"), 0, torch.device("cuda", 0))

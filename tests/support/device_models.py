@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor, nn
 
+from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
 from lightning_recycle.session import session
@@ -33,11 +34,11 @@ def let_devices_be_shared(rank: int) -> None:
         os.environ["NCCL_HOSTID"] = f"worker{rank}"
 
 
-def named(option: str, rank: int, device: torch.device, standby: bool = True) -> Transport:
+def named(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """``transport_for``, for workers that share a device."""
     if device.type == "cuda":
         let_devices_be_shared(rank)
-    found = transport_for(option, rank, device, standby)
+    found = transport_for(options, rank, device)
     if isinstance(found, NcclTransport):
         found._name = f"of worker {rank}"
     return found

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG
 from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Transport
 from lightning_recycle.runtime.comm.wire import Layout
@@ -48,11 +49,11 @@ class CountingTransport(NcclTransport):
         return super().begin_collective(roster, tensor, root)
 
 
-def imitated(option: str, rank: int, device: torch.device, standby: bool) -> Transport:
+def imitated(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for``."""
     fake = CountingTransport.devices[rank] = FakeDevice(SocketNetwork(), threaded=True)
     gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
-    return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, True, standby)
+    return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, True, options.standby_connections)
 
 
 session.transport_for = imitated

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory, Transport
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -27,7 +28,7 @@ class Broken(FakeDevice):
 made: list[NcclTransport] = []
 
 
-def on_trial(option: str, rank: int, device: torch.device, standby: bool) -> Transport:
+def on_trial(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for`` with "nccl"."""
     fake = (Broken if rank == BROKEN else FakeDevice)(SocketNetwork(), threaded=True)
     gloo = GlooTransport(timedelta(seconds=60), HostMemory(device))

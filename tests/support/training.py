@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle import PipelineModule
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, STEPS, dataset
+from support.options import recycle_strategy
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -65,7 +66,7 @@ def trainer(
     return L.Trainer(
         accelerator="cpu",
         devices=pipelines * stages,
-        strategy=ReCycleStrategy(**{**arguments, **(strategy or {})}),
+        strategy=recycle_strategy(**{**arguments, **(strategy or {})}),
         callbacks=callbacks,
         **{"max_steps": STEPS, **QUIET, **kwargs},
     )

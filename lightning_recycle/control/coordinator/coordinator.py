@@ -125,13 +125,15 @@ class Coordinator:
         self._owns_reception = reception is None
         self._reception = reception or Reception((host, port), self.authkey, grid.num_workers)
         self._loop = self._reception.loop
-        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self.options.adapt)
+        self._plans = RunPlans(
+            grid, planner, self.options.drift, on_profile, self._loop.wake, self.options.recovery.rebalance
+        )
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
         self._journal = journal
         self._readmission = None if journal is None else Readmission(journal, grid, self.options)
         holders = {} if journal is None else journal.processes
         self._workers = WorkerTable(self._loop, self._on_messages, self._gone, holders)
-        self._state = protocol.initial_state(grid, self.options.machine_error_retries)
+        self._state = protocol.initial_state(grid, self.options.recovery.machine_error_retries)
         if self._readmission is not None:
             self._state = self._readmission.state()
         self._state = self._with_policy(self._state)
@@ -167,7 +169,9 @@ class Coordinator:
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
     def _with_policy(self, state: protocol.MembershipState) -> protocol.MembershipState:
-        return state.updated(checks=Checks(self.options.on_corruption, self.options.check_every))
+        return state.updated(
+            checks=Checks(self.options.verification.on_corruption, self.options.verification.steps_asked_for or 0)
+        )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -495,7 +499,7 @@ class Coordinator:
         for rank in self._state.vacant:
             if self._has_candidate(rank) or rank in self._absent or not self._vacancies.may_start(rank, now):
                 continue
-            if self.options.restart_workers:
+            if self.options.recovery.max_restarts:
                 self._history.add("restarting", self._state, rank)
                 self._vacancies.start(rank)
                 self._watch.expect(rank, now)
@@ -735,7 +739,7 @@ class Coordinator:
             newest = self._state.steps.applied.get(self._state.roster.leader, -1)
             message = replace(message, counters=counters, leader_applied=newest)
             self._history.add_loss(message.step, message.loss)
-        verify = self.options.verify if self._state.checks.comparable else 0.0
+        verify = self.options.verification.verify if self._state.checks.comparable else 0.0
         programs = None if schedule is None else Programs(schedule, verify)
         frame = encode(message) if programs is None else bytearray()
         # Stage 0 first: a step begins there, and with many workers on few cores the last to be told is late.
@@ -789,7 +793,7 @@ class Coordinator:
 
     def _record(self, record: protocol.Record) -> None:
         if record.kind in ("failure", "moved"):
-            self._vacancies.may_move = self.options.normalize and record.kind == "failure"
+            self._vacancies.may_move = self.options.recovery.move_workers and record.kind == "failure"
         if record.kind == "revived":
             known = record.details["counters"].items()
             self._history.counters.update({name: value for name, value in known if name != "live_workers"})

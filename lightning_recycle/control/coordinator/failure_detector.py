@@ -89,7 +89,7 @@ class FailureDetector:
 
     def expect(self, rank: int, now: float) -> None:
         """From now on a replacement for ``rank`` sets up."""
-        self._candidates.setdefault(rank, now + self._options.start_timeout)
+        self._candidates.setdefault(rank, now + self._options.recovery.start_timeout)
 
     def ready(self, rank: int) -> None:
         """The replacement is set up."""
@@ -121,7 +121,7 @@ class FailureDetector:
     def begin_start(self, now: float) -> None:
         """The first worker is expected, or has come."""
         if self._deadline is None:
-            self._deadline = now + self._options.start_timeout
+            self._deadline = now + self._options.recovery.start_timeout
 
     def begin_regroup(self, now: float) -> None:
         self._deadline = now + self._options.report_timeout
@@ -183,7 +183,7 @@ class FailureDetector:
 
     def late_candidates(self, now: float) -> dict[int, str]:
         """The replacements that are not ready in time."""
-        cause = f"it was not ready within {self._options.start_timeout:g} s"
+        cause = f"it was not ready within {self._options.recovery.start_timeout:g} s"
         return {rank: cause for rank, deadline in self._candidates.items() if now > deadline}
 
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
@@ -192,7 +192,7 @@ class FailureDetector:
             return {}
         self._deadline = None
         if state.generation.number < 0:
-            cause = f"it did not start within {self._options.start_timeout:g} s"
+            cause = f"it did not start within {self._options.recovery.start_timeout:g} s"
             return dict.fromkeys(sorted(state.roster.live - state.roster.joined), cause)
         if not state.generation.regrouping:
             return {}

@@ -117,7 +117,7 @@ class Serving:
             authkey=reception.key,
             reception=reception,
             objection=lambda hello: self.difference(terms, hello.wants),
-            staggered=terms.wants.staggered,
+            staggered=bool(terms.planning.staggered),
             journal=self._journal,
             on_positions=self._on_positions,
             takes_results=self._takes_results,

@@ -32,16 +32,17 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.coordinator.journal import Journal, SupersededError, default_path
 from lightning_recycle.control.coordinator.run_server import Serving
 from lightning_recycle.control.joining.reception import Reception
-from lightning_recycle.control.joining.run_config import Overrides, RunConfig
+from lightning_recycle.control.joining.run_config import GROUPS, Overrides, RunConfig, settings_of
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.network.addresses import address_from, http_address, http_address_from_environment, shown
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.plans.drift import DriftOptions
-from lightning_recycle.control.protocol.corruption import POLICIES
+from lightning_recycle.control.protocol.messages import Setting
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.option_table import Check, shared_options
 from lightning_recycle.processes import die_with_parent
 
 __all__ = ["allow_descriptors", "main"]
@@ -50,6 +51,14 @@ log = logging.getLogger(__name__)
 
 _WORKERS = 4096  # as long as nobody knows how many there will be
 _OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
+
+_FLAGS = {
+    f"{group}.{item.name}": item
+    for group, (kind, _) in GROUPS.items()
+    if group != "monitor"  # --monitor-plan is all of it
+    for item in shared_options(kind)
+}
+"""The settings that have a flag, by name."""
 
 
 class _Serving(Serving):
@@ -200,24 +209,21 @@ def allow_descriptors(count: int) -> None:
 
 def _given(options: argparse.Namespace) -> Overrides:
     """What the command line says."""
-    monitor = DriftOptions()
-    return Overrides(
-        pipelines=options.pipelines,
-        stages=options.stages,
-        microbatches=options.microbatches,
-        decoupled=options.decoupled,
-        staggered=options.staggered,
-        planner=options.planner,
-        adapt=options.adapt,
-        timeout=options.timeout,
-        last_holder_timeout=options.last_holder_timeout,
-        coordinator_timeout=options.coordinator_timeout,
-        start_timeout=options.start_timeout,
-        machine_error_retries=options.machine_error_retries,
-        on_corruption=options.on_corruption,
-        verify=options.verify,
-        monitor=(monitor.threshold, monitor.window, monitor.horizon_steps) if options.monitor_plan else None,
-    )
+    settings = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
+    if options.monitor_plan:
+        settings |= settings_of("monitor", DriftOptions())
+    return Overrides(options.pipelines, options.stages, options.microbatches, settings)
+
+
+def _setting(text: str) -> Setting:
+    """The value of a setting, as it would be in YAML."""
+    words: dict[str, Setting] = {"true": True, "false": False, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -235,37 +241,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--http", metavar="HOST:PORT", help="where its page, /status and /metrics are; a port alone: for this machine"
     )
-    parser.add_argument("--planner", help="name of the planner")
-    parser.add_argument("--adapt", choices=("auto", "reroute", "layers"), help="when layers move to other stages")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="silence until a worker is lost")
-    parser.add_argument(
-        "--last-holder-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="silence until a worker is lost that no peer can stand in for",
-    )
-    parser.add_argument(
-        "--coordinator-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="silence of this coordinator until its workers give it up",
-    )
-    parser.add_argument(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="from the first worker to the last; the run then begins without the missing ones",
-    )
-    parser.add_argument(
-        "--machine-error-retries",
-        type=int,
-        metavar="N",
-        help="how often work that raised an exception of a machine is run again",
-    )
-    parser.add_argument("--on-corruption", choices=POLICIES, help="what follows for a worker with wrong bits")
-    parser.add_argument(
-        "--verify", type=float, metavar="SHARE", help="of the time, in which workers compute each other's micro-batches"
-    )
+    for name, item in _FLAGS.items():
+        check: Check | None = item.metadata["check"]
+        values = "VALUE" if check is None or not check.values else "|".join(check.values).lower()
+        flag = f"--{item.name.replace('_', '-')}"
+        parser.add_argument(flag, dest=name, type=_setting, metavar=values, help=item.metadata["shared"])
     parser.add_argument("--runs", type=int, default=None, help="end after this many runs; by default never")
     parser.add_argument(
         "--state",
@@ -277,10 +257,6 @@ def _parser() -> argparse.ArgumentParser:
         "--obey",
         action="store_true",
         help="end with the process that started this one, and listen to what it says instead of to signals",
-    )
-    parser.add_argument("--no-decoupled", dest="decoupled", action="store_const", const=False, help="fused backward")
-    parser.add_argument(
-        "--no-staggered", dest="staggered", action="store_const", const=False, help="all stages step together"
     )
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser

@@ -230,7 +230,7 @@ class Readmission:
 
     def state(self) -> MembershipState:
         """The state with which this coordinator begins."""
-        written, retries = self._journal.kept, self._options.machine_error_retries
+        written, retries = self._journal.kept, self._options.recovery.machine_error_retries
         return (
             initial_state(self._grid, retries)
             if written is None

@@ -10,76 +10,72 @@ Must not know: sockets, planners' results.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions, VerificationOptions
 from lightning_recycle.control.plans.drift import DriftOptions
-from lightning_recycle.control.plans.layout_choice import Adapt
 from lightning_recycle.control.plans.run_planner import RunPlanner
-from lightning_recycle.control.protocol.corruption import POLICIES
 from lightning_recycle.control.protocol.detection import PATIENCE
-from lightning_recycle.control.protocol.messages import RunRequest, Unfit
+from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.option_table import shared_options
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planner import get_planner
-from lightning_recycle.planning.problem import Technique
-from lightning_recycle.planning.profile import MemoryLimit, check_memory_limit
+from lightning_recycle.planning.options import PlanningOptions
 
 __all__ = [
+    "GROUPS",
     "CoordinatorOptions",
     "Overrides",
     "RunConfig",
     "WorkerProcess",
+    "complete_settings",
     "difference",
+    "settings_of",
     "settle",
+    "where",
 ]
+
+_Group = TypeVar("_Group")
 
 _MOST_WORKERS = 100_000
 
-_WORDS = {
-    "decoupled": "ReCycleStrategy(decoupled=...)",
-    "staggered": "ReCycleStrategy(staggered=...), or what lets stages wait for each other",
-    "planner": "ReCycleStrategy(planner=...)",
-    "in_flight_limit": "ReCycleStrategy(in_flight_limit=...)",
-    "memory": "ReCycleStrategy(memory=...)",
-    "recompute": "ReCycleStrategy(activation_checkpointing=...)",
-    "adapt": "ReCycleStrategy(adapt=...)",
-    "timeout": "HeartbeatCallback(timeout=...)",
-    "last_holder_timeout": "HeartbeatCallback(last_holder_timeout=...)",
-    "coordinator_timeout": "HeartbeatCallback(coordinator_timeout=...)",
-    "start_timeout": "ReCycleStrategy(start_timeout=...)",
-    "machine_error_retries": "ReCycleStrategy(machine_error_retries=...)",
-    "monitor": "PlanMonitor(threshold, window, horizon_steps)",
-    "on_corruption": "ReCycleStrategy(on_corruption=...)",
-    "check_every": "ReCycleStrategy(check_every=...)",
-    "verify": "ReCycleStrategy(verify=...)",
+GROUPS: dict[str, tuple[type[Any], str]] = {
+    "planning": (PlanningOptions, "ReCycleStrategy(planning=PlanningOptions({}=...))"),
+    "recovery": (RecoveryOptions, "ReCycleStrategy(recovery=RecoveryOptions({}=...))"),
+    "verification": (VerificationOptions, "ReCycleStrategy(verification=VerificationOptions({}=...))"),
+    "heartbeat": (HeartbeatTimeouts, "HeartbeatCallback({}=...)"),
+    "monitor": (DriftOptions, "PlanMonitor({}=...)"),
 }
-"""Where a script says each of the wants."""
+"""The options that all workers of a run must agree on, by the first part of a setting's name: the dataclass whose
+shared fields are meant, and where a script has them. There are settings of "monitor" where there is a PlanMonitor."""
+
+_OPTIONAL = "monitor"
+
+
+def settings_of(group: str, options: Any) -> dict[str, Setting]:
+    """The settings that all workers must agree on among ``options``, of the type of ``group``."""
+    return {f"{group}.{item.name}": getattr(options, item.name) for item in shared_options(type(options))}
+
+
+def where(setting: str) -> str:
+    """Where a script has a setting, in words."""
+    group, _, name = setting.partition(".")
+    return GROUPS[group][1].format(name)
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the command line says, by the names of :class:`RunRequest`; None where it says nothing.
+    """The command line of the coordinator; what it leaves open is None, or missing from ``settings``.
 
-    ``pipelines``, ``stages`` and ``microbatches``: the grid.
+    ``pipelines``, ``stages`` and ``microbatches``: the grid. ``settings``: as in :class:`RunRequest`.
     """
 
     pipelines: int | None = None
     stages: int | None = None
     microbatches: int | None = None
-    decoupled: bool | None = None
-    staggered: bool | None = None
-    planner: str | None = None
-    adapt: str | None = None
-    timeout: float | None = None
-    last_holder_timeout: float | None = None
-    coordinator_timeout: float | None = None
-    start_timeout: float | None = None
-    machine_error_retries: int | None = None
-    monitor: tuple[float, int, int] | None = None
-    on_corruption: str | None = None
-    verify: float | None = None
+    settings: Mapping[str, Setting] = field(default_factory=dict)
 
     @property
     def grid(self) -> Grid | None:
@@ -110,35 +106,34 @@ class RunConfig:
     def grid(self) -> Grid:
         return self.wants.grid
 
+    @property
+    def planning(self) -> PlanningOptions:
+        return _group(PlanningOptions, self.wants)
+
     def planner(self) -> RunPlanner:
         """The planner of the run."""
-        wants = self.wants
-        technique = Technique(decoupled=bool(wants.decoupled), staggered=wants.staggered)
-        memory = cast(MemoryLimit, wants.memory)
+        planning = self.planning
         return RunPlanner(
-            wants.grid,
-            wants.planner,
-            technique,
-            wants.in_flight_limit,
-            memory=memory,
-            recompute=wants.recompute,
-            chooses_split=wants.decoupled == "auto" and wants.entry == "fit",
+            self.grid,
+            planning.planner,
+            planning.technique,
+            planning.in_flight_limit,
+            memory=planning.memory_limit,
+            recompute=planning.activation_checkpointing == "auto",
+            chooses_split=planning.split_backward == "auto" and self.wants.entry == "fit",
         )
 
     def options(self) -> CoordinatorOptions:
         """The options of its coordinator."""
-        wants = self.wants
+        heartbeat, recovery = _group(HeartbeatTimeouts, self.wants), _group(RecoveryOptions, self.wants)
+        monitored = any(name.startswith(f"{_OPTIONAL}.") for name in self.wants.settings)
         return CoordinatorOptions(
-            heartbeat_timeout=wants.timeout,
-            last_holder_timeout=max(wants.timeout, wants.last_holder_timeout),
-            coordinator_timeout=wants.coordinator_timeout,
-            start_timeout=wants.start_timeout,
-            adapt=cast(Adapt, wants.adapt) if wants.entry == "fit" else "reroute",
-            machine_error_retries=wants.machine_error_retries,
-            drift=None if wants.monitor is None else DriftOptions(*wants.monitor),
-            on_corruption=wants.on_corruption,
-            check_every=wants.check_every if isinstance(wants.check_every, int) else 0,
-            verify=wants.verify,
+            heartbeat_timeout=heartbeat.timeout,
+            last_holder_timeout=max(heartbeat.timeout, heartbeat.last_holder_timeout),
+            coordinator_timeout=heartbeat.coordinator_timeout,
+            recovery=recovery if self.wants.entry == "fit" else recovery.without_changes(),
+            verification=_group(VerificationOptions, self.wants),
+            drift=_group(DriftOptions, self.wants) if monitored else None,
         )
 
 
@@ -157,7 +152,7 @@ def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
         return RunConfig(_overruled(given, RunRequest("", given.grid, False)))
     if wants.needs_launcher:
         raise ConfigurationError(
-            f"ReCycleStrategy({', '.join(wants.needs_launcher)}) needs a launching process, which starts all workers"
+            f"{', '.join(wants.needs_launcher)} needs a launching process, which starts all workers"
             " itself; with recycle-coordinator and recycle-run, leave it out."
         )
     grid, asked = wants.grid, (given.pipelines, given.stages, given.microbatches)
@@ -171,10 +166,11 @@ def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
         )
     settled = _overruled(given, wants)
     _check(settled)
+    script, ran = complete_settings(wants), complete_settings(settled)
     differing = [
-        f"{_WORDS[name]} is {getattr(wants, name)!r} in the script, and {getattr(settled, name)!r} by the command line"
-        for name in _WORDS
-        if getattr(wants, name) != getattr(settled, name)
+        f"{where(name)} is {script.get(name)!r} in the script, and {ran[name]!r} by the command line"
+        for name in ran
+        if script.get(name) != ran[name]
     ]
     return RunConfig(settled, tuple(differing))
 
@@ -203,12 +199,12 @@ def _difference(given: Overrides, terms: RunConfig, wants: RunRequest) -> str | 
             f"This script wants a grid of {settled.grid}, the run has {terms.grid} (pipelines x stages x"
             " micro-batches), as its first worker wanted: start all workers with the same script and the same options."
         )
-    for name, words in _WORDS.items():
-        mine, theirs = getattr(settled, name), getattr(terms.wants, name)
-        if mine != theirs:
+    mine, theirs = complete_settings(settled), complete_settings(terms.wants)
+    for name in {**theirs, **mine}:
+        if mine.get(name) != theirs.get(name):
             return (
-                f"{words} is {mine!r} in this script, and {theirs!r} in the run, as its first worker wanted: start all"
-                " workers with the same script and the same options."
+                f"{where(name)} is {mine.get(name)!r} in this script, and {theirs.get(name)!r} in the run, as its first"
+                " worker wanted: start all workers with the same script and the same options."
             )
     return None
 
@@ -219,40 +215,38 @@ def _overruled(given: Overrides, wants: RunRequest) -> RunRequest:
     sizes = (given.pipelines, given.stages, given.microbatches)
     own = (grid.pipelines, grid.stages, grid.microbatches)
     merged = Grid(*(mine if size is None else size for size, mine in zip(sizes, own, strict=True)))
-    names = {field.name for field in fields(Overrides)} & {field.name for field in fields(RunRequest)}
-    said = {name: value for name in sorted(names) if (value := getattr(given, name)) is not None}
-    return replace(wants, grid=merged, **said)
+    return replace(wants, grid=merged, settings={**wants.settings, **given.settings})
+
+
+def _group(kind: type[_Group], wants: RunRequest) -> _Group:
+    """The options of a type among the settings of ``wants``; those that are missing have their defaults.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+    (prefix,) = (f"{name}." for name, (group, _) in GROUPS.items() if group is kind)
+    values = {name.removeprefix(prefix): value for name, value in wants.settings.items() if name.startswith(prefix)}
+    return kind(**values)
+
+
+def complete_settings(wants: RunRequest) -> dict[str, Setting]:
+    """The settings of ``wants``, with the defaults of those that are missing."""
+    defaults: dict[str, Setting] = {}
+    for name, (group, _) in GROUPS.items():
+        if name != _OPTIONAL:
+            defaults |= settings_of(name, group())
+    return {**defaults, **wants.settings}
 
 
 def _check(wants: RunRequest) -> None:
     """Raises ConfigurationError for what cannot work."""
-    if wants.decoupled not in ("auto", True, False):
-        raise ConfigurationError(f"decoupled={wants.decoupled!r}: a script wants True, False or 'auto'.")
-    if wants.on_corruption not in POLICIES:
-        raise ConfigurationError(f"--on-corruption {wants.on_corruption}: give one of {', '.join(POLICIES)}.")
-    if wants.check_every != "auto" and not (isinstance(wants.check_every, int) and wants.check_every >= 0):
-        raise ConfigurationError(f"check_every={wants.check_every!r}: give 'auto', a number of steps, or 0 for never.")
-    get_planner(wants.planner)
-    check_memory_limit(cast(MemoryLimit, wants.memory))
+    known = {f"{name}.{item.name}" for name, (group, _) in GROUPS.items() for item in shared_options(group)}
+    if unknown := sorted(wants.settings.keys() - known):
+        raise ConfigurationError(f"This coordinator knows no setting {unknown[0]!r}: use the same version everywhere.")
+    for group, _ in GROUPS.values():
+        _group(group, wants)
     if wants.grid.num_workers > _MOST_WORKERS:
         raise ConfigurationError(f"A grid of {wants.grid} has more than {_MOST_WORKERS} workers: give a smaller one.")
-    amounts: dict[str, tuple[Any, bool]] = {
-        "--timeout": (wants.timeout, 0 < wants.timeout < math.inf),
-        "--last-holder-timeout": (wants.last_holder_timeout, 0 < wants.last_holder_timeout < math.inf),
-        "--coordinator-timeout": (wants.coordinator_timeout, 0 < wants.coordinator_timeout < math.inf),
-        "--start-timeout": (wants.start_timeout, 0 < wants.start_timeout < math.inf),
-        "--machine-error-retries": (wants.machine_error_retries, wants.machine_error_retries >= 0),
-        "--verify": (wants.verify, 0 <= wants.verify <= 1),
-        "in_flight_limit": (wants.in_flight_limit, wants.in_flight_limit is None or wants.in_flight_limit >= 1),
-    }
-    for name, (value, is_right) in amounts.items():
-        if not is_right:
-            least = {
-                "--machine-error-retries": "an integer of at least 0",
-                "--verify": "a share of the time, from 0 to 1",
-                "in_flight_limit": "at least 1",
-            }
-            raise ConfigurationError(f"{name} {value}: give {least.get(name, 'a number of seconds, more than 0')}.")
 
 
 class WorkerProcess(Protocol):
@@ -275,45 +269,27 @@ class WorkerProcess(Protocol):
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """Time bounds of the control plane, in seconds, and how lost workers are replaced.
+    """Time bounds of the control plane, in seconds, and the options that it carries out.
 
     Args:
         heartbeat_timeout: silence after which a worker is declared dead if a peer is well; no operation counts as
             stuck before it, either.
         last_holder_timeout: silence after which a worker is declared dead whoever else there is.
         coordinator_timeout: silence of the coordinator after which its workers give it up.
-        start_timeout: time for all workers to join, and for a replacement to be ready; who takes much longer to
-            connect than the others is given up before.
         report_timeout: time for all survivors to stop and report; longer than any single operation.
         grace: time between a broken connection and a regroup of workers that are all alive.
         patience: time for operations whose usual duration is not known, and for any if no peer is well.
-        restart_workers: whether replacements of lost workers are started.
-        max_restarts: bound for the whole run.
-        adapt: when layers move to another stage, see :class:`~lightning_recycle.ReCycleStrategy`.
-        normalize: whether a healthy worker moves to another stage when that pays.
-        machine_error_retries: how often work is run again that raised an exception which a fault of the machine may
-            explain.
-        on_corruption: what follows for a worker that holds wrong bits, see
-            :class:`~lightning_recycle.control.protocol.corruption.Checks`.
-        check_every: steps between two checks of that, likewise; 0 for as many as the workers ask for.
-        verify: the share of the time in which workers may compute each other's micro-batches where that does not fit
-            into idle times; 0 for no such checks.
+        recovery: how lost workers are replaced.
+        verification: how wrong bits are found; "auto" intervals are those that the workers ask for.
         drift: when to change the plan because operations do not take the times it assumes; None for never.
     """
 
     heartbeat_timeout: float = 5.0
     last_holder_timeout: float = 300.0
     coordinator_timeout: float = 60.0
-    start_timeout: float = 300.0
     report_timeout: float = PATIENCE
     grace: float = 0.5
     patience: float = PATIENCE
-    restart_workers: bool = False
-    max_restarts: int = 10
-    adapt: Adapt = "reroute"
-    normalize: bool = False
-    machine_error_retries: int = 1
-    on_corruption: str = "evict"
-    check_every: int = 0
-    verify: float = 0.0
+    recovery: RecoveryOptions = RecoveryOptions(rebalance="never")
+    verification: VerificationOptions = VerificationOptions()
     drift: DriftOptions | None = None

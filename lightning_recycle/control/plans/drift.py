@@ -30,6 +30,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
+from lightning_recycle.arguments import is_number
+from lightning_recycle.option_table import Check, OptionGroup, integer, option
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Worker
@@ -53,8 +55,11 @@ _Doubt: TypeAlias = dict[Worker | tuple[int, str], float]
 """How far noise may have moved an estimate, as a logarithm: a worker's factor, a stage's level by operation kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriftOptions:
+_SHARE_OF_STEP = Check(lambda value: is_number(value, 0.0), "give the part of a step that a change must save")
+
+
+@dataclass(frozen=True)
+class DriftOptions(OptionGroup):
     """When another plan pays.
 
     Args:
@@ -63,9 +68,9 @@ class DriftOptions:
         horizon_steps: steps within which the change must pay.
     """
 
-    threshold: float = 0.05
-    window: int = 20
-    horizon_steps: int = 1000
+    threshold: float = option(0.05, _SHARE_OF_STEP, shared="part of a step that another plan must save")
+    window: int = option(20, integer(1), shared="steps that are measured before anything is concluded")
+    horizon_steps: int = option(1000, integer(1), shared="steps within which the change must pay")
 
 
 @dataclass(frozen=True, slots=True)

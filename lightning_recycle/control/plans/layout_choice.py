@@ -36,11 +36,11 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.routing import alike, renamed
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["Adapt", "ForeseenLayouts", "LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Surroundings"]
+__all__ = ["ForeseenLayouts", "LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Rebalance", "Surroundings"]
 
 log = logging.getLogger(__name__)
 
-Adapt: TypeAlias = Literal["auto", "reroute", "layers"]
+Rebalance: TypeAlias = Literal["auto", "always", "never"]
 """Whether layers move: where that pays until the next failure; never; or wherever steps get shorter."""
 
 _BANDWIDTH = 1e9  # bytes/s of a link that nobody has measured
@@ -143,7 +143,7 @@ class LayoutChoice:
     """Asks for the layouts of one run.
 
     Args:
-        adapt: when layers move.
+        rebalance: when layers move.
         background: answers questions.
 
     Attributes:
@@ -151,10 +151,10 @@ class LayoutChoice:
         layers: what the layers were found to cost, when the newest question was asked; None before.
     """
 
-    def __init__(self, adapt: Adapt, background: BackgroundPlanner) -> None:
+    def __init__(self, rebalance: Rebalance, background: BackgroundPlanner) -> None:
         self.cuts: Cuts = ()
         self.layers: LayerCosts | None = None
-        self._adapt = adapt
+        self._rebalance = rebalance
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
         self._fixed = ""  # why layers cannot move
         self._whole = ""  # why stages cannot share them
@@ -176,7 +176,7 @@ class LayoutChoice:
     @property
     def is_informed(self) -> bool:
         """Whether there is something to ask: layers may move, and all are known."""
-        return self._adapt != "reroute" and bool(self.cuts) and len(self._facts) == self.cuts[-1]
+        return self._rebalance != "never" and bool(self.cuts) and len(self._facts) == self.cuts[-1]
 
     def ask(self, problem: Problem, measured: Surroundings) -> None:
         """Begins to look for the best layout; gives up on an earlier question. What was found ahead is the answer at
@@ -223,7 +223,7 @@ class LayoutChoice:
 
     def _question(self, problem: Problem, measured: Surroundings) -> LayoutQuestion:
         layers = self._costs(problem.costs, measured.backward, problem.memory, measured.link)
-        next_change = measured.record.next_change(sum(problem.live_counts())) if self._adapt == "auto" else _NEVER
+        next_change = measured.record.next_change(sum(problem.live_counts())) if self._rebalance == "auto" else _NEVER
         return LayoutQuestion(problem, layers, self.cuts, next_change, self._fixed, self._whole)
 
     def seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:

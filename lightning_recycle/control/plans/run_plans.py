@@ -28,7 +28,7 @@ from typing import Any
 from lightning_recycle.control.plans.assumptions import OperationSeconds
 from lightning_recycle.control.plans.background_planner import Job, Urgency
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
-from lightning_recycle.control.plans.layout_choice import Adapt, LayoutAnswer, LayoutChoice, Surroundings
+from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance, Surroundings
 from lightning_recycle.control.plans.measurements import Measurements
 from lightning_recycle.control.plans.plan_maker import facts_of
 from lightning_recycle.control.plans.planning_process import UnsendableError
@@ -68,7 +68,7 @@ class RunPlans:
         drift: when to change the plan because operations do not take the times it assumes; None for never.
         on_profile: called with the profile of the model once all stages have measured.
         wake: called from another thread when :meth:`better` has something to say, or :meth:`is_ready` changes its mind.
-        adapt: when layers move.
+        rebalance: when layers move.
 
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
@@ -83,7 +83,7 @@ class RunPlans:
         drift: DriftOptions | None,
         on_profile: Callable[[Profile], None],
         wake: Callable[[], None],
-        adapt: Adapt = "reroute",
+        rebalance: Rebalance = "never",
     ) -> None:
         self.schedules: list[Schedule] = []
         self.measurements = Measurements(grid)
@@ -93,7 +93,7 @@ class RunPlans:
         self._background = planner.background
         self._background.wake = wake
         self._drift = None if drift is None else DriftMonitor(drift, planner.maker.chosen)
-        self._layouts = LayoutChoice(adapt, self._background)
+        self._layouts = LayoutChoice(rebalance, self._background)
         self._layouts_due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
         self._foreseen_for: object = None  # those who trained, and how, when layouts were asked for ahead
         self._record = FailureRecord()

@@ -137,8 +137,8 @@ def _contaminated(since: int, step: int) -> str:
         f"{before[0].upper()}{before[1:]}, so what was computed since, up to step {step}, may be wrong. A device whose"
         " memory or arithmetic errs does this, and so do hooks or callbacks that change weights on some workers only,"
         " or optimizers that are not deterministic. Start again from a checkpoint that is older than that;"
-        " ReCycleStrategy(on_corruption='evict') or 'heal' goes on without the worker, or with a peer's state, where"
-        " a majority says what is right."
+        " VerificationOptions(on_corruption='evict') or 'heal' goes on without the worker, or with a peer's state,"
+        " where a majority says what is right."
     )
 
 
@@ -299,7 +299,7 @@ def _convict_of_computing(
     if policy == "raise":
         outcome = Failed(
             f"Worker {state.grid.worker(rank)} computes wrong results: {cause}. That step was not committed. Its device"
-            " may be broken; ReCycleStrategy(on_corruption='evict') goes on without it."
+            " may be broken; VerificationOptions(on_corruption='evict') goes on without it."
         )
         return state.updated(outcome=outcome), (record, outcome)
     return state, (record, Evict(rank, cause))

@@ -22,6 +22,9 @@ from lightning_recycle.planning.program import Program
 Number: TypeAlias = bool | int | float
 """A number that keeps its type: integers are counters and digests, compared exactly."""
 
+Setting: TypeAlias = bool | int | float | str | None
+"""The value of an option."""
+
 Payload: TypeAlias = tuple[bytes, ...]
 """A pickled value that the coordinator passes on unread, in pieces (see :mod:`lightning_recycle.control.payload`)."""
 
@@ -42,40 +45,15 @@ class RunRequest:
         entry: the Trainer's entry point: "fit", "validate", ...
         grid: the grid.
         microbatches_given: whether the script itself says how many micro-batches; otherwise it takes another number.
-        decoupled: whether backwards are split: True, False or "auto".
-        staggered: whether stages step one by one.
-        planner: the name of the planner.
-        in_flight_limit, memory: as in :class:`~lightning_recycle.ReCycleStrategy`.
-        recompute: whether forwards may be computed again.
-        adapt: when layers move.
-        timeout, last_holder_timeout, coordinator_timeout, start_timeout: seconds, as in
-            :class:`~lightning_recycle.control.joining.run_config.CoordinatorOptions`.
-        machine_error_retries: likewise.
-        monitor: threshold, window and horizon of a monitored plan, as in
-            :class:`~lightning_recycle.control.plans.drift.DriftOptions`; None for none.
-        on_corruption, check_every, verify: as in :class:`~lightning_recycle.ReCycleStrategy`.
+        settings: the options that all workers must agree on, by names such as "recovery.rebalance": see
+            :data:`~lightning_recycle.control.joining.run_config.GROUPS`. What is missing has its default.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
     """
 
     entry: str
     grid: Grid
     microbatches_given: bool
-    decoupled: bool | str = True
-    staggered: bool = True
-    planner: str = "heuristic"
-    in_flight_limit: int | None = None
-    memory: int | float | str = "auto"
-    recompute: bool = True
-    adapt: str = "auto"
-    timeout: float = 5.0
-    last_holder_timeout: float = 300.0
-    coordinator_timeout: float = 60.0
-    start_timeout: float = 300.0
-    machine_error_retries: int = 1
-    monitor: tuple[float, int, int] | None = None
-    on_corruption: str = "evict"
-    check_every: int | str = "auto"
-    verify: float = 0.0
+    settings: Mapping[str, Setting] = field(default_factory=dict)
     needs_launcher: tuple[str, ...] = ()
 
 

@@ -20,22 +20,71 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_recycle.arguments import is_number
+from lightning_recycle.option_table import BOOLEAN, Check, OptionGroup, choice, option, suggests_options
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Layout
 
-__all__ = ["TAGS", "Channel", "GlooTransport", "HostMemory", "Rosters", "Transport", "receive_all", "send_all"]
+__all__ = [
+    "TAGS",
+    "Channel",
+    "CommunicationOptions",
+    "GlooTransport",
+    "HostMemory",
+    "Rosters",
+    "Transport",
+    "receive_all",
+    "send_all",
+]
 
 TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
 _PAYLOAD = 2  # the first of them that payloads use
 _PACKED_BYTES = 4 * 1024 * 1024  # above this, copying into one message costs more than a second message
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
+
+_BUCKET_CAP_MB = 25.0  # as in DistributedDataParallel
+_IS_MIB = Check(
+    lambda value: value is None or is_number(value, 0.0, above=True),
+    "give a number of MiB, more than 0, or None for 25",
+)
+
+
+@suggests_options
+@dataclass(frozen=True)
+class CommunicationOptions(OptionGroup):
+    """How activations and gradients travel.
+
+    Args:
+        transport: what carries activations and gradients between stages, and sums gradients within them: "gloo", by way
+            of the processors' memory, or "nccl", which is experimental: from device to device, where every worker has a
+            CUDA device of its own. It is tried before anything depends on it, and Gloo is used where it fails. NCCL has
+            been tried with an imitation only, not with devices.
+        bucket_cap_mb: as in ``DistributedDataParallel``: the gradients of a stage are summed over its workers in
+            buckets of at most so many MiB (a larger gradient is one of its own), each as soon as the last backward of a
+            step has completed it, while the rest is computed. None for 25.
+        standby_connections: whether NCCL's communicators that the next failure will need are begun in the background
+            while all goes well, so that connecting again need not wait for them. They take memory of the device.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    transport: Literal["gloo", "nccl"] = option("gloo", choice("gloo", "nccl"))
+    bucket_cap_mb: float | None = option(None, _IS_MIB)
+    standby_connections: bool = option(True, BOOLEAN)
+
+    @property
+    def bucket_bytes(self) -> float:
+        """The most bytes of a bucket of gradients."""
+        return (_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20
 
 
 class Channel(Enum):

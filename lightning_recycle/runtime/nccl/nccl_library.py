@@ -241,7 +241,7 @@ class Libnccl:
     """
 
     def __init__(self, path: str = "libnccl.so.2") -> None:
-        remedy = 'Install a build of torch for CUDA, or choose ReCycleStrategy(transport="gloo").'
+        remedy = 'Install a build of torch for CUDA, or choose CommunicationOptions(transport="gloo").'
         try:
             self._library = ctypes.CDLL(path)
         except OSError as error:

@@ -36,7 +36,14 @@ from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Rosters, Transport
+from lightning_recycle.runtime.comm.transports import (
+    Channel,
+    CommunicationOptions,
+    GlooTransport,
+    HostMemory,
+    Rosters,
+    Transport,
+)
 from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
 from lightning_recycle.runtime.nccl.nccl_comms import (
@@ -162,7 +169,7 @@ class NcclTransport:
             raise ConfigurationError(
                 f"Worker {self._rank} cannot use NCCL as it should: {'; '.join(agreed.obstacles)}. Each worker needs a"
                 " device of its own (LOCAL_RANK), and connections that prove who is at the other end. Or choose"
-                ' ReCycleStrategy(transport="gloo").'
+                ' CommunicationOptions(transport="gloo").'
             )
         for peer in set(links) - agreed.peers:
             links.pop(peer).close()
@@ -425,30 +432,36 @@ TIMEOUT_SECONDS = 1800.0  # of any single message
 
 
 def check_transport(option: str, device: torch.device) -> None:
-    """Whether ``ReCycleStrategy(transport=option)`` is possible with a device.
+    """Whether ``CommunicationOptions(transport=option)`` is possible with a device.
 
     Raises:
         ConfigurationError: if it is not.
     """
     if option == "nccl" and device.type != "cuda":
         raise ConfigurationError(
-            f"ReCycleStrategy(transport='nccl') carries tensors of CUDA devices, and this run is on {device.type!r}:"
-            " use transport='gloo', the default, or Trainer(accelerator='gpu')."
+            "CommunicationOptions(transport='nccl') carries tensors of CUDA devices, and this run is on"
+            f" {device.type!r}: use transport='gloo', the default, or Trainer(accelerator='gpu')."
         )
 
 
-def transport_for(option: str, rank: int, device: torch.device, standby: bool = True) -> Transport:
-    """The transport of worker ``rank``, whose tensors are on ``device``, for
-    ``ReCycleStrategy(transport=option, standby_connections=standby)``.
+def transport_for(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
+    """The transport of worker ``rank``, whose tensors are on ``device``.
 
     Raises:
         ConfigurationError: if it is "nccl", and there is no CUDA device or no library.
     """
-    check_transport(option, device)
+    check_transport(options.transport, device)
     gloo = GlooTransport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
-    if option == "gloo":
+    if options.transport == "gloo":
         return gloo
     library = Libnccl()
     return NcclTransport(
-        rank, device, library, CudaStreams(device), device_name(device), gloo, required=False, reserves=standby
+        rank,
+        device,
+        library,
+        CudaStreams(device),
+        device_name(device),
+        gloo,
+        required=False,
+        reserves=options.standby_connections,
     )

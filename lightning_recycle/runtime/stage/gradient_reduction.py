@@ -212,7 +212,7 @@ class BucketedReduction:
             raise UnsupportedFeatureError(
                 "A layer that two stages share got a gradient from a micro-batch that runs it on the other one, which"
                 " in the first step of this layout none did: the loss, or another layer, uses its parameters now. Use"
-                " adapt='reroute', or a layout in which no stage shares that layer."
+                " RecoveryOptions(rebalance='never'), or a layout in which no stage shares that layer."
             )
         for bucket, version in self._seen.items():
             grows = bucket.buffer._version != version

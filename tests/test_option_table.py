@@ -1,0 +1,143 @@
+"""Options of the strategy: names, groups, defaults, checks, and the answer to a name that does not exist."""
+
+import copy
+import inspect
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import jsonargparse
+import pytest
+
+import lightning_recycle
+from lightning_recycle import (
+    CheckpointOptions,
+    ConfigurationError,
+    PlanningOptions,
+    RayEngine,
+    RecoveryOptions,
+    ReCycleStrategy,
+    VerificationOptions,
+)
+from lightning_recycle.option_table import OptionGroup
+from lightning_recycle.planning import PlanLibrary
+from lightning_recycle.session.configuration import Options
+
+OF_LIGHTNING = {"accelerator", "checkpoint_io", "precision_plugin"}
+SIGNATURE = {
+    name: parameter
+    for name, parameter in inspect.signature(ReCycleStrategy).parameters.items()
+    if name not in OF_LIGHTNING
+}
+GROUPS = {name: type(p.default) for name, p in SIGNATURE.items() if isinstance(p.default, OptionGroup)}
+
+
+def test_the_strategy_has_at_most_twelve_arguments_and_two_of_them_by_position() -> None:
+    assert len(SIGNATURE) <= 12
+    by_position = [name for name, p in SIGNATURE.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert by_position == ["pipeline_parallel_size", "num_microbatches"]
+
+
+def test_the_signature_is_that_of_the_options() -> None:
+    assert {name: p.default for name, p in SIGNATURE.items()} == {item.name: item.default for item in fields(Options)}
+
+
+def test_a_name_is_that_of_one_option() -> None:
+    names = [item.name for kind in GROUPS.values() for item in fields(kind)]
+    assert len(names) == len({*names, *SIGNATURE}) - len(SIGNATURE)
+
+
+@pytest.mark.parametrize("kind", GROUPS.values())
+def test_every_option_is_described_where_it_is_defined(kind: type[OptionGroup]) -> None:
+    assert getattr(lightning_recycle, kind.__name__) is kind
+    for item in fields(kind):
+        assert f"\n        {item.name}: " in (kind.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_restarts": 3}, r"\(max_restarts=3\): write recovery=RecoveryOptions\(max_restarts=3\)\.$"),
+        ({"verify": 0.1}, r"write verification=VerificationOptions\(verify=0\.1\)"),
+        ({"max_restart": 3}, r"no such option. Did you mean recovery=RecoveryOptions\(max_restarts=3\)\?$"),
+        ({"num_microbatch": 3}, r"\(num_microbatch=3\): .* Did you mean num_microbatches=3\?$"),
+        ({"layer": "model.blocks"}, "Did you mean layers='model.blocks'"),
+        ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, layers, "),
+    ],
+)
+def test_a_name_that_does_not_exist_is_answered_with_the_nearest_that_does(options: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ReCycleStrategy(**options)
+
+
+def test_a_group_answers_likewise() -> None:
+    misspelt: Any = {"checksums_every": 3}
+    with pytest.raises(ConfigurationError, match=r"VerificationOptions\(checksums_every=3\): .* checksum_every=3\?$"):
+        VerificationOptions(**misspelt)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: RecoveryOptions(max_restarts=-1),
+            r"RecoveryOptions\(max_restarts=-1\): give an integer of at least 0",
+        ),
+        (lambda: RecoveryOptions(max_restarts=True), "max_restarts=True"),
+        (lambda: RecoveryOptions(rebalance="layers"), "use 'auto', 'always' or 'never'"),  # type: ignore[arg-type]
+        (lambda: RecoveryOptions(start_timeout=0), "more than 0"),
+        (lambda: VerificationOptions(verify=2), "between 0 and 1"),
+        (lambda: PlanningOptions(split_backward=2), "split_backward=2"),  # type: ignore[arg-type]
+        (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
+        (lambda: ReCycleStrategy(num_microbatches=0), r"ReCycleStrategy\(num_microbatches=0\)"),
+        (lambda: ReCycleStrategy(engine="kubernetes"), "use 'local', 'ray' or RayEngine"),  # type: ignore[arg-type]
+        (lambda: ReCycleStrategy(recovery={}), r"give RecoveryOptions\(\.\.\.\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_that_cannot_work_is_an_error_of_its_owner(make: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+def test_an_option_that_is_assigned_is_checked_as_well() -> None:
+    strategy: Any = ReCycleStrategy(2)
+    strategy.recovery = RecoveryOptions(max_restarts=3)
+    assert strategy.options.recovery.max_restarts == 3
+    with pytest.raises(ConfigurationError, match="num_microbatches=0"):
+        strategy.num_microbatches = 0
+
+
+def test_a_strategy_is_shown_as_the_call_that_makes_it() -> None:
+    shown = "ReCycleStrategy(pipeline_parallel_size=2, layers='blocks', recovery=RecoveryOptions(max_restarts=3))"
+    assert repr(eval(shown)) == shown
+    assert repr(ReCycleStrategy()) == "ReCycleStrategy()"
+
+
+def test_options_are_copied_and_sent_without_the_library_of_plans(tmp_path: Any) -> None:
+    options = PlanningOptions(plan_library=PlanLibrary(tmp_path), memory="4 micro-batches")
+    for twin in (copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        assert twin == PlanningOptions(memory="4 micro-batches")
+
+
+def test_no_replacements_are_the_default_and_restarts_from_a_checkpoint_have_a_bound_of_their_own() -> None:
+    assert RecoveryOptions().max_restarts == 0
+    assert [RecoveryOptions(max_restarts=n).restarts_from_checkpoint for n in (0, 2, 100)] == [10, 2, 100]
+
+
+def test_options_come_from_the_command_line_of_lightning() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ReCycleStrategy, "strategy")
+    given = [
+        "--strategy.pipeline_parallel_size=2",
+        "--strategy.recovery.max_restarts=3",
+        "--strategy.planning.partition=[3, 5]",
+        "--strategy.planning.memory=4 micro-batches",
+        "--strategy.checkpoints.save_on_signal=true",
+        "--strategy.monitoring.status=127.0.0.1:8080",
+    ]
+    strategy = parser.instantiate_classes(parser.parse_args(given)).strategy
+    assert strategy.pipeline_parallel_size == 2
+    assert strategy.recovery.max_restarts == 3
+    assert strategy.planning == PlanningOptions(partition=[3, 5], memory="4 micro-batches")
+    assert strategy.checkpoints == CheckpointOptions(save_on_signal=True)
+    assert strategy.monitoring.status == "127.0.0.1:8080"
