@@ -51,6 +51,8 @@ KINDS = tuple(OpKind)
 """The kinds of operations, by the number that stands for them in :class:`OperationColumns`."""
 
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_NAMES = [kind.value for kind in KINDS]
+_NUMBERS_BY_NAME = {name: number for number, name in enumerate(_NAMES)}
 _NONE = -1  # the pipeline and index of an operation without micro-batch
 
 
@@ -98,7 +100,7 @@ class OperationColumns:
     def to_json(self) -> dict[str, Any]:
         """The columns as plain data."""
         return {
-            "op": " ".join(KINDS[kind].value for kind in self.kinds),
+            "op": " ".join(map(_NAMES.__getitem__, self.kinds)),
             "pipeline": [None if pipeline < 0 else pipeline for pipeline in self.pipelines],
             "microbatch": [None if index < 0 else index for index in self.indices],
             "start": list(self.starts),
@@ -116,7 +118,7 @@ class OperationColumns:
             array("l", [_NONE if value is None else value for value in data[name]])
             for name in ("pipeline", "microbatch")
         )
-        kinds = bytes(_NUMBERS[OpKind(name)] for name in data["op"].split())
+        kinds = bytes(map(_NUMBERS_BY_NAME.__getitem__, data["op"].split()))
         columns = cls(kinds, pipelines, indices, array("d", data["start"]), array("d", data["end"]))
         if {len(getattr(columns, each)) for each in ("pipelines", "indices", "starts", "ends")} != {len(kinds)}:
             raise ValueError("columns of operations differ in length")

@@ -275,28 +275,28 @@ class _Check:
             if stage < stages - 1:
                 yield from self._after(backwards[stage], backwards[stage + 1], communication)
 
-    def _after(self, own: _Placed, source: _Placed, lag: float = 0.0) -> Iterator[str]:
-        """The operations that start before their source has ended, or come before it in a program."""
-        early = lag - self.tolerance
-        rows = zip(own.start, source.end, own.worker, source.worker, own.place, source.place, strict=True)
-        for number, (start, end, worker, other, place, before) in enumerate(rows):
-            # For operations without duration, the order is that of the program, not of the times.
-            if start < end + early or (worker == other and place < before):
-                one = self.workers[worker]
-                name, needed = self._name(one, place), self._name(self.workers[other], source.place[number])
-                yield (
-                    f"dependency: {name} on {one} starts at {start:g}, before the result of {needed} on "
-                    f"{self.workers[other]} arrives at {end + lag:g}"
-                )
+    def _after(self, own: _Placed, source: _Placed, lag: float | None = None) -> Iterator[str]:
+        """The operations that start before their source has ended, with a message between two stages after ``lag``."""
+        early = (lag or 0.0) - self.tolerance
+        found = {n for n, (start, end) in enumerate(zip(own.start, source.end, strict=True)) if start < end + early}
+        if lag is None:  # for operations without duration, the order is that of the program, not of the times
+            rows = enumerate(zip(own.worker, source.worker, own.place, source.place, strict=True))
+            found.update(n for n, (worker, other, place, before) in rows if worker == other and place < before)
+        for number in sorted(found):
+            one, other = self.workers[own.worker[number]], self.workers[source.worker[number]]
+            name, needed = self._name(one, own.place[number]), self._name(other, source.place[number])
+            yield (
+                f"dependency: {name} on {one} starts at {own.start[number]:g}, before the result of {needed} on "
+                f"{other} arrives at {source.end[number] + (lag or 0.0):g}"
+            )
 
     def _closing(self) -> Iterator[str]:
         """REDUCE and STEP wait for all workers of the stage."""
         ready: dict[tuple[int, int], float] = {}
         for worker, columns in self.programs.items():
-            for kind, end in zip(columns.kinds, columns.ends, strict=True):
-                if kind in (_W, _BW, _REDUCE):
-                    key = worker.stage, _STEP if kind == _REDUCE else _REDUCE
-                    ready[key] = max(ready.get(key, 0.0), end)
+            for kind, ends in ((_REDUCE, columns.ends[:-2]), (_STEP, columns.ends[-2:-1])):
+                key = worker.stage, kind
+                ready[key] = max(ready.get(key, 0.0), max(ends, default=0.0))
         for worker, columns in self.programs.items():
             for place in range(max(0, len(columns.kinds) - 2), len(columns.kinds)):
                 kind, start = columns.kinds[place], columns.starts[place]
@@ -348,12 +348,9 @@ class _Check:
         begin: dict[int, float] = {}
         stepped: dict[int, float] = {}
         for worker, columns in self.programs.items():
-            stage = worker.stage
-            for kind, start, end in zip(columns.kinds, columns.starts, columns.ends, strict=True):
-                if kind == _STEP:
-                    stepped[stage] = max(stepped.get(stage, end), end)
-                elif kind == _F:
-                    begin[stage] = min(begin.get(stage, start), start)
+            if columns.kinds:
+                stage, first, last = worker.stage, min(columns.starts), max(columns.ends)
+                begin[stage], stepped[stage] = min(begin.get(stage, first), first), max(stepped.get(stage, last), last)
         for stage in sorted(begin.keys() & stepped.keys()):
             if not begin[stage] + period >= stepped[stage] - tolerance:
                 yield (
