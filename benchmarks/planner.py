@@ -7,6 +7,8 @@
     .venv/bin/python benchmarks/planner.py --hard       # problems where a solver finds more than the heuristic
     .venv/bin/python benchmarks/planner.py --sides      # small grids, short memory: is the plan loose, or the bound?
     .venv/bin/python benchmarks/planner.py --scale      # 1,536 to 16,384 workers: planning, storing, loading, using
+    .venv/bin/python benchmarks/planner.py --normalization 296 # failure normalization against brute force; minutes
+    .venv/bin/python benchmarks/planner.py --layouts large # plan_layout for 2,048 workers (goal: 30 s); or small
     .venv/bin/python benchmarks/planner.py --ablation   # what each search of the heuristic is worth; a few minutes
     .venv/bin/python benchmarks/planner.py --ablation HEAD~5  # the same, and plans of that revision
 
@@ -29,8 +31,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from random import Random
 
 from ablation import ablation_table, run_ablation_case
 from instances import HARD, judged, random_problem
@@ -39,23 +43,32 @@ from rich.table import Table
 
 from lightning_recycle.commands.plan_tables import baselines
 from lightning_recycle.planning import (
+    Changing,
     Costs,
     ExactPlanner,
     Grid,
+    LayerCosts,
+    LayoutPlan,
     PlanLibrary,
     PlanResult,
     Problem,
     Schedule,
     Technique,
     Worker,
+    even_cuts,
     heuristic,
     load_plan,
     lower_bound,
+    normalize,
+    normalized_failures,
     normalized_problem,
+    plan_layout,
     save_plan,
     solve,
     validate,
 )
+from lightning_recycle.planning.layouts.layout_candidates import _judged
+from lightning_recycle.planning.normalization import distributions
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
@@ -81,6 +94,8 @@ SIDES = (
 )
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 
+NORMALIZATION_EFFORT = 20_000  # of the heuristic, for each plan
+
 EXAMPLE = Grid(3, 4, 6)
 TECHNIQUES = {
     "coupled": Technique(decoupled=False, staggered=False),
@@ -96,6 +111,8 @@ def main() -> None:
     parser.add_argument("--hard", action="store_true", help="each solver against the heuristic")
     parser.add_argument("--sides", action="store_true", help="bound, optimum and heuristic of small grids")
     parser.add_argument("--scale", action="store_true", help="plans for thousands of workers")
+    parser.add_argument("--normalization", type=int, metavar="N", help="normalization of N grids against brute force")
+    parser.add_argument("--layouts", choices=("small", "large"), help="time and result of plan_layout")
     parser.add_argument("--ablation", nargs="*", metavar="REVISION", help="searches switched off; older revisions")
     parser.add_argument("--quick", action="store_true", help="without the large grids")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
@@ -117,6 +134,12 @@ def main() -> None:
         return
     if arguments.scale:
         console.print(scale_table())
+        return
+    if arguments.normalization:
+        console.print(normalization_table(arguments.normalization))
+        return
+    if arguments.layouts:
+        console.print(layouts_table(small_layouts() if arguments.layouts == "small" else large_layouts()))
         return
     if arguments.optima:
         console.print(optima_table(range(arguments.optima), min(arguments.time_limit, 20.0)))
@@ -403,6 +426,171 @@ def one_at_a_time(problem: Problem) -> Schedule:
             sequence += [codes.code(WEIGHT, stage, number) for stage in stages]
     schedule = assemble(codes, sequence, best_timing(codes, sequence))
     return replace(schedule, problem=problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalized:
+    """One case: how much longer the chosen distribution's period is than the best, as a fraction.
+
+    Args:
+        by_bounds: chosen by bounds alone.
+        by_periods: chosen with true periods.
+        plans: how many plans that took.
+        distributions: how many there are.
+    """
+
+    by_bounds: float
+    by_periods: float
+    plans: int
+    distributions: int
+
+
+def normalization_case(number: int) -> tuple[Problem, int]:
+    """A fault-free problem and a number of failures."""
+    draw = Random(f"normalization {number}")
+    grid, failures = Grid(2, 1, 1), 2
+    while failures > grid.stages * (grid.pipelines - 1):
+        grid = Grid(draw.randint(2, 4), draw.randint(2, 5), draw.randint(2, 8))
+        failures = draw.randint(1, 3)
+    stages = range(grid.stages)
+
+    def durations() -> tuple[float, ...]:
+        return tuple(round(draw.uniform(0.5, 1.5), 2) for _ in stages)
+
+    costs = Costs.uniform(grid.stages)
+    if draw.random() < 0.5:
+        closing = (0.2,) * grid.stages, (0.1,) * grid.stages
+        costs = Costs(durations(), durations(), durations(), *closing, communication=draw.choice((0.0, 0.1)))
+    limit = draw.choice((None, grid.stages, grid.stages + 2))
+    technique = Technique(staggered=draw.random() < 0.7)
+    limits = None if limit is None else (limit,) * grid.stages
+    return Problem(grid, costs, technique=technique, in_flight_limit=limits), failures
+
+
+def normalized(problem: Problem, failures: int) -> Normalized:
+    """Plans every distribution of ``failures``."""
+
+    @cache
+    def period(distribution: tuple[int, ...]) -> float:
+        return heuristic(
+            replace(problem, failed=normalized_failures(problem.grid, distribution)), NORMALIZATION_EFFORT
+        ).period
+
+    asked = []
+
+    def counted(distribution: tuple[int, ...]) -> float:
+        asked.append(distribution)
+        return period(distribution)
+
+    arguments = (problem.grid, problem.costs, failures)
+    options = {"technique": problem.technique, "in_flight_limit": problem.in_flight_limit}
+    by_bounds = normalize(*arguments, **options)  # type: ignore[arg-type]
+    by_periods = normalize(*arguments, **options, period=counted)  # type: ignore[arg-type]
+    every = list(distributions(problem.grid, failures))
+    best = min(map(period, every))
+    return Normalized(period(by_bounds) / best - 1, period(by_periods) / best - 1, len(asked), len(every))
+
+
+def normalization_table(cases: int) -> Table:
+    """Failure normalization against brute force: every distribution of the failures is planned."""
+    found = [normalized(*normalization_case(number)) for number in range(cases)]
+    table = Table(title=f"Normalization, {cases} small grids", title_justify="left", box=None)
+    for name in ("chosen by", "not the best", "at most longer", "plans, mean", "at most", "distributions, mean"):
+        table.add_column(name, justify="right", no_wrap=True)
+    plans, every = (sum(getattr(each, name) for each in found) / cases for name in ("plans", "distributions"))
+    for name in ("by_bounds", "by_periods"):
+        excesses = [getattr(each, name) for each in found]
+        table.add_row(
+            *(name, str(sum(excess > 1e-9 for excess in excesses)), f"{100 * max(excesses):.1f} %"),
+            *(f"{plans:.2f}", str(max(each.plans for each in found)), f"{every:.1f}"),
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """A grid, its layers, and who has failed."""
+
+    name: str
+    grid: Grid
+    layers: int
+    failed: frozenset[Worker]
+    unequal: bool = False
+    limit: bool = False
+
+    def plan(self) -> tuple[LayoutPlan, float]:
+        """The plan and the seconds of processor time that it took, so that other work on the machine does not count."""
+        draw = Random(self.name)
+
+        def seconds() -> tuple[float, ...]:
+            return tuple(0.01 * (draw.uniform(0.8, 1.2) if self.unequal else 1.0) for _ in range(self.layers))
+
+        layers = LayerCosts(seconds(), seconds(), seconds(), parameter_bytes=(1e8,) * self.layers, bandwidth=12.5e9)
+        cuts = even_cuts(self.layers, self.grid.stages)
+        limit = (2 * self.grid.stages - 1,) * self.grid.stages if self.limit else None
+        problem = Problem(self.grid, layers.costs(cuts), self.failed, in_flight_limit=limit)
+        _judged.cache_clear()
+        started = time.process_time()
+        found = plan_layout(problem, layers, cuts, next_change=3600.0, changing=Changing(switch=2.0))
+        return found, time.process_time() - started
+
+
+def random_workers(grid: Grid, count: int) -> frozenset[Worker]:
+    """``count`` random workers."""
+    return frozenset(Random(count).sample(grid.workers(), count))
+
+
+def column(stage: int, count: int) -> frozenset[Worker]:
+    """The first workers of a stage."""
+    return frozenset(Worker(pipeline, stage) for pipeline in range(count))
+
+
+def large_layouts() -> list[LayoutCase]:
+    found = []
+    for grid, layers in ((Grid(32, 64, 128), 256), (Grid(16, 128, 256), 256), (Grid(128, 16, 64), 96)):
+        half, some = column(5, grid.pipelines // 2), random_workers(grid, grid.num_workers // 20)
+        found += [
+            LayoutCase(f"{grid}, {layers} layers, one lost", grid, layers, random_workers(grid, 1)),
+            LayoutCase(f"{grid}, {layers} layers, 5 % lost", grid, layers, some),
+            LayoutCase(f"{grid}, {layers} layers, half a stage lost", grid, layers, half),
+            LayoutCase(f"{grid}, {layers} unequal layers, half a stage lost", grid, layers, half, unequal=True),
+            LayoutCase(f"{grid}, {layers} unequal layers, 2 S - 1 in flight, 5 %", grid, layers, some,
+                 unequal=True, limit=True),
+        ]  # fmt: skip
+    return found
+
+
+def small_layouts() -> list[LayoutCase]:
+    found = []
+    for layers in (8, 16):
+        grid, count = Grid(4, 4, 16), 4 * layers
+        found += [
+            LayoutCase(f"{grid}, {layers} layers a stage, one lost", grid, count, column(2, 1)),
+            LayoutCase(f"{grid}, {layers} layers a stage, half a stage lost", grid, count, column(1, 2)),
+        ]
+    return found
+
+
+def layouts_table(cases: list[LayoutCase]) -> Table:
+    found = Table(title="plan_layout, one core", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    found.add_column("case", no_wrap=True)
+    columns = ("CPU s", "re-routing", "workers", "layers", "both", "chosen", "gain", "bound", "GB sent", "stall")
+    for name in columns:
+        found.add_column(name, justify="right", no_wrap=True)
+    for case in cases:
+        plan, seconds = case.plan()
+        chosen = plan.chosen
+        found.add_row(
+            case.name,
+            f"{seconds:.1f}",
+            *(f"{each.period:.4g}" if each.period else "-" for each in plan.candidates),
+            chosen.way,
+            f"{100 * (plan.reroute.period / chosen.period - 1):+.1f} %",
+            f"{100 * (chosen.period / chosen.bound - 1):.1f} %",
+            f"{chosen.bytes / 1e9:.3g}",
+            f"{chosen.stall:.1f} s",
+        )
+    return found
 
 
 if __name__ == "__main__":
