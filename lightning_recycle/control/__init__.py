@@ -1,1 +1,1 @@
-"""The control plane: who is in, what is committed, what is redone. Sockets and clocks around pure functions."""
+"""Control plane: membership, commits and recovery; sockets around pure functions."""

@@ -1,4 +1,4 @@
-"""Activity of a worker's main thread, for its heartbeats, and whether a debugger may have stopped it.
+"""Activity of a worker's main thread, for its heartbeats; detection of debuggers.
 
 Concept: the main thread records what it does or waits for before it does so; the heartbeat thread reads the newest
 record and sends it with its age. The coordinator judges by it which worker holds up the others
@@ -33,7 +33,7 @@ class ActivityRecorder:
         self.activity = Activity(0, "start", "", time.monotonic())
 
     def doing(self, step: int, operation: str, kind: str = "", microbatch: int = -1) -> None:
-        """Records what the main thread does from now on; without a ``kind`` nobody knows how long that takes.
+        """Records what the main thread does from now on; without a ``kind`` its usual duration is unknown.
 
         Args:
             step: the optimizer step.

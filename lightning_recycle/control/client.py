@@ -64,7 +64,7 @@ _T = TypeVar("_T")
 
 
 class _RunIsOver(BaseException):
-    """All results are delivered: what this worker waits for, such as the generation after a failure, never comes."""
+    """All results are delivered, so what this worker waits for never comes."""
 
 
 class ControlClient(ActivityRecorder):

@@ -1,4 +1,4 @@
-"""Payloads: pickled values that pass through the coordinator unopened, and exceptions as text.
+"""Payloads: pickled values that the coordinator never opens; exceptions as text.
 
 A payload is a pickle, so only who runs the user's code may open it: workers and the launching process. The coordinator
 never imports :func:`unpack`; it need not have the classes, and nothing that it receives can run in it.

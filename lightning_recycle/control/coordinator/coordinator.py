@@ -1,4 +1,4 @@
-"""The coordinator: the one authority over membership, in a thread of the supervisor.
+"""Coordinator: the one authority over membership, in a thread of the supervisor.
 
 A thin shell around the pure state machine of :mod:`~lightning_recycle.control.protocol.membership`: it turns
 connections, process exits and clocks into events, and carries out the commands. It asks
@@ -243,13 +243,13 @@ class Coordinator:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all workers have gone before the run began, which is therefore none: from now on nobody is let in.
+        """Whether all workers have gone before the run began, which is therefore none; no other is let in.
         Callable from any thread.
         """
         return self._deserted
 
     def _is_left(self) -> bool:
-        """Whether all workers have gone before the run began, and nobody is about to come."""
+        """Whether all workers have gone before the run began, and none is about to come."""
         here = self._workers.connections or self._vacancies.spares or self._reception.has_strangers
         return not self._owns_reception and self._entrance.has_met and not self.has_begun and not here
 
@@ -268,7 +268,7 @@ class Coordinator:
         self._loop.wake()
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
-        """Stops serving: from now on the end of a worker is no loss, and nobody replaces it. The connections stay."""
+        """Stops serving: from now on the end of a worker is no loss, and it is not replaced. The connections stay."""
         self._closing = True
         self._vacancies.stop()
         self._loop.wake()
@@ -523,7 +523,7 @@ class Coordinator:
             self._on_positions(MappingProxyType(positions))
 
     def _on_messages(self, rank: int) -> None:
-        """Handles what a worker's inbox holds. Whatever is wrong with a message costs its sender, and nobody else."""
+        """Handles what a worker's inbox holds. A bad message costs its sender, and no other worker."""
         connection = self._workers.connections.get(rank)
         if self._state.returned is not None:
             return  # it waits until all have returned: before, nothing is known by which to judge it
@@ -707,7 +707,7 @@ class Coordinator:
                 self._finish(command)
 
     def _write_down(self) -> None:
-        """Before anybody is told: what another coordinator must know."""
+        """Writes to the journal what another coordinator must know, before it is announced."""
         if self._journal is None:
             return
         durable = coordinator_restart.durable(self._state)
@@ -814,7 +814,7 @@ class Coordinator:
             self._plans.stepped(self._history.step_seconds)
 
     def _isolate(self, rank: int, record: protocol.Record) -> None:
-        """Puts the device of a worker that was found wrong into quarantine; nobody takes its place if it is out."""
+        """Puts the device of a worker that was found wrong into quarantine; its position stays empty if it is out."""
         host, device = self._history.process_at(rank)[0], str(record.details["device"])
         self._quarantine.add(host, device, record.step, record.details)
         if self._quarantine.holds(host, device):

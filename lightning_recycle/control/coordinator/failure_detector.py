@@ -1,4 +1,4 @@
-"""Failure detector: the coordinator's clocks for heartbeats, progress and startup of workers.
+"""Failure detector: the coordinator's clocks for heartbeats, progress, startup.
 
 Silence and slowness are judged by :mod:`~lightning_recycle.control.protocol.detection`.
 
@@ -42,7 +42,7 @@ _BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the 
 
 
 class FailureDetector:
-    """Remembers when workers were heard and what they did. All times are in seconds of one monotonic clock.
+    """Clocks for heartbeats and progress of workers, in seconds of one monotonic clock.
 
     Args:
         grid: the grid of the run.
@@ -112,7 +112,7 @@ class FailureDetector:
         return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._beats.items()}
 
     def forgive(self, now: float) -> None:
-        """This process could hear nobody until now."""
+        """This process could hear no worker until now."""
         self._heard = dict.fromkeys(self._heard, now)
         self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
 
@@ -298,7 +298,7 @@ def late_to_connect(grid: Grid, waits: Mapping[int, float], took: Mapping[int, f
 
 
 class StartupTimeouts:
-    """When processes were started and connected. All times are in seconds of one monotonic clock."""
+    """Start and connection times of processes, in seconds of one monotonic clock."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid

@@ -1,4 +1,4 @@
-"""What a coordinator writes down, so that it may be killed and started again: a small file that only grows.
+"""Journal of a coordinator: a small append-only file for its restart.
 
 Concept: each line is all that must be known at that moment
 (:class:`~lightning_recycle.control.protocol.coordinator_restart.Kept`, and which process holds which position), with a
@@ -47,7 +47,7 @@ class SupersededError(ControlPlaneError):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Who holds a position; see :class:`~lightning_recycle.control.protocol.messages.Hello`."""
+    """The process at a position; see :class:`~lightning_recycle.control.protocol.messages.Hello`."""
 
     token: str
     pid: int
@@ -58,7 +58,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What is known at a moment.
+    """A line of the journal: all that is known at a moment.
 
     ``statuses``: those of the runs before this one.
     """

@@ -229,7 +229,7 @@ class Serving:
 
 
 def _prepare(planner: RunPlanner, reception: Reception) -> None:
-    """Makes the first plan, however long it takes, while the workers are told that somebody is here."""
+    """Makes the first plan, however long it takes, while the workers get signs of life."""
     failure: list[BaseException] = []
 
     def work() -> None:

@@ -1,13 +1,13 @@
-"""``recycle-coordinator``: the coordinator alone, for workers that somebody else starts (SLURM, Kubernetes, torchrun).
+"""``recycle-coordinator``: the coordinator for workers that others start.
 
     RECYCLE_KEY=... recycle-coordinator --listen 10.0.0.1:29400
 
-Every worker runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and the same ``RECYCLE_KEY``. What the
-run is to be, its grid, planner and time bounds, the first worker tells
-(:mod:`~lightning_recycle.control.joining.run_config`); what the command line says counts instead. The first D * S
-workers form the grid, further ones wait as spares; one that is started later replaces a lost one. A script may run
-several entry points one after the other: each is a run of its own, and the coordinator serves runs until it is told to
-end (SIGINT or SIGTERM), or as many as ``--runs`` says. After SIGUSR1 there will be no further run: who comes is told
+Every worker (of SLURM, Kubernetes, torchrun) runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and
+the same ``RECYCLE_KEY``. The first worker asks for a grid, planner and time bounds
+(:mod:`~lightning_recycle.control.joining.run_config`); the command line overrules it. The first D * S workers form the
+grid, further ones wait as spares; one that is started later replaces a lost one. A script may run several entry points
+one after the other: each is a run of its own, and the coordinator serves runs until SIGINT or SIGTERM, or as many as
+``--runs`` says. After SIGUSR1 there will be no further run: who comes is told
 that the run has finished. Needs neither torch nor Lightning.
 
 It may be killed at any moment: started again at the same address, with the same options, it goes on with the run, as

@@ -1,4 +1,4 @@
-"""Table of the workers of a run: connections and processes by position, for the coordinator's thread.
+"""Table of the workers of a run: connections and processes by position.
 
 Concept: a position has a connection once its worker has said hello, and a process if this machine's launching process
 started it. Messages go to positions; a worker that cannot take one is remembered, as its loss may not be handled in the

@@ -1,4 +1,4 @@
-"""Admission of workers: new ones, spares, and members that return to a restarted coordinator.
+"""Admission of new workers, spares, and members that return after a restart.
 
 Concept: a connection is a stranger until its first message. A worker with a position is admitted; a worker without one
 waits as a spare; a worker that was here before returns, if the journal of the earlier coordinator has its token
@@ -53,7 +53,7 @@ _SHORT_FAREWELL_SECONDS = 0.1  # during a run, when many may return at once
 
 
 class Inside(Protocol):
-    """What the entrance leads to."""
+    """The run that workers are admitted to."""
 
     @property
     def state(self) -> MembershipState: ...
@@ -73,7 +73,7 @@ class Inside(Protocol):
 
 
 class Admission:
-    """Greets whoever comes.
+    """Decides about each connection by its first message.
 
     Args:
         grid: the grid of the run.
@@ -201,7 +201,7 @@ NOBODY_SECONDS = 20.0
 
 
 class Place(Enum):
-    """What a worker that returns is."""
+    """Standing of a worker that returns."""
 
     MEMBER = "it holds a position of the roster"
     STARTER = "it was given a position, and the training has not begun"
@@ -238,14 +238,14 @@ class Readmission:
         )
 
     def begin_anew(self) -> MembershipState:
-        """The state of a run that nobody has been in."""
+        """The state of a new run."""
         self._journal.begin(self._journal.statuses)
         self._written = {}
         return self.state()
 
     @property
     def enrolled(self) -> messages.Enrolled:
-        """What every worker is told first."""
+        """The first message to every worker."""
         return messages.Enrolled(self._journal.run, self._journal.epoch)
 
     def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> Place:
@@ -292,7 +292,7 @@ class Readmission:
         return now >= self._holds_until
 
     def is_deserted(self, now: float, others_wait: bool) -> bool:
-        """Whether nobody has returned, and nobody can, or others want to begin."""
+        """Whether no worker has returned, and none can, or others want to begin."""
         if self._since is None and all(has_ended(one.pid, one.space) for one in self._written.values()):
             return True
         if self._since is not None or not others_wait:
@@ -320,5 +320,5 @@ class Readmission:
 
 
 def describe(message: messages.Hello | messages.Returned, incarnation: int = 0) -> Process:
-    """Who says ``message``."""
+    """The process that sent ``message``."""
     return Process(message.token, message.pid, message.node, message.space, incarnation)

@@ -1,4 +1,4 @@
-"""Reception: the port of a coordinator, where workers meet before their run and join it later.
+"""Reception: a coordinator's port, where workers meet and join their run.
 
 Concept: the port is open for as long as the process lives. A connection is a *stranger* until its first message, then
 :attr:`Reception.greet` decides about it. Between two runs the next one is unknown until a worker comes and asks for it:
@@ -58,7 +58,7 @@ class Reception:
         enrolled: sent to newcomers at once, so that they may return; None if they may not.
 
     Raises:
-        ConfigurationError: if nobody can listen there.
+        ConfigurationError: if the address cannot be listened at.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, workers: int) -> None:

@@ -1,4 +1,4 @@
-"""Configuration of a run, from the coordinator's command line and the request of the first worker.
+"""Configuration of a run, from the command line and the first worker's request.
 
 Concept: the request of the first worker settles the :class:`RunConfig` (:func:`settle`). The requests of all others
 must be equal, as far as the command line leaves it open (:func:`difference`): a worker with another request runs
@@ -92,7 +92,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What was settled for a run.
+    """Settled configuration of a run.
 
     Args:
         wants: everything that all workers must want, as far as the command line leaves it open.
@@ -250,7 +250,7 @@ def _check(wants: RunRequest) -> None:
 
 
 class WorkerProcess(Protocol):
-    """What the coordinator must know of a local worker process."""
+    """A local worker process, as far as the coordinator needs it."""
 
     @property
     def sentinel(self) -> int: ...
@@ -264,7 +264,7 @@ class WorkerProcess(Protocol):
         """Lets the process write to its stderr where it is, if it can; called right before it is killed."""
 
     def release(self) -> None:
-        """Nobody asks about it any more: its resources in this process may be freed once it has ended."""
+        """It is not needed any more: its resources in this process may be freed once it has ended."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""A run seen from outside: its page, its metrics, and ``recycle-status``. Reads; nothing here can change a run."""
+"""Monitoring: history, metrics, page and ``recycle-status``; nothing changes a run."""

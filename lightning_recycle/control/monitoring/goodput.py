@@ -1,4 +1,4 @@
-"""Where the time of a run's workers went, by the simulator's causes: so that both can be compared.
+"""Goodput: a run's worker-seconds by the simulator's causes.
 
 Concept: the record of a run says when all trained, waited, or did over again. Between two entries the run is in one
 *phase*, and each position in it spends the time on one cause of :class:`lightning_recycle.simulation.Cause`:
@@ -44,7 +44,7 @@ it waits for a slow worker: that is in its bubbles.
 
 
 class Phase(str, Enum):
-    """What a run is doing."""
+    """Phase of a run."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -162,7 +162,7 @@ class Goodput:
             self._live = live
 
     def _interrupt(self, time: float) -> None:
-        """Whatever was computed since the newest commit may be lost; nobody computes from ``time`` on."""
+        """What was computed since the newest commit may be lost; no worker computes from ``time`` on."""
         if self.phase is Phase.TRAINING:
             trained = self._training
             self._pass(time)

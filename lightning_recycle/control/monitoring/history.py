@@ -343,7 +343,7 @@ _STEPS_OF_A_RATE = 64
 
 
 class Rates:
-    """Steps per second over the whole run, in at most ``limit`` intervals of equal length, which grows with the run.
+    """Steps per second over the whole run, in at most ``limit`` equal intervals, which grow with it.
 
     Attributes:
         began: seconds since the epoch.
@@ -378,7 +378,7 @@ class Rates:
 
 
 class Digest:
-    """Adds up the events of a run on ``positions`` positions that began at ``now`` (seconds since the epoch).
+    """Sums over the events of a run on ``positions`` positions that began at ``now``.
 
     Attributes:
         counts: how many events of each kind there were.

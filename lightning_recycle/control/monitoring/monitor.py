@@ -44,7 +44,7 @@ class NothingToShow(ControlPlaneError):
 
 
 class Viewed(Protocol):
-    """What a monitor asks of a coordinator."""
+    """A coordinator, as far as a monitor needs it."""
 
     def view(self, timeout: float = 2.0) -> RunView: ...
 
@@ -185,7 +185,7 @@ class Views(Generic[View]):
             return self._newest
 
     def answer(self) -> None:
-        """In the loop's thread: makes a view if somebody wants one."""
+        """In the loop's thread: makes a view if one is wanted."""
         if self._wanted:
             self._publish()
 

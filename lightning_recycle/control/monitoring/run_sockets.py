@@ -1,10 +1,10 @@
-"""Where the runs of this user on this machine are found: one Unix socket each, in a folder that nobody else enters.
+"""Unix sockets of this user's runs on this machine, in a folder of mode 0700.
 
 Concept: a socket in a folder of mode 0700 needs no port, no key and no decision of the user: who may connect is what
 the file system says. Its name begins with the process id.
 
-Contract: a socket file appears when it is listened on, and goes with the run; what a killed process left is removed by
-whoever looks next. A folder that is not this user's alone is neither used nor read.
+Contract: a socket file appears when it is listened on, and goes with the run; the next reader removes what a killed
+process left. A folder that is not this user's alone is neither used nor read.
 
 Must not know: what is said over the sockets.
 """

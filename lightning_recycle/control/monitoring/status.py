@@ -45,7 +45,7 @@ SCHEMA = 1
 
 
 class PositionState(str, Enum):
-    """What is known of a position."""
+    """State of a position."""
 
     STARTING = "starting"
     """Its process is expected for the first roster."""
@@ -136,7 +136,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Throughput:
-    """How fast the run is.
+    """Throughput of a run.
 
     Args:
         step_seconds: mean seconds of the newest steps under the present plan.
@@ -156,7 +156,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Status:
-    """How a run is.
+    """Status of a run.
 
     Args:
         time: when this was so.

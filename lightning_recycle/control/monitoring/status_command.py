@@ -41,7 +41,7 @@ class NoRun(Exception):
 
 @dataclass(frozen=True)
 class _Target:
-    """Where to ask: the socket of a run of this machine, or an address."""
+    """Target of a question: the socket of a run of this machine, or an address."""
 
     path: Path | None = None
     address: tuple[str, int] = ("", 0)

@@ -1,4 +1,4 @@
-"""A small web server for who looks at a run: the page, ``/status``, ``/metrics``, and probes. It only reads.
+"""Web server for the status of a run: page, ``/status``, ``/metrics``, probes.
 
 ==================  =================================================================================================
 ``/``               the page

@@ -1,8 +1,7 @@
-"""Where a coordinator listens and is found: ``host:port``, with names, IPv4 and IPv6, and what can be wrong with it;
-and how a machine is called.
+"""Addresses of coordinators: ``host:port`` with names, IPv4 or IPv6; machine names.
 
 Contract: every mistake is a :class:`~lightning_recycle.errors.ConfigurationError` that names the address and the
-remedy. What may pass (a name that cannot be resolved yet, no route) is left to whoever dials.
+remedy. What may pass (a name that cannot be resolved yet, no route) is left to the side that connects.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ HANDSHAKE_SECONDS = 20.0
 
 
 class _Socket:
-    """What both ends do with their socket."""
+    """Socket options and ends of both sides."""
 
     def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
         self.inbox = inbox
@@ -154,7 +154,7 @@ class MessageConnection(_Socket):
             self.set_answer_timeout(seconds)
 
     def abandon(self) -> None:
-        """Closes it, whoever uses it at the moment."""
+        """Closes it, also while another thread uses it."""
         with contextlib.suppress(OSError):  # perhaps the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._send_lock:  # who sends has noticed: its descriptor may become that of another connection now

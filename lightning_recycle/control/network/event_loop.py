@@ -1,4 +1,4 @@
-"""The coordinator's one thread: waits for sockets, exits of processes and other threads, and calls who is concerned.
+"""Event loop of the coordinator's thread: sockets, process exits, wake-ups.
 
 Contract: used by one thread, except for :meth:`EventLoop.wake`. An event about what an earlier callback of the same
 round has closed, or put in the place of it, is not delivered.

@@ -1,4 +1,4 @@
-"""Handshake with a shared key: both sides prove that they know it, and their version.
+"""Handshake with a shared key: both sides prove that they know it.
 
 Concept: each side sends a greeting (its version, the schema of its messages, a random number) as soon as it is
 connected. The worker answers with an HMAC-SHA256 of its role and both greetings under the key, and the coordinator with
@@ -57,7 +57,7 @@ class VersionMismatch(Refused):
 
 
 class Role(Enum):
-    """Which side of the connection; part of the proof, so that nobody can be answered with his own."""
+    """Side of the connection; part of the proof, so that no side is answered with its own."""
 
     WORKER = b"worker"
     COORDINATOR = b"coordinator"

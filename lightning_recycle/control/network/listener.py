@@ -1,4 +1,4 @@
-"""Accepts connections and admits those that know the key. Knows nothing of what they carry.
+"""Listener: accepts connections, and hands out those that know the key.
 
 One thread serves all strangers, so they cost a descriptor each and no more: each has a bounded time for the whole
 handshake, however slowly it speaks, and their number is bounded. An address is *known* if a worker has come from there,
@@ -199,7 +199,7 @@ class Listener:
         return True
 
     def _knows(self, host: str) -> bool:
-        """Whether a worker has come from there, or somebody on this machine."""
+        """Whether a worker has come from there, or this machine."""
         known = self._known.get(host)
         if known is None:
             if len(self._known) > _ADDRESSES:

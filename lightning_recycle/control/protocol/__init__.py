@@ -1,1 +1,1 @@
-"""What coordinator and workers say to each other and what follows from it: pure functions over frozen values."""
+"""Protocol of coordinator and workers: messages, and pure functions over states."""

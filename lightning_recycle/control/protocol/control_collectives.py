@@ -1,4 +1,4 @@
-"""Agreements of the workers through the coordinator: collectives, early stops, keys to connect. Pure.
+"""Control collectives, early stops, and keys to connect. Pure.
 
 Control collectives are numbered by the workers' own program order, outlive generations, and complete when every live
 worker has arrived. A worker that does another thing instead, or has begun a later step than those that wait, has left
@@ -153,7 +153,7 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
 
 
 class StopPlace(IntEnum):
-    """Where Lightning looks at ``trainer.should_stop`` between two steps, in this order."""
+    """Places between two steps at which Lightning reads ``trainer.should_stop``, in order."""
 
     STEP_END = 0
     EPOCH = 1
@@ -216,7 +216,7 @@ def _settle_stop(state: MembershipState) -> Next:
 
 
 def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
-    """Nobody stops at ``point``, where ``rank`` wants to, but all after a later step."""
+    """No worker stops at ``point``, where ``rank`` wants to, but all after a later step."""
     stop = state.collectives.stop_round
     if stop is not None and stop.point <= point:
         state = state.with_collectives(stop_round=replace(stop, is_over=True))
@@ -229,7 +229,7 @@ def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
 
 @dataclass(eq=False)
 class _Question:
-    """One that cannot be answered yet; ``missing``: how many of its keys are not published."""
+    """A question that cannot be answered yet; ``missing``: how many of its keys are not published."""
 
     message: LookUp
     missing: int

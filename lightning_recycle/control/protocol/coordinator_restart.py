@@ -1,4 +1,4 @@
-"""Restart of a killed coordinator: its state, from its journal and from what workers keep. Pure.
+"""Restart of a coordinator, from its journal and its workers' memory. Pure.
 
 Concept: what changes seldom, and decides who belongs to the run, is written to the journal before it is announced
 (:class:`Kept`): the roster and its generation, the leader, what was raised, where all stop, how the run ended. All else
@@ -82,7 +82,7 @@ _ORDER: tuple[type[Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """How the run ended.
+    """End of a run.
 
     Args:
         reason: what the workers are told.
@@ -96,7 +96,7 @@ class Over:
 
     @property
     def outcome(self) -> Outcome:
-        """As far as it is known: the results are with whoever opened them."""
+        """As far as it is known: the results are with their reader."""
         if self.reason is StopReason.FINISHED:
             return Finished({})
         return Ended() if self.reason is StopReason.ENDED else Failed(self.words)
@@ -104,7 +104,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a coordinator writes down before it tells anybody; the fields as in
+    """State that is in the journal before it is announced; the fields as in
     :class:`~lightning_recycle.control.protocol.state.MembershipState`.
     """
 
@@ -306,7 +306,7 @@ def _repeated(
 
 
 def events(member: messages.Returned) -> Iterator[Any]:
-    """What ``member`` had said and nobody has answered, as it said it."""
+    """Messages of ``member`` without an answer, as it sent them."""
     if member.restored:
         yield messages.Restored(member.rank, member.restored)
     yield from member.facts
@@ -334,7 +334,7 @@ _STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
 
 
 class Memory:
-    """What one worker has said and heard that others may lack."""
+    """Messages that a worker has sent and received, and others may lack."""
 
     def __init__(self) -> None:
         self._facts: tuple[messages.Applied, ...] = ()

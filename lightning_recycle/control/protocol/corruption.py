@@ -1,4 +1,4 @@
-"""Workers of a stage that hold different bits: who is wrong, and what follows. Pure.
+"""Verdicts on workers of a stage that hold or compute different bits. Pure.
 
 Concept: after some steps every worker tells checksums of what it holds (:class:`~.messages.Checked`). The workers of a
 stage hold the same bits, so those whose checksums differ hold wrong ones. Independent errors do not agree: the largest
@@ -90,7 +90,7 @@ Verdict: TypeAlias = Undecided | tuple[Culprit, ...]
 
 
 def judge(told: Mapping[int, Checked]) -> Verdict:
-    """Who is wrong of the workers of one stage, nobody if it is empty.
+    """The wrong workers of one stage; none if it is empty.
 
     Args:
         told: what they told of one step, by rank.
@@ -144,7 +144,7 @@ class Dispute:
 
 
 class Finding(Enum):
-    """What a vote says if it does not say who was wrong."""
+    """Result of a vote that finds no culprit."""
 
     UNDECIDED = "nothing says who is right"
     INCOMPARABLE = "computations cannot be compared"
@@ -192,7 +192,7 @@ def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What the coordinator knows of the checks of a run.
+    """State of the checks of a run.
 
     Args:
         policy: what follows for a culprit, one of :data:`POLICIES`.
@@ -238,7 +238,7 @@ class Checks:
         return replace(self, planned=max(step + (self.every or asked), summed + 1))
 
     def is_announced_by(self, step: int) -> bool:
-        """Whether the loss of ``step`` tells all that the next step ends with a check."""
+        """Whether the loss of ``step`` announces a check at the end of the next step."""
         return self.planned == step + 1
 
     def may_heal(self, rank: int) -> bool:

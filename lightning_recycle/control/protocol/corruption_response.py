@@ -1,4 +1,4 @@
-"""Response to wrong bits and to values that are not finite: events and commands. Pure.
+"""Response to wrong bits and to values that are not finite. Pure.
 
 Checks: a check is over when all live workers have applied its step: then their checksums are compared
 (:mod:`~lightning_recycle.control.protocol.corruption`). A worker that is found wrong is evicted; or it takes over the
@@ -360,7 +360,7 @@ def is_about_numbers(dispute: Dispute) -> bool:
 
 
 def who_made_it(dispute: Dispute) -> Culprit | str:
-    """The worker whose device made a value that is not finite; or why it is nobody's, in words, when all have voted."""
+    """The worker whose device made a value that is not finite; or why none did, in words, when all have voted."""
     accused = dispute.accused
     others = {rank: vote for rank, vote in dispute.votes.items() if rank != accused}
     finite = tuple(sorted(rank for rank, (sums, _) in others.items() if sums.get(FINITE) == IS_FINITE))

@@ -1,4 +1,4 @@
-"""Failure detection: which silent or slow workers are given up, and which are waited for. Pure.
+"""Failure detection: silent and slow workers, given up or waited for. Pure.
 
 Suspicion is not proof. An exit or a broken connection is a fact. Silence and slowness are not: a library may hold the
 interpreter, a model may be recompiled, one sequence may be long. Giving up a worker helps only if another one can do
@@ -81,7 +81,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of a worker.
+    """Signs against a worker.
 
     Args:
         silence: for how long nothing was heard of it.
@@ -137,7 +137,7 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What follows, by rank.
+    """Ruling over all workers, by rank.
 
     Args:
         evict: who is given up.
@@ -163,7 +163,7 @@ class _HeldUp:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What :func:`review` remembers. All times are in seconds of one monotonic clock.
+    """Memory of :func:`review`, in seconds of one monotonic clock.
 
     Args:
         time: of the newest review; None before the first.
@@ -339,7 +339,7 @@ PATIENCE = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a worker's main thread does.
+    """Observed activity of a worker's main thread.
 
     Args:
         operation: its name, for people.

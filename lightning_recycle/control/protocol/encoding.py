@@ -1,4 +1,4 @@
-"""Messages as bytes, and back: msgpack, with the type hints of the messages as the schema. Pure.
+"""Encoding of messages: msgpack, with their type hints as the schema. Pure.
 
 Concept: a *frame* is a header (which message, how many bytes follow) and a body (the message's fields). Decoding makes
 nothing but data of the declared types: no byte from the network names a class or a function, so none can run anything.
@@ -46,7 +46,7 @@ _OPAQUE_BYTES = 1 << 40  # checkpoints and results pass through: what the sender
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """How messages of one type travel.
+    """Frame format of messages of one type.
 
     Args:
         message: the type.

@@ -1,4 +1,4 @@
-"""Attribution of faults: to a machine, to the user's code, or to broken links. Pure.
+"""Attribution of faults: to a machine, the user's code, or broken links. Pure.
 
 Exceptions: an exception that a fault of a machine may explain is settled by experiment (:func:`judge`). The same work
 runs once more elsewhere: the worker that raised is evicted, and a peer of its stage does what it did. If the exception
@@ -43,7 +43,7 @@ _REMEMBERED_STEPS = 1000  # by then a hook that writes to a full disk has been c
 
 
 class Verdict(Enum):
-    """What follows for the worker that raised."""
+    """Verdict on a worker that raised."""
 
     EVICT = "it is evicted, and a peer does its work"
     AGAIN = "all connect again, and it runs the work once more itself"

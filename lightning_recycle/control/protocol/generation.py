@@ -1,4 +1,4 @@
-"""Generations: how one begins, and the disturbances after which the same workers connect again. Pure.
+"""Generations: their beginning, and disturbances that begin another one. Pure.
 
 A *generation* begins when all workers have joined and whenever the roster changes: all live workers are told to stop
 (Regroup), report what they hold (Report), and go on together from one committed version (Resume). What counts in one

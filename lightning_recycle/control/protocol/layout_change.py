@@ -1,4 +1,4 @@
-"""Another layout of the layers: which stage has which of them, and who gives what to whom when that changes. Pure.
+"""Changes of the layout: layers that go to other stages, and their donors. Pure.
 
 Concept: a layout is the same for all pipelines, so a layer that goes to another stage goes to all workers of that
 stage. Each of them gets it from a worker of the stage that has it. That is a transaction in two generations, at a step
@@ -96,8 +96,8 @@ def on_layers_held(state: MembershipState, event: Reached) -> Next:
 
 
 def transfers(grid: Grid, roster: Collection[int], before: Cuts, after: Cuts) -> tuple[Transfer, ...]:
-    """Who gives what to whom. Everybody goes through this list in its order, sending and receiving: then nobody waits
-    for somebody who waits.
+    """Transfers of layers, in the order in which every worker sends and receives: then no worker waits for another one
+    that waits.
 
     A worker gets layers from its own pipeline where it can, else from those of the other stage in turn.
     """

@@ -1,4 +1,4 @@
-"""The worker's half of the protocol: what a worker knows of the run, and what each message means to it. Pure.
+"""Member: the worker's half of the protocol, as a pure state machine.
 
 Concept: :class:`Member` takes what the coordinator says (:meth:`Member.receive` returns the answers) and tells the
 worker's main thread where it stands: whether a generation was announced, whether a step may begin
@@ -62,7 +62,7 @@ Message: TypeAlias = Any
 
 
 class Member:
-    """What one worker process knows.
+    """Protocol state of one worker process.
 
     Args:
         rank: its position; -1 until it has one.
@@ -173,7 +173,7 @@ class Member:
             self._memory.said(message)
 
     def returned(self, **who: Any) -> messages.Returned:
-        """What to say first to a coordinator that was started again; ``who``: who says it, by field."""
+        """The first message to a coordinator that was started again; ``who``: the sender, by field."""
         assert self._memory is not None, "it ends with its coordinator"
         announced, resume = self._announced, self._resume
         if announced is not None:
@@ -294,7 +294,7 @@ class Member:
     # ------------------------------------------------------------------ stopping early
 
     def go_on(self, point: int) -> tuple[Message, ...]:
-        """This worker goes on at stop point ``point``; returns the answer if somebody has asked about that."""
+        """This worker goes on at stop point ``point``; returns the answer if a worker has asked about that."""
         self._passed = max(self._passed, point)
         return self._say_that_it_goes_on()
 

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: from a state and an event to the next state and commands. Pure.
+"""The coordinator's state machine: events to next states and commands. Pure.
 
 :func:`transition` has no clock, no socket and no process; the coordinator is the shell that feeds it and obeys. The
 tables :data:`_OF_ANY` and :data:`_OF_MEMBERS` name the handler of each event, which stands beside the part of the state
@@ -130,7 +130,7 @@ def _end_wanted(state: MembershipState, event: EndWanted) -> Next:
 
 
 def _end_run(state: MembershipState, event: messages.EndRun) -> Next:
-    """Also before the first step: whoever ends a job may run it again from what is saved."""
+    """Also before the first step: an ended job may run again from what is saved."""
     return state.with_steps(after_step=AfterStep.END), ()
 
 

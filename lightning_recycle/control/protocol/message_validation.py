@@ -1,4 +1,4 @@
-"""What a worker may say, given what is known of the run. Pure.
+"""Validation of messages against the state of the run. Pure.
 
 Concept: a message that arrived is well formed; it may still be one that no worker can send: for another rank, of a
 generation that has not begun, about a step that lies far ahead, with a duration that is no number. :func:`objection`

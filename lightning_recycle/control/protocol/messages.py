@@ -1,4 +1,4 @@
-"""What workers and coordinator say to each other: frozen values, sent over one connection per worker.
+"""Messages of workers and coordinator: frozen values, one connection per worker.
 
 The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.protocol.encoding`): every field is
 data that msgpack has, an enum, or a dataclass of such fields. What only workers and the launching process understand is
@@ -39,7 +39,7 @@ start.
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What the script of a worker that somebody else started wants its run to be.
+    """Run that a script asks for, of a worker that was not started by a launching process.
 
     Args:
         entry: the Trainer's entry point: "fit", "validate", ...
@@ -82,7 +82,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker's main thread is doing.
+    """Activity of a worker's main thread.
 
     Args:
         step: the optimizer step.
@@ -315,7 +315,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What a worker measured of its stage in ``steps`` steps, and of the link to the next stage (0 without one)."""
+    """Profile of a worker's stage over ``steps`` steps, and of its link to the next stage (0 without one)."""
 
     rank: int
     stage: StageProfile
@@ -326,7 +326,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a worker measured of its memory in its first steps."""
+    """Memory of a worker, measured in its first steps."""
 
     rank: int
     footprint: Footprint
@@ -334,7 +334,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What it costs a worker to split backwards, which it has tried in its first steps."""
+    """Cost of split backwards of a worker, tried in its first steps."""
 
     rank: int
     trial: SplitTrial
@@ -342,7 +342,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The worker is REDUCED in ``step``; ``payload`` reaches everybody with the answer, which comes when all are.
+    """The worker is REDUCED in ``step``; ``payload`` reaches all with the answer, which comes when all are.
 
     Only if a stage must know something of the others before it steps, or the optimizer is not staggered. ``guesses``:
     whether it steps before it knows that, on a guess that the answer may prove wrong.
@@ -512,7 +512,7 @@ class LayoutWanted:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a worker has measured of each of its layers, in the order of the layers.
+    """Measurements of the layers of a worker, in their order.
 
     Args:
         rank: the worker's rank.
@@ -543,7 +543,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """What others of ``generation`` must know of a worker to connect to it: who looks ``key`` up gets ``value``."""
+    """A key of a worker that others of ``generation`` look up to connect to it."""
 
     rank: int
     generation: int
@@ -564,7 +564,7 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the stages contributed to the commit of ``step``, by stage, as the worker heard it in ``generation``."""
+    """Contributions of the stages to the commit of ``step``, by stage, as received in ``generation``."""
 
     generation: int
     step: int
@@ -659,7 +659,7 @@ class FaultInjected:
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """The first message of a coordinator that may be started again: whoever loses it waits for it, and returns.
+    """The first message of a coordinator that may be started again: a worker that loses it waits for it, and returns.
 
     Args:
         run: a random name of the run.
@@ -718,7 +718,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """All stop at the beginning of ``step``: nobody has begun it, and nothing is redone.
+    """All stop at the beginning of ``step``, which none has begun, so nothing is redone.
 
     With a ``program`` nobody stops: all run that of another schedule from that step on, until the next generation.
     """
@@ -834,7 +834,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Everybody is REDUCED in ``step``: apply it. Or everybody was before a loss: who does the step again applies it
+    """All are REDUCED in ``step``: apply it. Or all were before a loss: a worker that does the step again applies it
     as soon as it is REDUCED.
 
     ``payloads``: one of each stage, by stage. ``guessed``: whether some have applied it already, on a guess.
@@ -847,7 +847,7 @@ class Committed:
 
 
 class AfterStep(Enum):
-    """What all do after a step.
+    """Next action of all after a step.
 
     ``GO_ON``: they go on. ``STOP``: they stop training early, as if ``trainer.should_stop`` were set on all. ``END``:
     they save what is wanted, and the run ends.
@@ -897,7 +897,7 @@ class Alive:
 
 
 class StopReason(Enum):
-    """Why a worker is told to leave: how the run ended, that it left at a step boundary, as it asked, or that it was
+    """Reason why a worker has to leave: how the run ended, that it left at a step boundary, as it asked, or that it was
     lost: declared dead, or of another run.
     """
 

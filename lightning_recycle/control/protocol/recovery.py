@@ -1,4 +1,4 @@
-"""The recovery: from what survivors hold to where they go on, and what each of them does for it. Pure functions.
+"""Recovery: from the survivors' statuses to a decision and their actions. Pure.
 
 The coordinator calls :func:`decide`, each worker :func:`actions` and :func:`part_of`: a recovery is data, like a
 schedule.
@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a survivor holds.
+    """Status of a survivor.
 
     Args:
         stage: its stage.
@@ -93,7 +93,7 @@ class Adoption:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where all survivors go on.
+    """Decision about the step at which all survivors go on.
 
     Args:
         version: the committed version v; a worker below applies what it holds or adopts, then step v runs.
@@ -169,7 +169,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """What all have told of ``step``, which this worker applied on a guess, is known: correct it if it was wrong."""
+    """The commit of ``step``, which this worker applied on a guess, is known: correct it if the guess was wrong."""
 
     step: int
 
@@ -185,12 +185,12 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class AwaitPeers:
-    """Wait for the others of the stage: nobody may overwrite what it gave before all of them have it."""
+    """Wait for the others of the stage: no worker may overwrite what it gave before all of them have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitTogether:
-    """Commit ``step`` once more, with everybody: nobody has applied it yet, another failure may leave a stage without
+    """Commit ``step`` once more, with all: no worker has applied it yet, another failure may leave a stage without
     it, and a run with commits has no shadow.
     """
 

@@ -1,4 +1,4 @@
-"""What the coordinator knows of a run, which events can happen, and which commands follow. Frozen values, no logic.
+"""State of the coordinator, in parts; its events and commands. Frozen values.
 
 :mod:`~lightning_recycle.control.protocol.membership` and :mod:`~lightning_recycle.control.protocol.step_commit` are the
 functions over them.
@@ -159,7 +159,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Resend:
-    """Send ``message``, which others were sent by an earlier coordinator, to ``ranks``: as it is."""
+    """Send ``message``, which others got from an earlier coordinator, to ``ranks``, unchanged."""
 
     ranks: tuple[int, ...]
     message: Any
@@ -193,7 +193,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every stage delivered its result: payloads by rank. Whoever opens one takes it out, as it may be large."""
+    """Every stage delivered its result: payloads by rank. The reader takes each out, as it may be large."""
 
     results: MutableMapping[int, Any]
 
@@ -320,7 +320,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class Generation(_Updatable):
-    """What counts in one generation only: each begins with a new one.
+    """Generation: all that counts in it only; each begins with a new one.
 
     Args:
         number: its number; -1 before the first.

@@ -1,4 +1,4 @@
-"""Step boundaries: pauses at which workers enter and leave, and at which plans and layouts change. Pure.
+"""Step boundaries: pauses to let workers in and out, and to change plans. Pure.
 
 A loss changes the roster at once, in the middle of a step. Everything else waits for a *step boundary*, so that nothing
 is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are

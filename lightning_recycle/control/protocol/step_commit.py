@@ -1,4 +1,4 @@
-"""Steps: losses, commits, and applied steps whose values must be the same on all workers. Pure.
+"""Steps: losses, commits, and values that must be the same on all workers. Pure.
 
 The losses of a step are collected by micro-batch, whoever computed them and however often. No worker applies a step
 before they are known to all; where workers check each other's computations that is not before all have passed the step
@@ -166,15 +166,15 @@ def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int 
 
 
 def _with_all(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
-    """What is told of the step, with all that ``event`` adds."""
+    """The reported facts of the step, with all that ``event`` adds."""
     told = state.steps.facts.get(event.step, {})
     return {**told, **{scope: (*told.get(scope, ()), (event.rank, mine)) for scope, mine in _scopes(state, event)}}
 
 
 def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[int | None, tuple[Reported, ...]], str]:
-    """What is told of the step, with what ``event`` adds; and names and values in which its worker differs from who
-    told them first, empty if there are none. To compare with one is enough, however many there are: the others were
-    equal to it. Nearly always all that a worker tells is what another one has told, which is seen at once.
+    """The reported facts of the step, with what ``event`` adds; and names and values in which its worker differs from
+    the first that reported them, empty if there are none. To compare with one is enough, however many there are: the
+    others were equal to it. Nearly always all that a worker tells is what another one has told, which is seen at once.
     """
     told = dict(state.steps.facts.get(event.step, {}))
     differ = []
