@@ -13,7 +13,7 @@ from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG
 from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Transport
 from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
-from lightning_recycle.session import session
+from lightning_recycle.session import stage_builder
 from support.fake_nccl import FakeDevice, SocketNetwork
 from support.models import Decode, Encode, Regression
 
@@ -56,7 +56,7 @@ def imitated(options: CommunicationOptions, rank: int, device: torch.device) -> 
     return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, True, options.standby_connections)
 
 
-session.transport_for = imitated
+stage_builder.transport_for = imitated
 
 
 class Wide(Regression):

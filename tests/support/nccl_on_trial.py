@@ -12,7 +12,7 @@ from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory, Transport
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
-from lightning_recycle.session import session
+from lightning_recycle.session import stage_builder
 from support.fake_nccl import FakeComm, FakeDevice, SocketNetwork
 from support.models import Regression
 
@@ -36,7 +36,7 @@ def on_trial(options: CommunicationOptions, rank: int, device: torch.device) -> 
     return made[-1]
 
 
-session.transport_for = on_trial
+stage_builder.transport_for = on_trial
 
 
 class OnTrial(Regression):
