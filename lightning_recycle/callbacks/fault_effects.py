@@ -75,7 +75,7 @@ def deadlock() -> None:
     """Blocks the calling thread in Python; other threads and signal handlers go on.
 
     Raises:
-        InjectedFaultError: if nobody ended the process for an hour.
+        InjectedFaultError: if the process was not ended for an hour.
     """
     lock = threading.Lock()
     lock.acquire()

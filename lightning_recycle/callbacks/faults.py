@@ -30,7 +30,7 @@ KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "
 """The ways in which a worker can fail."""
 
 TARGETS = ("parameter", "optimizer", "activation", "gradient", "message", "matmul")
-"""Where a bit can flip."""
+"""The places in which a bit can flip."""
 
 POINTS = ("setup", "recovery", "checkpoint", "validation", "end")
 """The points of a worker's life outside the operations of a step."""
@@ -225,8 +225,8 @@ def random_faults(
         return _arrivals(mtbf * num_workers, kinds, seed, rank, incarnation)
     if incarnation > 0:
         return iter(())
-    everybody = (_arrivals(mtbf * num_workers, kinds, seed, other, 0) for other in range(num_workers))
-    allowed = itertools.islice(heapq.merge(*everybody), max_faults)
+    of_all = (_arrivals(mtbf * num_workers, kinds, seed, other, 0) for other in range(num_workers))
+    allowed = itertools.islice(heapq.merge(*of_all), max_faults)
     return (fault for fault in allowed if fault.rank == rank)
 
 

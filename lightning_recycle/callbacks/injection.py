@@ -156,7 +156,7 @@ class FaultInjectionCallback(pl.Callback):
 
 
 class _Executor(Protocol):
-    """What this module needs from a worker's executor."""
+    """Attributes of a worker's executor that this module uses."""
 
     worker: Worker
     version: int
@@ -170,7 +170,7 @@ class _Executor(Protocol):
 
 
 class _Strategy(Protocol):
-    """What this module needs from the strategy."""
+    """Attributes of the strategy that this module uses."""
 
     executor: _Executor | None
     grid: Grid

@@ -60,7 +60,7 @@ class HeartbeatCallback(pl.Callback):
         if last_holder_timeout < timeout:
             raise ConfigurationError(
                 f"HeartbeatCallback(timeout={timeout!r}, last_holder_timeout={last_holder_timeout!r}):"
-                " last_holder_timeout must be at least the timeout, since it is for workers that nobody can replace."
+                " last_holder_timeout must be at least the timeout, since it is for workers that no peer can replace."
             )
         if coordinator_timeout < 1:
             raise ConfigurationError(

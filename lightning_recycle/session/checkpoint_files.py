@@ -163,7 +163,7 @@ class WriteFailure:
 
 
 def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
-    """What ``action`` returns, which writes ``content`` to ``path``; or why the file system refused.
+    """The result of ``action``, which writes ``content`` to ``path``; or the file system's reason for refusing.
 
     Raises:
         Exception: what ``action`` raises, if the file system is not the reason.
@@ -242,7 +242,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """What is wrong with the checkpoint at ``path`` on this machine's file systems; None if it is whole.
+    """The damage of the checkpoint at ``path`` on this machine's file systems; None if it is whole.
 
     Reads all of it. Files in torch's old format and folders of other strategies of Lightning have no checksums, and a
     program that writes files may have switched them off: there only completeness is checked.
@@ -408,7 +408,7 @@ def _write_once(
 
 
 def _parts(gathered: Mapping[int, Any]) -> dict[int, Any] | WriteFailure:
-    """What workers contributed, by rank; or the failure of one of them."""
+    """The contributions of workers, by rank; or the failure of one of them."""
     parts = {rank: part for rank, part in gathered.items() if part is not None}
     failures = [part for _, part in sorted(parts.items()) if isinstance(part, WriteFailure)]
     return failures[0] if failures else parts

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _OBJECTS = "lightning_recycle_objects"
 
 _FURTHER_WEIGHTS = ("current_model_state",)
-"""What a checkpoint may hold by parameter besides ``state_dict``: with WeightAveraging that is the average."""
+"""Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
 
 
 @dataclass
@@ -177,7 +177,7 @@ class Checkpoints:
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the optimizer state of a checkpoint of the whole model.
 
-        Not in a worker that joins: the others train and cannot tell it which part that is; its donor has a newer one.
+        Not in a worker that joins: the others train and cannot exchange parts with it; its donor has a newer one.
         """
         if self.collectives.client.joining:
             return
@@ -254,9 +254,9 @@ class Checkpoints:
             if self.collectives.leads:
                 outcome = attempt(action, path, content) or True
             outcomes = self.collectives.gather("checkpoint", outcome).values()
-            told = [part for part in outcomes if part is not None]  # of one worker: only one leads
-            if told:
-                return told[0] if isinstance(told[0], WriteFailure) else None
+            known = [part for part in outcomes if part is not None]  # of one worker: only one leads
+            if known:
+                return known[0] if isinstance(known[0], WriteFailure) else None
 
     def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         self._before_writing()

@@ -29,7 +29,7 @@ ALONE = (
     " workers may be replaced, do that in hooks that come after a step, such as on_train_batch_end or"
     " on_validation_epoch_end."
 )
-"""What a worker that is about to join says when it is asked for ``what`` it cannot do without the others."""
+"""The error of a worker that is about to join, when it is asked for ``what`` needs the others."""
 
 _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", __name__.partition(".")[0]}
 """Packages that ask for a process group where nothing depends on the answer."""

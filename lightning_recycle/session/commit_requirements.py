@@ -60,7 +60,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CommitRequirements:
-    """What each step needs to know of the gradients of all stages.
+    """Facts about the gradients of all stages that each step needs.
 
     Args:
         norm: their norm.
@@ -79,7 +79,7 @@ class CommitRequirements:
 
 
 def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages: int) -> CommitRequirements:
-    """What the steps of ``module``, cut into ``stages``, need under ``trainer``; the same in every process."""
+    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``; the same in every process."""
     clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
     overflow = scaler_of(trainer) is not None
     return CommitRequirements(
@@ -174,12 +174,12 @@ class OptimizerStep:
         self._before: list[OptimizerState] = []
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it keeps copies of."""
+        """The copies that it keeps."""
         return (tensor for state in self._before for tensor in state.tensors())
 
     @staticmethod
     def is_watched(optimizers: list[Optimizer]) -> bool:
-        """Whether somebody sees each call of an optimizer's ``step``."""
+        """Whether hooks see each call of an optimizer's ``step``."""
         return any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers)
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = Non
 
 
 def norms_of_all_stages(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
-    """What ``grad_norm`` returns for ``module`` on one device."""
+    """The result of ``grad_norm`` for ``module`` on one device."""
     assert _gather is not None
     norms = _stage_grad_norm(module, norm_type, group_separator)
     prefix = f"grad_{float(norm_type)}_norm"

@@ -62,7 +62,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a training step leaves in an attribute for the next step of its slot; ``value`` is packed."""
+    """A new value of an attribute for the next step of the slot; ``value`` is packed."""
 
     name: str
     value: bytes
@@ -215,7 +215,7 @@ class HookSideEffects:
 
     @contextmanager
     def _assigning(self, effects: list[Effect], common: bool) -> Iterator[None]:
-        """What a training step assigns for the next one; all that code assigns, if it is ``common`` to all workers.
+        """Finds assignments of a training step for the next one; all assignments, if code is ``common`` to all workers.
 
         Lists that grew are taken back before.
         """

@@ -8,7 +8,7 @@ heartbeat takes to the coordinator at once; what follows is agreed on with a ste
 the signal                 in a job that SLURM may run again            elsewhere
 =========================  ==========================================  ===========================================
 SIGTERM                    this worker leaves; the run ends with a      this worker leaves, unless it is the last
-                           checkpoint once all workers are told to      holder of its stage
+                           checkpoint once all workers got the signal   holder of its stage
 the one for requeueing     the run ends with a checkpoint, and then     Lightning listens to none
                            the job is requeued
 =========================  ==========================================  ===========================================
@@ -72,7 +72,7 @@ def saved_already(trainer: pl.Trainer) -> None:
 
 
 class SaveAndEnd(Callback):
-    """Saves at the end of the last step of a run that was told to end, and ends the run. Lives in the workers, behind
+    """Saves at the end of the last step of a run that a signal ends, and ends the run. Lives in the workers, behind
     all other callbacks.
 
     Args:
@@ -123,7 +123,7 @@ class SaveAndEnd(Callback):
         self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
 
     def _path(self, trainer: pl.Trainer) -> str | None:
-        """Where the checkpoint is to be, in the opinion of this worker; None if none is wanted."""
+        """The path of the checkpoint that this worker would choose; None if none is wanted."""
         if not isinstance(self._save_on_signal, bool):
             return os.fspath(self._save_on_signal)
         if not self._save_on_signal and not self._preemption.resumes:
@@ -146,7 +146,7 @@ class Preemption:
 
     Attributes:
         resumes: whether SLURM may run this job again, so that what is saved will be resumed from.
-        requeue_wanted: whether this worker was told to have the job requeued.
+        requeue_wanted: whether this worker got the signal to have the job requeued.
     """
 
     def __init__(self, trainer: pl.Trainer, client: ControlClient, fitting: bool) -> None:

@@ -58,7 +58,7 @@ _SAMPLER = "the state of a sampler"  # marks it among the states of loaders
 
 
 class StepRunner(Protocol):
-    """What the loops need from the worker that they run in."""
+    """Methods of a worker that the loops call."""
 
     def enter_training(self) -> None: ...
 
@@ -80,7 +80,7 @@ class StepRunner(Protocol):
 
 
 def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
-    """What the batch that Lightning has just begun is of a step of the optimizer."""
+    """The share of the batch that Lightning has just begun in a step of the optimizer."""
     batches = trainer.accumulate_grad_batches
     return Share(batches, begins=batch_idx % batches == 0, ends=ends_step(trainer))
 

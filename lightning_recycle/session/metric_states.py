@@ -34,7 +34,7 @@ def separate_metrics(module: nn.Module) -> None:
 
 
 def metric_states(metric: Metric) -> MetricStates:
-    """What ``metric`` has accumulated, with its caches."""
+    """The accumulated states of ``metric``, with its caches."""
     names = (*_state_names(metric), "_update_count", "_forward_cache", "_computed")
     # Some metrics extend lists in place.
     return {n: list(v) if isinstance(v := getattr(metric, n), list) else v for n in names}

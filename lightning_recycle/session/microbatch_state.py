@@ -58,7 +58,7 @@ class _Part(Protocol):
     def set(self, value: Any) -> None: ...
 
     def copy(self, value: Any) -> Any:
-        """What another world begins with."""
+        """The value that another micro-batch begins with."""
 
 
 class _Tensors:
@@ -139,7 +139,7 @@ class _Modes:
 
 
 class _Metrics:
-    """What the module's metrics have accumulated."""
+    """The accumulated states of the module's metrics."""
 
     stays = False
 

@@ -167,7 +167,7 @@ class ObjectGraph:
 
     @cached_property
     def _tables(self) -> dict[int, tuple[Path, TableKey]]:
-        """Where the hook tables of all nodes are, by id."""
+        """The places of the hook tables of all nodes, by id."""
         owners = {path: node for path, node in self._nodes.items() if isinstance(node, (nn.Module, Optimizer))}
         return {id(table): (path, key) for path, owner in owners.items() for key, table in tables_of(owner)}
 
@@ -391,7 +391,7 @@ class _Update:
                 object.__setattr__(node, name, now)
 
     def merged(self, old: Any, new: Any) -> Any:
-        """What stands for ``new`` where ``old`` is: ``old`` itself if it can hold that."""
+        """The object of this process for ``new`` in place of ``old``: ``old`` itself if it can hold that."""
         if id(new) in self._taken:
             return self._taken[id(new)]
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed:
@@ -414,7 +414,7 @@ class _Update:
             return new
         self.claim(old, new)
         with torch.no_grad():
-            old.copy_(new)  # its version says that it is not what it was when the run began
+            old.copy_(new)  # its version shows that it has changed since the run began
         if old.requires_grad != new.requires_grad and old.is_leaf:
             old.requires_grad = new.requires_grad
         return old

@@ -216,7 +216,7 @@ class OptimizerState:
         self._options = [copied({k: v for k, v in group.items() if k != "params"}) for group, _ in self._groups]
 
     def tensors(self) -> list[Tensor]:
-        """What it keeps copies of."""
+        """The copies that it keeps."""
         return [leaf for leaf in tree_leaves(list(self._states.values())) if isinstance(leaf, Tensor)]
 
     def rewind(self) -> None:

@@ -1,13 +1,13 @@
-"""What the last stage's outputs become: logged values and metric states, the same on every worker.
+"""Records of the user's hooks that see outputs: logged values and metric states, the same on every worker.
 
 Concept: the user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on the worker that
 computed it. What they do there is *recorded* instead of done: calls of ``self.log``, what each torchmetrics object of
 the module gained, and side effects on its other attributes (:mod:`~lightning_recycle.session.hook_side_effects`). The
 records of all micro-batches of a step travel through the coordinator to all workers, and are *replayed* there in the
-order of the micro-batches. So every worker holds the complete metrics, whoever dies, and callbacks take the same
+order of the micro-batches. So every worker holds the complete metrics, whichever die, and callbacks take the same
 decisions everywhere.
 
-Values that were logged are combined as ``reduce_fx`` says: the mean weighted by samples, the sum, the extremes.
+Values that were logged are combined by ``reduce_fx``: the mean weighted by samples, the sum, the extremes.
 Metric states are combined by the reduction that each state declares. A hook must not look at what it logged or at
 metrics of earlier micro-batches.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,36 +72,26 @@ class LoggerCall:
     kwargs: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Record:
-    """What a hook did with the output of one micro-batch.
+@dataclass
+class Recording:
+    """Record of a hook that saw the output of one micro-batch.
 
     Args:
         samples: the number of samples of the micro-batch.
         logs: (name, value, keyword arguments) of each ``self.log``.
-        metrics: what each metric gained: its states after this micro-batch alone, by path in the module.
-        result: what the hook returned.
+        metrics: the gains of each metric: its states after this micro-batch alone, by path in the module.
+        result: the value that the hook returned.
         changes: side effects on other attributes of the module that reach all workers.
     """
 
-    samples: int
-    logs: tuple[tuple[str, Any, dict[str, Any]], ...]
-    metrics: dict[str, MetricStates]
-    result: Any
-    changes: tuple[Effect, ...]
-
-
-@dataclass
-class Recording:
-    """What happened in a block: as in :class:`_Record`; whoever records sets ``result``."""
-
+    samples: int = 0
     logs: tuple[tuple[str, Any, dict[str, Any]], ...] = ()
     metrics: dict[str, MetricStates] = field(default_factory=dict)
     result: Any = None
     changes: tuple[Effect, ...] = ()
 
 
-_EMPTY = _Record(0, (), {}, None, ())
+_EMPTY = Recording()
 
 
 class OutputRecorder:
@@ -172,10 +162,10 @@ class OutputRecorder:
                 set_metric_states(metric, before[path])
 
     def dump(self, recording: Recording, samples: int) -> bytes:
-        """What was recorded in a block, for :meth:`replay`; nothing if it was nothing."""
+        """The record of a block, for :meth:`replay`; empty if nothing was recorded."""
         if recording.result is None and not (recording.logs or recording.metrics or recording.changes):
             return b""
-        recorded = _Record(samples, recording.logs, recording.metrics, to_cpu(recording.result), recording.changes)
+        recorded = replace(recording, samples=samples, result=to_cpu(recording.result))
         try:
             return pack_tensors(recorded)
         except Exception as error:
@@ -210,7 +200,7 @@ class OutputRecorder:
 
         Args:
             records: what :meth:`record` returned, by global micro-batch.
-            on_step: whether values are logged for the step unless the hook says otherwise.
+            on_step: whether values are logged for the step by default.
 
         Returns:
             What the hooks returned.
@@ -278,7 +268,7 @@ def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any
 
 @dataclass(frozen=True)
 class Returned:
-    """What the user's code returned for the micro-batches of a step, in order, and how many samples they have."""
+    """Values that the user's code returned for the micro-batches of a step, in order, and their numbers of samples."""
 
     values: list[Any]
     samples: list[int]
@@ -319,7 +309,7 @@ def _joined(parts: Sequence[Any], samples: Sequence[int] | None) -> Any:
 
 
 def _item(parts: Sequence[Mapping[Any, Any]], samples: Sequence[int] | None, key: Any) -> Any:
-    """What ``parts`` have under ``key``, those that have it."""
+    """The items of ``parts`` under ``key``, of those that have it."""
     having = [index for index, part in enumerate(parts) if key in part]
     return _joined([parts[index][key] for index in having], samples and [samples[index] for index in having])
 

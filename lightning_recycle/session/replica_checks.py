@@ -31,7 +31,7 @@ _MOST_STEPS = 10_000
 
 
 StageState = dict[str, list[Any]]
-"""What the workers of a stage have in common, by the names of its checksums; tensors and numbers in a fixed order."""
+"""State that the workers of a stage have in common, by the names of its checksums; in a fixed order."""
 
 
 def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> StageState:
@@ -93,11 +93,11 @@ class StateChecks:
         self._due.add(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether this worker tells what it holds after ``step``."""
+        """Whether this worker reports its checksums after ``step``."""
         return self._every != 0 and step in self._due
 
     def check(self, step: int, module: nn.Module, optimizers: Iterable[Optimizer]) -> Checked:
-        """What this worker holds after ``step``."""
+        """The checksums of this worker after ``step``."""
         self._due = {due for due in self._due if due > step}
         began = self._clock()
         state = stage_state(module, optimizers)

@@ -97,7 +97,7 @@ def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: M
 
 
 class _TakenSummary:
-    """What a summary says now: Lightning's looks at the module whenever it is asked, and then layers may be gone."""
+    """The contents of a summary now: Lightning's looks at the module when it is shown, and then layers may be gone."""
 
     def __init__(self, summary: Any) -> None:
         rows = summary._get_summary_data()
@@ -192,7 +192,7 @@ def _update_after_others(
     batch: Any,
     *args: Any,
 ) -> None:
-    """Nobody has the samples that the old leader has counted: as many in each batch as in the first one from now on."""
+    """The old leader's count of samples is lost: as many in each batch as in the first one from now on."""
     stage = trainer.state.stage
     batches = counted.pop(stage, 0)
     if batches:

@@ -38,7 +38,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None) -> None:
 
     Args:
         trainer: the Trainer.
-        outside: what this process is as a worker that somebody else started; None for a launching process.
+        outside: the place of this process, if it is a worker started from outside; None for a launching process.
 
     Raises:
         ConfigurationError: if the Trainer has no device for this worker.

@@ -1,6 +1,6 @@
 """All that a worker must know to take part in a running training: the state of one step boundary.
 
-A donor takes the snapshot while it waits at the beginning of a step; Lightning's counters then say that the batch of
+A donor takes the snapshot while it waits at the beginning of a step; Lightning's counters then show that the batch of
 that step has begun, and its first hooks have run. The worker that joins restores it twice. First it rewinds to right
 before that batch and begins it itself, so that hooks find what they expect; when it reaches the point where the donor
 waits, it takes over the donor's whole state, so that nothing that those hooks logged or changed counts twice.

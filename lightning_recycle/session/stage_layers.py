@@ -167,8 +167,8 @@ class StageLayers:
         sums: returns what was accumulated, by parameter.
         changed: called when this worker has other layers.
         rank: of this worker.
-        tell: called with what was measured of the layers.
-        measures: whether they are measured: not if nobody asks, nor by a worker that joins, whose peers have done it.
+        report: called with the measurements of the layers.
+        measures: whether they are measured: not if nothing asks, nor by a worker that joins, whose peers have done it.
     """
 
     def __init__(
@@ -182,11 +182,11 @@ class StageLayers:
         sums: Callable[[], Mapping[nn.Parameter, Tensor]],
         changed: Callable[[StageBundle], None],
         rank: int,
-        tell: Callable[[LayerFacts], None],
+        report: Callable[[LayerFacts], None],
         measures: bool = True,
     ) -> None:
         self._trainer, self._parts, self._stage, self._device = trainer, parts, stage, device
-        self._rank, self._tell = rank, tell
+        self._rank, self._report = rank, report
         self._measures = measures
         self._steps = 0
         self._meters: dict[int, _LayerMeter] = {}
@@ -251,7 +251,7 @@ class StageLayers:
         elif self._steps == _FIRST_MEASURED + _MEASURED:
             meters = self._end_measuring()
             if meters.keys() == set(self.owned):
-                self._tell(self._facts(meters))
+                self._report(self._facts(meters))
             else:  # layers have moved meanwhile
                 self._steps = 0
 
@@ -297,7 +297,7 @@ class StageLayers:
         sums = self._sums()
         accumulated = {name: sums[p] for name, p in named.items() if p in sums}
         with self._parts.handed_out(*layers) as modules:
-            # What was said to be picklable at the start still is, unless the user's code has changed it.
+            # Whatever was picklable at the start still is, unless the user's code has changed it.
             skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, accumulated), _travels)
         kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]
         return _Given(self._stage, skeleton, [tensor.detach() for tensor in tensors], kinds, self._names())

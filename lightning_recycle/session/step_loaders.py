@@ -115,7 +115,7 @@ class StepLoaders:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step, of the first loader if there are several; 0 if no loader says how many."""
+        """Samples per step, of the first loader if there are several; 0 if no loader knows it."""
         training = (loader for loader in self._loaders if not loader.evaluation)
         return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
 

@@ -68,7 +68,7 @@ class TrainingSteps:
         executor: runs the steps; set once it exists, like the next three.
         transfer: the transfer of this worker's state to and from its peers.
         checkpoints: this worker's part in checkpoints.
-        ending: saves at the end of the last step of a run that is told to end.
+        ending: saves at the end of the last step of a run that a signal ends.
         layers: the layers of this worker, if they may move.
         records_outputs: whether the module has a hook that sees outputs in training.
         first_batch: the number of batches that the Trainer had trained on before this run.
@@ -198,7 +198,7 @@ class TrainingSteps:
         self.ending.end(self._trainer)
 
     def ends_after_batch(self) -> bool:
-        """Whether the run was told to end. Not between batches whose gradients one step takes together, since no
+        """Whether the run ends after this batch. Not between batches whose gradients one step takes together, since no
         checkpoint holds their sum.
         """
         return self.after_step is AfterStep.END and ends_step(self._trainer)

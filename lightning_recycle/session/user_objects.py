@@ -24,14 +24,14 @@ __all__ = ["CallbackList", "callback_graph", "home_graph", "user_graph", "weight
 
 
 def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
-    """What the state dict of ``module`` holds, to be left out of a pack: it goes by itself."""
+    """The tensors in the state dict of ``module``, to be left out of a pack: they travel by themselves."""
     weights = weights_of(module)
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
 
 
 def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict[Path, Tensor]:
-    """What takes the place of the weights that were left out of a pack: those of ``module``; where it has none of that
+    """The substitutes for weights that were left out of a pack: those of ``module``; where it has none of that
     name and shape, those of ``state``.
     """
     given = {f"weight {name}": tensor for name, tensor in state.items()}
@@ -143,7 +143,7 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _anchors(trainer: pl.Trainer) -> dict[str, Any]:
-    """What belongs to the Trainer of a process."""
+    """Objects that belong to the Trainer of a process."""
     own = (type(trainer.lightning_module), pl.LightningDataModule)
     parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
     return {

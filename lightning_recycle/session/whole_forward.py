@@ -43,7 +43,7 @@ Fingerprint: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _Call:
-    """What a worker tells the others before they run: the number of its call since the step, and its inputs."""
+    """The announcement of a call to the others: its number since the step, and its inputs."""
 
     number: int
     inputs: tuple[Fingerprint, ...]
@@ -74,7 +74,7 @@ class WholeForward:
         self._calls = 0  # since that version
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """What the whole model returns, on every worker.
+        """The output of the whole model, on every worker.
 
         Args:
             inputs: what the first of the parts that run takes, and is the target for the last one.
@@ -122,7 +122,7 @@ class WholeForward:
 
 
 def fingerprint(inputs: Sequence[Any]) -> tuple[Fingerprint, ...]:
-    """What tells other inputs from ``inputs``, in a few bytes: see :func:`alike`."""
+    """A fingerprint of ``inputs`` in a few bytes: see :func:`alike`."""
     leaves, structure = tree_flatten(list(inputs))
     return (("structure", str(structure)), *(_of_leaf(leaf) for leaf in leaves))
 

@@ -53,7 +53,7 @@ WrittenState: TypeAlias = tuple[int, set[str], set[str], dict[str, dict[int, Any
 
 @dataclass(frozen=True)
 class Write:
-    """What a micro-batch left in the tensor ``name``: the checksum, and the value if ``travels``."""
+    """The tensor ``name`` as a micro-batch left it: the checksum, and the value if ``travels``."""
 
     name: str
     digest: bytes
