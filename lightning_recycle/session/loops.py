@@ -40,7 +40,7 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
-from lightning_recycle.session.lightning_internals import lightning_optimizers, loaders_of
+from lightning_recycle.session.lightning_internals import lightning_optimizers, loaders_of, rewind_to_batch
 
 __all__ = [
     "PipelineEpochLoop",
@@ -355,6 +355,15 @@ class PipelineFitLoop(_FitLoop):
         for loader, state in zip(self._combined_loader.flattened, states, strict=False):
             if isinstance(loader, StreamLoader):
                 loader.load_state_dict(state)
+
+    def enter_mid_epoch(self, state: dict[str, Any]) -> None:
+        """Lets the batch that the counters have begun begin here once more; ``state``: that of the donor's loop."""
+        self.on_load_checkpoint(state)
+        self.find_places()
+        epoch = self.epoch_loop
+        assert isinstance(epoch, PipelineEpochLoop)
+        rewind_to_batch(self.trainer, share_of_batch(self.trainer, epoch.batch_progress.current.completed).begins)
+        epoch._enters_mid_epoch = True
 
     @override
     def on_run_start(self) -> None:

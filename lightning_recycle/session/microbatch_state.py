@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -47,158 +48,107 @@ _DEPTH = 4  # of containers in one another that are copied
 _COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom written in place
 
 
-class _Part(Protocol):
-    """A part of the state of the process."""
+@dataclass(frozen=True)
+class _Part:
+    """A part of the state of the process.
 
-    stays: bool
-    """Whether what the first world leaves is there after the step."""
+    Args:
+        get: returns its value.
+        put: makes that the value.
+        copy: copies a value for another micro-batch.
+        stays: whether the value that the first micro-batch leaves is there after the step.
+    """
 
-    def get(self) -> Any: ...
-
-    def set(self, value: Any) -> None: ...
-
-    def copy(self, value: Any) -> Any:
-        """The value that another micro-batch begins with."""
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+    copy: Callable[[Any], Any]
+    stays: bool = True
 
 
-class _Tensors:
-    """The values of parameters and buffers."""
-
-    stays = True
-
-    def __init__(self, module: nn.Module) -> None:
-        self.tensors = [*module.parameters(), *module.buffers()]
-
-    def get(self) -> list[Tensor]:
-        return [tensor.data for tensor in self.tensors]
-
-    def set(self, value: list[Tensor]) -> None:
-        for tensor, data in zip(self.tensors, value, strict=True):
+def _tensors(tensors: Sequence[Tensor]) -> _Part:
+    def put(values: list[Tensor]) -> None:
+        for tensor, data in zip(tensors, values, strict=True):
             tensor.data = data  # neither a copy nor a write, which autograd would count
 
-    def copy(self, value: list[Tensor]) -> list[Tensor]:
-        return [data.clone() for data in value]
+    return _Part(lambda: [tensor.data for tensor in tensors], put, lambda values: [data.clone() for data in values])
 
 
-class _Gradients:
+def _gradients(parameters: Sequence[nn.Parameter]) -> _Part:
     """The gradients of parameters, and which require one."""
 
-    stays = True
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = list(module.parameters())
-
-    def get(self) -> list[tuple[bool, Tensor | None]]:
-        return [(parameter.requires_grad, parameter.grad) for parameter in self._parameters]
-
-    def set(self, value: list[tuple[bool, Tensor | None]]) -> None:
-        for parameter, (requires_grad, grad) in zip(self._parameters, value, strict=True):
+    def put(values: list[tuple[bool, Tensor | None]]) -> None:
+        for parameter, (requires_grad, grad) in zip(parameters, values, strict=True):
             parameter.requires_grad = requires_grad
             parameter.grad = grad
 
-    def copy(self, value: list[tuple[bool, Tensor | None]]) -> list[tuple[bool, Tensor | None]]:
-        return [(requires_grad, None if grad is None else grad.clone()) for requires_grad, grad in value]
+    def copy(values: list[tuple[bool, Tensor | None]]) -> list[tuple[bool, Tensor | None]]:
+        return [(requires_grad, None if grad is None else grad.clone()) for requires_grad, grad in values]
+
+    return _Part(lambda: [(parameter.requires_grad, parameter.grad) for parameter in parameters], put, copy)
 
 
-class _Options:
+def _options(groups: Sequence[dict[str, Any]]) -> _Part:
     """The options of the optimizers' groups."""
 
-    stays = True
-
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-
-    def get(self) -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-
-    def set(self, value: list[dict[str, Any]]) -> None:
-        for group, options in zip(self._groups, value, strict=True):
+    def put(values: list[dict[str, Any]]) -> None:
+        for group, options in zip(groups, values, strict=True):
             group.update(options)
 
-    def copy(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [_own(options, _DEPTH, {}) for options in value]
+    def get() -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    return _Part(get, put, lambda values: [_own(options, _DEPTH, {}) for options in values])
 
 
-class _Modes:
+def _modes(modules: Sequence[nn.Module]) -> _Part:
     """Which submodules are in training mode."""
 
-    stays = True
-
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-
-    def get(self) -> list[bool]:
-        return [module.training for module in self._modules]
-
-    def set(self, value: list[bool]) -> None:
-        for module, training in zip(self._modules, value, strict=True):
+    def put(values: list[bool]) -> None:
+        for module, training in zip(modules, values, strict=True):
             module.training = training
 
-    def copy(self, value: list[bool]) -> list[bool]:
-        return value
+    return _Part(lambda: [module.training for module in modules], put, lambda values: values)
 
 
-class _Metrics:
+def _metrics(module: nn.Module) -> _Part:
     """The accumulated states of the module's metrics."""
 
-    stays = False
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def get(self) -> list[tuple[Metric, dict[str, Any]]]:
-        metrics = (metric for metric in self._module.modules() if isinstance(metric, Metric))  # trackers add some
+    def get() -> list[tuple[Metric, dict[str, Any]]]:
+        metrics = (metric for metric in module.modules() if isinstance(metric, Metric))  # trackers add some
         return [(metric, metric_states(metric)) for metric in metrics]
 
-    def set(self, value: list[tuple[Metric, dict[str, Any]]]) -> None:
-        for metric, states in value:
+    def put(values: list[tuple[Metric, dict[str, Any]]]) -> None:
+        for metric, states in values:
             set_metric_states(metric, states)
 
-    def copy(self, value: list[tuple[Metric, dict[str, Any]]]) -> list[tuple[Metric, dict[str, Any]]]:
-        return [(metric, _own(states, _DEPTH, {})) for metric, states in value]
+    return _Part(get, put, lambda values: [(m, _own(states, _DEPTH, {})) for m, states in values], stays=False)
 
 
-class _Generators:
+def _generators(device: torch.device) -> _Part:
     """The states of Python's, NumPy's and torch's generators."""
+    on_gpu = device.type == "cuda"
 
-    stays = False
+    def get() -> Any:
+        return generator_states(), torch.cuda.get_rng_state(device) if on_gpu else None
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+    def put(value: Any) -> None:
+        set_generator_states(value[0])
+        if on_gpu:
+            torch.cuda.set_rng_state(value[1], device)
 
-    def get(self) -> Any:
-        on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        return generator_states(), on_device
-
-    def set(self, value: Any) -> None:
-        states, on_device = value
-        set_generator_states(states)
-        if self._device is not None:
-            torch.cuda.set_rng_state(on_device, self._device)
-
-    def copy(self, value: Any) -> Any:
-        return value
+    return _Part(get, put, lambda value: value, stays=False)
 
 
-class _Attributes:
+def _attributes(module: nn.Module) -> _Part:
     """The attributes of the module; those of the first micro-batch stay."""
 
-    stays = True
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def get(self) -> dict[str, Any]:
-        return vars(self._module)
-
-    def set(self, value: dict[str, Any]) -> None:
-        object.__setattr__(self._module, "__dict__", value)
-
-    def copy(self, value: dict[str, Any]) -> dict[str, Any]:
+    def copy(value: dict[str, Any]) -> dict[str, Any]:
         seen: dict[int, Any] = {}
         own = {name: item if name in _REGISTRIES else _own(item, _DEPTH, seen) for name, item in value.items()}
         own["_buffers"] = dict(value["_buffers"])
         return own
+
+    return _Part(lambda: vars(module), lambda value: object.__setattr__(module, "__dict__", value), copy)
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_trainer")
@@ -215,45 +165,49 @@ class MicrobatchState:
     """
 
     def __init__(self, module: pl.LightningModule, optimizers: Iterable[Optimizer], device: torch.device, first: bool):
-        self._tensors, self._options = _Tensors(module), _Options(optimizers)
-        self._parts: list[_Part] = [
-            self._tensors,
-            _Gradients(module),
-            self._options,
-            _Modes(module),
-            _Metrics(module),
-            _Generators(device),
-            _Attributes(module),
-        ]
-        self._values = {id(part): part.get() if first and part.stays else part.copy(part.get()) for part in self._parts}
-        self._outside: list[Any] = []
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._parts = {
+            "tensors": _tensors(self._tensors),
+            "gradients": _gradients(list(module.parameters())),
+            "options": _options([group for optimizer in optimizers for group in optimizer.param_groups]),
+            "modes": _modes(list(module.modules())),
+            "metrics": _metrics(module),
+            "generators": _generators(device),
+            "attributes": _attributes(module),
+        }
+        values = {name: part.get() for name, part in self._parts.items()}
+        self._values = {
+            name: values[name] if first and part.stays else part.copy(values[name])
+            for name, part in self._parts.items()
+        }
+        self._outside: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self._outside = [part.get() for part in self._parts]
-        for part in self._parts:
-            part.set(self._values[id(part)])
+        self._outside = {name: part.get() for name, part in self._parts.items()}
+        for name, part in self._parts.items():
+            part.put(self._values[name])
 
     def __exit__(self, *_: object) -> None:
-        for part, outside in zip(self._parts, self._outside, strict=True):
-            self._values[id(part)] = part.get()
-            part.set(outside)
-        self._outside = []
+        for name, part in self._parts.items():
+            self._values[name] = part.get()
+            part.put(self._outside[name])
+        self._outside = {}
 
     @torch.no_grad()
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Takes over ``parameters`` and the options of the optimizers from the world that is entered."""
+        """Takes over ``parameters`` and the options of the optimizers from the state that is entered."""
         wanted = set(map(id, parameters))
-        mine: list[Tensor] = self._values[id(self._tensors)]
-        for tensor, data in zip(self._tensors.tensors, mine, strict=True):
+        for tensor, data in zip(self._tensors, self._values["tensors"], strict=True):
             if id(tensor) in wanted:
                 data.copy_(tensor)
-        self._values[id(self._options)] = self._options.copy(self._options.get())
+        options = self._parts["options"]
+        self._values["options"] = options.copy(options.get())
 
     def remain(self) -> None:
-        """Makes the process as this micro-batch has left it, in what is not recorded."""
-        for part in self._parts:
+        """Makes the process as this micro-batch has left it, except for recorded parts."""
+        for name, part in self._parts.items():
             if part.stays:
-                part.set(self._values[id(part)])
+                part.put(self._values[name])
 
 
 def _own(value: Any, depth: int, seen: dict[int, Any]) -> Any:

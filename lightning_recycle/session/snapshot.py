@@ -20,14 +20,15 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.interruption import StopRequests
-from lightning_recycle.session.lightning_internals import TrainerState, rewind_to_batch
-from lightning_recycle.session.loops import PipelineEpochLoop, PipelineFitLoop, addressed_loaders, share_of_batch
+from lightning_recycle.session.lightning_internals import TrainerState
+from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
 from lightning_recycle.session.outputs import OutputRecorder
@@ -148,24 +149,45 @@ class StateTransfer:
     # ------------------------------------------------------------------ peers
 
     def take(self) -> WorkerSnapshot:
-        """The state of this worker at the beginning of a step."""
-        return _take_snapshot(
-            self._trainer,
-            self._averages,
-            self._context.client.member.next_collective,
-            self._side_effects.state(),
-            self._executor.accumulated.state(),
-            self._large_data,
-            self._stop_requests.agreed,
+        """The state of this worker at the beginning of a step; tensors are not copied."""
+        trainer, module = self._trainer, self._module
+        named = [] if module.automatic_optimization else module.named_parameters()
+        return WorkerSnapshot(
+            objects=user_graph(trainer).pack(self._large_data.unchanged()),
+            weights=tuple(weights_of(module)),
+            groups=parameter_groups(module, trainer.optimizers),
+            optimizers=[(type(optimizer).__name__, optimizer.state_dict()) for optimizer in trainer.optimizers],
+            schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            precision=trainer.precision_plugin.state_dict(),
+            trainer=TrainerState.of(trainer, is_bound_to_process),
+            orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
+            averages=self._averages.states(),
+            stop_agreed=self._stop_requests.agreed,
+            next_collective=self._context.client.member.next_collective,
+            side_effects=self._side_effects.state(),
+            gradients={name: parameter.grad for name, parameter in named if parameter.grad is not None},
+            generators=generator_states(),
+            accumulated=self._executor.accumulated.state(),
         )
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
-        """Makes this worker one that is about to begin the batch of the donor's step."""
-        member = self._context.client.member
+        """Makes this worker one that is about to begin the batch of the donor's step.
+
+        Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
+        """
+        trainer, member = self._trainer, self._context.client.member
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
         # itself until it has come to the step.
         member.joining = True
-        self._large = _join_before_batch(self._trainer, self._averages, snapshot)
+        snapshot.trainer.read_loaders(trainer)
+        self._large = user_graph(trainer).large
+        self._restore(snapshot)
+        loop = trainer.fit_loop
+        assert isinstance(loop, PipelineFitLoop)
+        loop.enter_mid_epoch(snapshot.trainer.loops["state_dict"])
+        for sources, orders in zip(self._addressed(), snapshot.orders, strict=True):
+            for source, order in zip(sources, orders, strict=False):
+                source.take_over(order)
         member.next_collective = snapshot.next_collective
         self._finetuning.joined()
         self._stop_requests.agreed = snapshot.stop_agreed
@@ -177,103 +199,38 @@ class StateTransfer:
         snapshot, self._joined_with = self._joined_with, None
         if snapshot is None:
             return
-        _restore_snapshot(self._trainer, self._averages, snapshot, self._large)
+        self._restore(snapshot)
         self._executor.accumulated.load_state(snapshot.accumulated)
         self._side_effects.load_state(snapshot.side_effects)
         self._context.client.member.joining = False
 
+    def _restore(self, snapshot: WorkerSnapshot) -> None:
+        """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
+        trainer, module = self._trainer, self._module
+        take_pruned_form(module, snapshot.weights)
+        user_graph(trainer).update(snapshot.objects, self._context.device, self._large)
+        if not module.automatic_optimization:
+            for name, parameter in module.named_parameters():
+                grad = snapshot.gradients.get(name)
+                parameter.grad = None if grad is None else grad.clone().to(parameter.device)
+        snapshot.trainer.load_progress(trainer)
+        self._averages.load(snapshot.averages)
+        load_parameter_groups(module, trainer.optimizers, snapshot.groups)
+        for optimizer, (kind, state) in zip(trainer.optimizers, snapshot.optimizers, strict=True):
+            if type(optimizer).__name__ != kind:
+                raise UnsupportedFeatureError(
+                    f"configure_optimizers() made {type(optimizer).__name__}, but this worker's peers train with {kind}"
+                    " by now: a hook has replaced trainer.optimizers, which a replacement cannot follow. Change the"
+                    " options of one optimizer, or return several from configure_optimizers() and optimize manually."
+                )
+            optimizer.load_state_dict(state)
+        for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
+            config.scheduler.load_state_dict(deepcopy(state))
+        trainer.precision_plugin.load_state_dict(snapshot.precision)
+        snapshot.trainer.load(trainer)
+        set_generator_states(snapshot.generators)
 
-def _take_snapshot(
-    trainer: pl.Trainer,
-    averages: WeightAverages,
-    next_collective: int,
-    side_effects: SideEffectState,
-    accumulated: dict[int, Any],
-    marks: LargeData,
-    stop_agreed: bool = False,
-) -> WorkerSnapshot:
-    """The state of this worker, at the beginning of a step; tensors are not copied."""
-    module = trainer.lightning_module
-    return WorkerSnapshot(
-        objects=user_graph(trainer).pack(marks.unchanged()),
-        weights=tuple(weights_of(module)),
-        groups=parameter_groups(module, trainer.optimizers),
-        optimizers=[(type(optimizer).__name__, optimizer.state_dict()) for optimizer in trainer.optimizers],
-        schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        precision=trainer.precision_plugin.state_dict(),
-        trainer=TrainerState.of(trainer, is_bound_to_process),
-        orders=tuple(tuple(source.order() for source in addressed_loaders(loop)) for loop in _loops(trainer)),
-        averages=averages.states(),
-        stop_agreed=stop_agreed,
-        next_collective=next_collective,
-        side_effects=side_effects,
-        gradients={} if module.automatic_optimization else _gradients(module),
-        generators=generator_states(),
-        accumulated=accumulated,
-    )
-
-
-def _join_before_batch(trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot) -> dict[str, Any]:
-    """Sets this worker's Trainer as if it had always been there: its fit loop goes on with the batch of that step.
-
-    Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
-
-    Returns:
-        The large data of this worker as it was before.
-    """
-    loop = trainer.fit_loop
-    assert isinstance(loop, PipelineFitLoop)
-    snapshot.trainer.read_loaders(trainer)
-    large = user_graph(trainer).large
-    _restore_snapshot(trainer, averages, snapshot, large)
-    loop.on_load_checkpoint(snapshot.trainer.loops["state_dict"])
-    loop.find_places()
-    for own, orders in zip(_loops(trainer), snapshot.orders, strict=True):
-        for source, order in zip(addressed_loaders(own), orders, strict=False):
-            source.take_over(order)
-    # The batch of this step is about to begin here; in the donor it has begun.
-    epoch = loop.epoch_loop
-    rewind_to_batch(trainer, share_of_batch(trainer, epoch.batch_progress.current.completed).begins)
-    assert isinstance(epoch, PipelineEpochLoop)
-    epoch._enters_mid_epoch = True
-    return large
-
-
-def _restore_snapshot(
-    trainer: pl.Trainer, averages: WeightAverages, snapshot: WorkerSnapshot, large: Mapping[str, Any]
-) -> None:
-    """Restores the donor's state when it took the snapshot, except for the place in a stream of data.
-
-    ``large``: the large data that this worker had when it began.
-    """
-    module = trainer.lightning_module
-    take_pruned_form(module, snapshot.weights)
-    user_graph(trainer).update(snapshot.objects, trainer.strategy.root_device, large)
-    if not module.automatic_optimization:
-        for name, parameter in module.named_parameters():
-            grad = snapshot.gradients.get(name)
-            parameter.grad = None if grad is None else grad.clone().to(parameter.device)
-    snapshot.trainer.load_progress(trainer)
-    averages.load(snapshot.averages)
-    load_parameter_groups(module, trainer.optimizers, snapshot.groups)
-    for optimizer, (kind, state) in zip(trainer.optimizers, snapshot.optimizers, strict=True):
-        if type(optimizer).__name__ != kind:
-            raise UnsupportedFeatureError(
-                f"configure_optimizers() made {type(optimizer).__name__}, but this worker's peers train with {kind} by"
-                " now: a hook has replaced trainer.optimizers, which a replacement cannot follow. Change the options of"
-                " one optimizer, or return several from configure_optimizers() and optimize manually."
-            )
-        optimizer.load_state_dict(state)
-    for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
-        config.scheduler.load_state_dict(deepcopy(state))
-    trainer.precision_plugin.load_state_dict(snapshot.precision)
-    snapshot.trainer.load(trainer)
-    set_generator_states(snapshot.generators)
-
-
-def _loops(trainer: pl.Trainer) -> tuple[Any, Any]:
-    return trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-
-
-def _gradients(module: pl.LightningModule) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    def _addressed(self) -> tuple[list[MicrobatchLoader], ...]:
+        """The loaders of training and validation whose samples have addresses."""
+        loops = (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop)
+        return tuple(addressed_loaders(loop) for loop in loops)
