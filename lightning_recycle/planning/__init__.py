@@ -1,4 +1,4 @@
-"""Planning: from a grid, its costs and its failures to a schedule. Pure Python, no torch, imports in milliseconds.
+"""Planning: from a grid, its costs and its failures to a schedule; without torch.
 
 >>> from lightning_recycle.planning import Costs, Grid, Problem, Worker, plan
 >>> problem = Problem(Grid(3, 4, 6), Costs.uniform(4), failed=frozenset({Worker(1, 2)}))

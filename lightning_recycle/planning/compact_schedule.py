@@ -1,4 +1,4 @@
-"""Compact schedules: the program of one lane, replicated by a formula on any number of lanes.
+"""Compact schedules: the program of one lane, replicated on any number of lanes.
 
 Concept: D pipelines in which some workers have failed still have n whole *lanes*, n = min over the stages of the live
 workers there: sets of one live worker of each stage. If the D * M micro-batches are dealt evenly to them and each stays
@@ -105,7 +105,7 @@ class LanePlanner:
 
 
 def lanes_of(problem: Problem) -> int:
-    """How many lanes there are: the live workers of the stage with the fewest."""
+    """Number of lanes: the live workers of the stage with the fewest."""
     return min(problem.live_counts())
 
 
@@ -185,7 +185,7 @@ class Lane:
 
 
 class LanePlaces:
-    """Which workers a lane has, and which micro-batches: O(D S) to make, O(1) to ask.
+    """Workers and micro-batches of each lane: O(D S) to make, O(1) to ask.
 
     With n lanes, the first n pipelines are the lanes, in their order; the others give their workers. Lane l runs
     its home's micro-batches, (l, 0) to (l, M - 1), and then as many of those of the others as are its share. If worker
@@ -244,7 +244,7 @@ class LanePlaces:
         return self._substitutes.get(home, home)
 
     def count(self, lane: int) -> int:
-        """How many micro-batches a lane runs."""
+        """Number of micro-batches of a lane."""
         return self._share + (lane < self._longer)
 
     def microbatches(self, lane: int) -> list[Microbatch]:
@@ -298,7 +298,7 @@ class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
     __hash__ = None  # type: ignore[assignment]
 
     def program(self, worker: Worker) -> tuple[Op, ...]:
-        """What a live worker executes."""
+        """The operations of a live worker."""
         return self.lane.program(worker.stage, self._microbatches(worker))
 
     def _microbatches(self, worker: Worker) -> list[Microbatch]:
@@ -331,7 +331,7 @@ class CompactSchedule(Schedule):
         return self.lane.makespan
 
     def program(self, worker: Worker) -> tuple[Op, ...]:
-        """What ``worker`` executes, in order, without times."""
+        """The operations of ``worker``, in order, without times."""
         self._check(worker)
         return self.workers.program(worker)
 
@@ -401,7 +401,7 @@ class CompactSchedule(Schedule):
         return {}
 
     def _lengths(self) -> list[tuple[int, int]]:
-        """How many micro-batches lanes run, and how many lanes run so many."""
+        """Numbers of micro-batches in a lane, each with its number of lanes."""
         places = self.workers.places
         full = self.lane.microbatches
         short = sum(places.count(lane) < full for lane in range(places.lanes))

@@ -1,4 +1,4 @@
-"""What operations cost: durations per stage, and the time of a message between neighbouring stages.
+"""Costs of operations: durations per stage, and time of a message between stages.
 
 Concept: a planner only sees durations. The caller decides where they come from: a profile, a model of the hardware or a
 guess. :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
@@ -142,7 +142,7 @@ def communication_seconds(
 
 
 def cost_difference(one: Costs, other: Costs) -> float:
-    """How much two costs differ: the largest difference of a duration, as a fraction of the mean F, B or W.
+    """Distance of two costs: the largest difference of a duration, as a fraction of the mean F, B or W.
 
     The two are first scaled to the same mean, because a common factor changes no plan. Infinite if the numbers of
     stages differ.
@@ -160,7 +160,7 @@ def cost_difference(one: Costs, other: Costs) -> float:
 
 
 def remaining(reduction: float, weight: float, buckets: int) -> float:
-    """What is left of a reduction after the last W.
+    """Remainder of a reduction after the last W.
 
     Args:
         reduction: duration of the whole reduction.

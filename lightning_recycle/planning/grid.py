@@ -1,4 +1,4 @@
-"""Grid of workers, its micro-batches, and the operations on them: the vocabulary of a schedule.
+"""Grid of workers, micro-batches, operations: the vocabulary of a schedule.
 
 Concept: D identical pipelines of S stages train together; each pipeline splits its batch into M micro-batches. The
 worker at (pipeline d, stage s) has the same parameters as its *peers*, the workers at stage s of the other pipelines.
@@ -122,7 +122,7 @@ def global_index(grid: Grid, microbatch: Microbatch) -> int:
 
 
 class OpKind(str, Enum):
-    """What a worker does with one micro-batch (F, R, B, W, BW) or once per iteration (REDUCE, STEP)."""
+    """Kind of an operation on one micro-batch (F, R, B, W, BW) or once per iteration (REDUCE, STEP)."""
 
     FORWARD = "F"
     RECOMPUTE = "R"

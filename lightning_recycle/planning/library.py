@@ -1,4 +1,4 @@
-"""The plan library: plans computed ahead and kept on disk, ready in milliseconds when workers fail.
+"""Plan library: plans computed ahead and kept on disk, ready when workers fail.
 
 Concept: a directory with one compressed file for each plan: a line that says what the plan is for, and a line with its
 operations. A stored plan is found by what it needs. It serves a problem if it was made
@@ -69,12 +69,12 @@ _SAME_COSTS = 1e-9  # of the mean operation
 _KEPT_OPERATIONS = 1_000_000  # in the plans that stay in memory; about 180 bytes each
 _COMPRESSION = 3  # of 9: the rest costs ten times the time for a few percent
 _DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError, ReCycleError)
-"""What reading a damaged file may raise."""
+"""Exceptions of reading a damaged file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a file is for.
+    """Header of a file: the problem of its plan, and who made it.
 
     Args:
         path: the file.
@@ -247,7 +247,7 @@ class PlanLibrary:
         return [entry for entry in self._entries() if all(fits(entry) for fits, _ in conditions)]
 
     def _conditions(self, problem: Problem) -> list[tuple[Callable[[_Entry], bool], str]]:
-        """What a stored plan must have in common with ``problem``, and what to say of a library without such plans."""
+        """Conditions of a stored plan for ``problem``, each with the reason for a miss where no plan meets it."""
         asked = representative(problem)
         counts = [len(problem.failed) - sum(w.stage != s for w in problem.failed) for s in range(problem.grid.stages)]
         failures = " and ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts) if count)
@@ -268,7 +268,7 @@ class PlanLibrary:
         ]
 
     def _entries(self) -> list[_Entry]:
-        """What the files of the directory are for, without those that are damaged."""
+        """Headers of the files of the directory, without those that are damaged."""
         found: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}
         try:
             with os.scandir(self.path) as files:
@@ -324,7 +324,7 @@ def _to_bytes(result: PlanResult, package: str, planner: Any) -> bytes:
 
 
 def _entry(path: Path) -> _Entry:
-    """What the plan in a file is for; reads no more of it than that."""
+    """Header of a file; its operations are not read."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         header = _header(file.readline())
     problem = problem_of(header["plan"])  # the operations are not needed to know it

@@ -1,4 +1,4 @@
-"""Memory of a worker: what it holds without any micro-batch, and what each operation adds or frees.
+"""Memory of a worker: its fixed part, and the bytes each operation adds or frees.
 
 Concept: parameters, gradients, optimizer state and buffers are held whatever the schedule; the rest is for
 micro-batches. Memory follows from the operations: F takes what the micro-batch's backward needs (``after_forward``), B
@@ -121,7 +121,7 @@ class Memory:
         return held if self.checkpoint is None else min(held, self.checkpoint[stage])
 
     def most(self, stage: int, each: float) -> float:
-        """How many micro-batches of ``each`` bytes fit into a worker of ``stage``; infinite for 0 bytes."""
+        """Number of micro-batches of ``each`` bytes that fit into a worker of ``stage``; infinite for 0 bytes."""
         return self.room(stage) // each if each else float("inf")
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Failure normalization and contingencies: which distributions of failures over the stages need a plan.
+"""Failure normalization, and contingencies that need a plan.
 
 Concept: stages differ. A failure costs nothing where the stage has idle time and memory to spare, and a lot where it
 does not. Where workers die is chance, but any healthy worker can take over another stage by copying its parameters
@@ -322,7 +322,7 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
 
 
 def most_in_a_stage(problem: Problem, failures: int) -> int | None:
-    """How many of ``failures`` workers a stage may carry if they are distributed; None for any number.
+    """Most of ``failures`` workers that a stage may carry if they are distributed; None for any number.
 
     Where plans are made by lanes, the stage with the most failures decides about all: then no more than an even share.
     """
@@ -331,7 +331,7 @@ def most_in_a_stage(problem: Problem, failures: int) -> int | None:
 
 
 def next_failures(problem: Problem) -> list[frozenset[Worker]]:
-    """Who has failed after one more failure: for each different plan that is then needed, one set of workers."""
+    """Sets of failed workers after one more failure, one for each different plan that is then needed."""
     found = []
     for stage in range(problem.grid.stages):
         live = problem.live_workers(stage)

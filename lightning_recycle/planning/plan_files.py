@@ -1,4 +1,4 @@
-"""Plan files: ``plan.json``, read and written, and the CSV of ``torch.distributed.pipelining``.
+"""Plan files: ``plan.json``, and the CSV of ``torch.distributed.pipelining``.
 
 Concept: the format of ``plan.json`` is documented in docs/planner.md: the problem, what is proven of the plan, and the
 operations of all workers or of the lane that all share, field by field. For torch,
@@ -227,7 +227,7 @@ def read_plan(data: Any) -> PlanResult:
 
 
 def _solver_use(data: Any) -> SolverUse:
-    """What the file says of the solver."""
+    """The use of the solver as the file has it."""
     try:
         use = SolverUse(**data)
     except TypeError as error:

@@ -144,7 +144,7 @@ class Problem:
         return tuple(factors.get(worker, 1.0) for worker in self.live_workers(stage))
 
     def live_counts(self) -> tuple[int, ...]:
-        """How many workers of each stage have not failed."""
+        """Number of live workers of each stage."""
         lost = Counter(worker.stage for worker in self.failed)
         return tuple(self.grid.pipelines - lost[stage] for stage in range(self.grid.stages))
 

@@ -1,4 +1,4 @@
-"""Profiles: measured seconds and bytes of a model's operations, and the costs and limits that follow for plans.
+"""Profiles: measured seconds and bytes of operations, as costs and limits of plans.
 
 Concept: the runtime measures, this module keeps the figures in a form that planners read:
 
@@ -200,7 +200,7 @@ are), messages on their way, and what an allocator cannot use."""
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one worker measured.
+    """Memory that one worker measured.
 
     Args:
         place: the device or machine whose memory it uses; workers with the same place share it.
@@ -286,7 +286,7 @@ _MOST_LONGER = 1e6  # times BW that B and W take; what is more was not measured
 
 @dataclass(frozen=True, slots=True)
 class SplitTrial:
-    """What one worker measured of micro-batches with fused and with split backwards, one of each per pair.
+    """Seconds of micro-batches with fused and with split backwards on one worker, in pairs.
 
     Args:
         fused: seconds of F and BW.
@@ -344,7 +344,7 @@ class SplitTrial:
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """What splitting costs each stage of ``grid``: the medians of its workers' trials.
+    """Costs of splitting backwards in each stage of ``grid``: the medians of its workers' trials.
 
     Args:
         grid: the grid.

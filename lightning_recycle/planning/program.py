@@ -1,4 +1,4 @@
-"""Programs of workers: their part of a schedule with the messages that it needs, and the checks of their peers.
+"""Programs of workers: their part of a schedule, its messages, and checks of peers.
 
 *Messages*: the schedule says which worker runs what in which order. The source of an operation's input and the
 destination of its output follow from that, so messages are not separate operations. A worker needs no more of the
@@ -59,7 +59,7 @@ _FARTHEST = 8  # places between two workers that check each other: what a worker
 
 @dataclass(frozen=True, slots=True)
 class WorkerChecks:
-    """When a worker checks a peer, and is checked, on which micro-batch.
+    """Steps and micro-batches on which a worker checks a peer and is checked.
 
     Micro-batches have the order in which this worker computes their weight gradients. If a worker has fewer than the
     others of its stage, its first ones come after its last one again.
@@ -193,12 +193,12 @@ def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
 
 
 def _completed(operations: Sequence[ScheduledOp]) -> list[float]:
-    """When each micro-batch of a worker is done, in order."""
+    """End of each micro-batch of a worker, in order."""
     return [one.end for one in operations if one.op.kind in _COMPLETING]
 
 
 def _duration(operations: Sequence[ScheduledOp]) -> float:
-    """What it takes to compute one micro-batch once more."""
+    """Seconds of computing one micro-batch once more."""
     first = next(one.op.microbatch for one in operations if one.op.kind in _COMPLETING)
     return sum(one.duration for one in operations if one.op.microbatch == first and one.op.kind in _COMPUTING)
 
@@ -208,7 +208,7 @@ def _reduce(operations: Sequence[ScheduledOp]) -> ScheduledOp:
 
 
 def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
-    """What a worker does after REDUCE, in seconds."""
+    """Seconds of a worker's operations after REDUCE."""
     return sum(one.duration for one in operations[operations.index(_reduce(operations)) + 1 :])
 
 
@@ -270,7 +270,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one worker must know of a schedule.
+    """One worker's part of a schedule.
 
     Args:
         tasks: its tasks for one step, in order.

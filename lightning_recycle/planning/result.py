@@ -45,7 +45,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class SolverUse:
-    """What a solver did for a plan.
+    """Calls and seconds of a solver for a plan.
 
     Args:
         calls: number of models it was given.
@@ -129,7 +129,7 @@ def measure_of(problem: Problem) -> Memory:
 
 
 def demand_of(schedule: Schedule) -> tuple[float, float]:
-    """What a plan asks of the workers' memory.
+    """Demand of a plan on the workers' memory.
 
     Returns:
         The peak on the tightest worker, as a fraction of its stage's capacity (without sizes in bytes: micro-batches in

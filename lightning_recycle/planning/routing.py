@@ -1,4 +1,4 @@
-"""Routes of micro-batches: re-routing after failures, and renaming the workers of a schedule.
+"""Routes of micro-batches after failures, and renamed workers of a schedule.
 
 *Re-routing*: at a stage where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer
 adopts it. The numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in

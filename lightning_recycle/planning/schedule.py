@@ -166,7 +166,7 @@ class Schedule:
         return max((ops[-1].end for ops in self.workers.values() if ops), default=0.0) - begin
 
     def program(self, worker: Worker) -> tuple[Op, ...]:
-        """What ``worker`` executes, in order, without times."""
+        """The operations of ``worker``, in order, without times."""
         return tuple(scheduled.op for scheduled in self._ops(worker))
 
     def route(self, stage: int, microbatch: Microbatch) -> Worker:

@@ -74,7 +74,7 @@ class SharedLayer:
 
 @dataclass(frozen=True)
 class Turns:
-    """How micro-batches differ. Where there is one value per micro-batch, these are in the order of d * M + m.
+    """Differences between micro-batches. Where there is one value per micro-batch, these are in the order of d * M + m.
 
     Args:
         forward: what its F takes at each stage, relative to the mean.
@@ -163,7 +163,7 @@ class Codes:
         ]
 
     def bytes_of(self, memory: Memory) -> list[list[list[float]]]:
-        """What a worker holds more after an operation than before it, by kind (F, B, W, BW), stage and micro-batch.
+        """Change of what a worker holds by an operation, by kind (F, B, W, BW), stage and micro-batch.
 
         Args:
             memory: that of the problem in bytes, or in micro-batches, which are all alike.

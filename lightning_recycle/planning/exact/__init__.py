@@ -1,1 +1,1 @@
-"""Exact planners: mixed-integer and constraint models, solved in a process of their own."""
+"""Exact planners: mixed-integer and constraint models in a separate process."""

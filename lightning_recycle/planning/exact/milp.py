@@ -1,4 +1,4 @@
-"""The mixed-integer model of a :class:`TimeIndexedProblem`, through python-mip: CBC, HiGHS or Gurobi.
+"""Mixed-integer model of a :class:`TimeIndexedProblem` for CBC, HiGHS and Gurobi.
 
 The mathematics. The length T of the iteration (with the staggered optimizer: its period) is fixed, and the model asks
 whether a schedule of that length exists. The smallest such T is found by a search between the lower bound and the

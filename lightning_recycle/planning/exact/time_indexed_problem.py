@@ -1,4 +1,4 @@
-"""The planning problem in whole slots of time: the one formulation that all exact solvers are given.
+"""The planning problem in whole slots of time: one formulation for all solvers.
 
 Sets
     s        stages
@@ -384,7 +384,7 @@ def _duration(problem: Problem, kind: int, worker: Worker, fused: bool) -> float
 
 
 def placements(schedule: Schedule) -> list[Placement]:
-    """Where and when each operation runs; a fused backward of a decoupled problem counts as B and W in a row."""
+    """Worker and start of each operation; a fused backward of a decoupled problem counts as B and W in a row."""
     problem, grid = schedule.problem, schedule.grid
     found: list[Placement] = []
     for worker, ops in schedule.workers.items():

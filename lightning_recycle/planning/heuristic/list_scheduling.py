@@ -45,7 +45,7 @@ _NO_BYTES: tuple[list[list[float]], list[list[float]], list[list[float]]] = [], 
 
 @dataclass(frozen=True, slots=True)
 class Express:
-    """What of a worker's part nothing may get in the way of: the first gradient, without which stages with little
+    """Operations that nothing may delay: the first gradient, without which stages with little
     memory are idle, and the way of the last micro-batches to the last stage and back, after which the step is over.
 
     Args:
@@ -69,7 +69,7 @@ NO_EXPRESS = Express()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How to choose among what is ready.
+    """Priorities among the operations that are ready.
 
     Args:
         soft: per stage; with this many micro-batches held, W goes before F.

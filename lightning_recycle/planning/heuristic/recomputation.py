@@ -1,4 +1,4 @@
-"""Recomputation of activations: where memory makes a plan slow, more work and less memory.
+"""Recomputation of activations, where memory makes a plan slow.
 
 Concept: a micro-batch whose F keeps only what the stage got (a checkpoint) leaves room for others; R, the same forward
 again, takes what its backward needs shortly before that. It costs an F, so it is used only where memory is what makes

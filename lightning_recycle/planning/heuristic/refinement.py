@@ -1,4 +1,4 @@
-"""Refinement of an order of operations: local search, less memory at the same period, fused backwards.
+"""Refinement of an order of operations: local search, less memory, fused backwards.
 
 *Local search*: what a priority rule cannot say, small changes of the order can. The length of a plan is that of a
 critical path, so only a change on it helps: where an operation waits for the one before it on its worker, it goes

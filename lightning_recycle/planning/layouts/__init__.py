@@ -1,1 +1,1 @@
-"""Layouts: layers and workers of each stage, and the best layout for the workers that are left."""
+"""Layouts: layers and workers of each stage, chosen anew after failures."""

@@ -1,4 +1,4 @@
-"""Cuts of the layers into stages: exact, by dynamic programming, with whole layers or shared ones.
+"""Cuts of the layers into stages, exact, by dynamic programming.
 
 *Whole layers*: a stage with n of the live workers runs the largest of n shares of the D M micro-batches, so it needs
 
@@ -82,7 +82,7 @@ class Cut:
 
 
 class Stages:
-    """What the stages of a cut may be.
+    """Possible stages of a cut with whole layers.
 
     Args:
         work: seconds of each layer for one micro-batch, forward and backward.
@@ -158,7 +158,7 @@ class Stages:
         return ends
 
     def _fitting(self, stage: int, table: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-        """What of it has room in a worker of ``stage``."""
+        """The ends that leave room in a worker of ``stage``."""
         assert self._fits is not None
         found: list[list[tuple[int, int]]] = []
         for begin, ends in enumerate(table):
@@ -297,7 +297,7 @@ _SHARED_PRECISION = 1e-6  # relative: two loads that are closer are equal
 
 @dataclass(frozen=True)
 class SharedStages:
-    """What stages may be.
+    """Possible stages of a cut with shared layers.
 
     Args:
         work: seconds of each layer for one micro-batch, forward and backward.
@@ -317,7 +317,7 @@ class SharedStages:
 
     @cached_property
     def _before(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What all layers before each one take, for a micro-batch and once in a step."""
+        """Seconds of all layers before each one, for a micro-batch and once in a step."""
         once = map(sum, zip(self.reduce, self.optimizer, strict=True))
         return tuple(accumulate(self.work, initial=0.0)), tuple(accumulate(once, initial=0.0))
 
@@ -330,7 +330,7 @@ class SharedStages:
         return self.shares[stage] * (work + self.overhead) + of_steps[last] - of_steps[first]
 
     def ends(self, stage: int, begin: float, limit: float) -> list[float]:
-        """Where the stage may end within ``limit``: at all whole bounds, and at the last one that is not."""
+        """Possible ends of the stage within ``limit``: all whole bounds, and the last one that is not."""
         found: list[float] = []
         count, own = len(self.work), math.ceil(begin) + 1
         behind = len(self.shares) - stage - 1  # each of them needs a layer

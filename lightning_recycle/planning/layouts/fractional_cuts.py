@@ -1,4 +1,4 @@
-"""Cuts at a part of a layer: neighbouring stages share it, and take turns in running it.
+"""Cuts at a part of a layer, which neighbouring stages share and run in turns.
 
 Concept: with whole layers the work of a stage changes by a layer at least, which is a quarter of it where stages have
 four. A bound may lie within a layer instead: behind 4.25 layers means that the stages on both sides hold layer 4, and

@@ -1,4 +1,4 @@
-"""Costs of single layers: those of any cut of a model into stages, and of moving layers from one cut to another.
+"""Costs of single layers, of any cut of a model into stages, and of moving layers.
 
 Concept: the layers of a model are cut into S contiguous stages. A cut is a tuple of S + 1 bounds: stage s holds the
 layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one, in all pipelines alike. A stage takes the sum of its layers'
@@ -268,7 +268,7 @@ class LayerCosts:
         )
 
     def turns(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> Turns | None:
-        """What differs between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
+        """Differences between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
         cuts = check_cuts(cuts, self.layers)
         shared = shared_layers(cuts)
         if not shared:
@@ -348,7 +348,7 @@ class LayerMove:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What moves amount to.
+    """Bytes of several moves.
 
     Args:
         total: bytes of all moves.

@@ -1,4 +1,4 @@
-"""Candidates of a layout: the predicted step, what a change to it costs, and which of them pays.
+"""Candidates of a layout: predicted step, costs of a change, and which one pays.
 
 *Gain*: of each way to go on after a failure, its layout with the predicted step, what has to be sent for it, and how
 long training stands still. A layout is worth a change if the seconds that it saves until the next change exceed the
@@ -84,7 +84,7 @@ LLAMA3_WORKER_SECONDS = 54 * 86400 * 16384 / 419
 
 @dataclass(frozen=True, slots=True)
 class FailureRecord:
-    """What is known about the rate of changes.
+    """Record of failures, and the rate of changes that follows.
 
     Args:
         sizes: failures so far that took 1, 2, 3, ... workers at once; each makes one change.
@@ -121,7 +121,7 @@ class FailureRecord:
         return 1.0 / (self.rate * workers) if workers else math.inf
 
     def loss_chance(self, owners: Iterable[int], workers: int) -> float:
-        """How likely the next failure takes all owners of something, at most: the sum over all things.
+        """Probability, at most, that the next failure takes all owners of a part of the model.
 
         Args:
             owners: for each part of the model that has owners of its own, such as a stage, how many it has.
@@ -131,7 +131,7 @@ class FailureRecord:
         return min(1.0, sum(count * self._takes_all(own, workers) for own, count in alone.items()))
 
     def _takes_all(self, own: int, workers: int) -> float:
-        """How likely the next failure takes these ``own`` of all workers."""
+        """Probability that the next failure takes these ``own`` of all workers."""
         total = sum(self.sizes) + 1
         chance = 0.0
         for size in range(own, min(workers, max(len(self.sizes), own + _LARGER)) + 1):
@@ -148,7 +148,7 @@ _GOOD = 1.01  # of the lower bound, as in lane planning
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a step takes.
+    """Predicted seconds of a step.
 
     Args:
         period: seconds between two steps.
@@ -192,7 +192,7 @@ def _judged(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
 
 
 def in_turns(judgement: Judgement, turns: Turns | None, effort: int) -> Judgement:
-    """What a step takes if micro-batches differ.
+    """Predicted seconds of a step if micro-batches differ.
 
     Args:
         judgement: for the mean micro-batch. Without a plan, or with one by lanes, it stands for each.
@@ -256,7 +256,7 @@ _LEAST_GAIN = 0.005  # of a period: less is within the error of what was measure
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which layers each stage holds, in all pipelines alike, and how many live workers serve it.
+    """Layers of each stage, in all pipelines alike, and the number of live workers that serve it.
 
     Args:
         cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one. Bounds
@@ -295,7 +295,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Changing:
-    """What a change of the layout costs besides the bytes on the links.
+    """Costs of a change of the layout besides the bytes on the links.
 
     Args:
         switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
@@ -373,7 +373,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """What was chosen among which candidates.
+    """Choice among the candidates.
 
     Args:
         chosen: the candidate with the most seconds saved.

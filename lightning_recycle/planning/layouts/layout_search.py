@@ -1,4 +1,4 @@
-"""Search for the best layout: which layers each stage holds and how many workers serve it, after failures.
+"""Search for the best layout after failures: layers and workers of each stage.
 
 Concept: after a failure there are four ways to go on, of which each needs more state to be sent than the one before:
 
@@ -297,7 +297,7 @@ class _Search:
         return self.judge(problem, self.turns(cuts))
 
     def turns(self, cuts: Bounds) -> Turns | None:
-        """How micro-batches differ under these cuts."""
+        """Differences between micro-batches under these cuts."""
         return self.layers.turns(cuts, self.grid, decoupled=self.decoupled)
 
     def bound(self, cuts: Bounds, problem: Problem) -> float:
@@ -386,7 +386,7 @@ class _Search:
         return roles(self.grid, self.problem.failed, distribution)
 
     def stages(self, way: Way, spare: float | None) -> Stages:
-        """What stages may be; each has memory for ``spare`` times the micro-batches that 1F1B holds there, and for
+        """Possible stages; each has memory for ``spare`` times the micro-batches that 1F1B holds there, and for
         one. None: memory does not count.
         """
         total = self.grid.global_microbatches
@@ -462,7 +462,7 @@ _HARD = 0.0
 
 
 def _spares(grid: Grid) -> tuple[float, ...]:
-    """How much room for micro-batches a cut leaves, relative to 1F1B: the least room has the least load."""
+    """Room for micro-batches that a cut leaves, relative to 1F1B: the least room has the least load."""
     return (_HARD, 1.0, 1.5, 2.0) if grid.stages > 1 else (_HARD,)
 
 

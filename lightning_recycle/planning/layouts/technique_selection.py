@@ -1,4 +1,4 @@
-"""Selection of techniques by measured costs: split or fused backwards, staggered or common optimizer steps.
+"""Selection of techniques by measured costs: split backwards, staggered optimizer.
 
 Concept: splitting a backward is not free: B and W together may take longer than the fused BW, by 4 to 17 % of a step
 where it was measured on cores that workers share. So a plan with split backwards, at what B and W take, is compared
