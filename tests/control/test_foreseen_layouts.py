@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import layout_choice
-from lightning_recycle.control.plans.layout_choice import CHANGING, ForeseenLayouts, LayoutQuestion
+from lightning_recycle.control.plans import layout_question
+from lightning_recycle.control.plans.layout_question import CHANGING, ForeseenLayouts, LayoutQuestion
 from lightning_recycle.control.plans.planning_process import PlanningProcess
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
@@ -83,7 +83,7 @@ class Run:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
-    monkeypatch.setattr(layout_choice, "plan_layout", quick)
+    monkeypatch.setattr(layout_question, "plan_layout", quick)
     found = Run()
     yield found
     found.plans.close()
@@ -92,7 +92,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
 def test_layers_move_at_once_when_a_worker_fails(run: Run, monkeypatch: pytest.MonkeyPatch, dead: Worker) -> None:
     run.prepared()
-    monkeypatch.setattr(layout_choice, "plan_layout", None)  # nothing is asked any more
+    monkeypatch.setattr(layout_question, "plan_layout", None)  # nothing is asked any more
     run.plans.begin_generation(frozenset({dead}), (), 21)
     ready = run.relaid()
     assert ready is not None, run.plans.take_notes()

@@ -15,7 +15,7 @@ from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
-from lightning_recycle.planning import Grid, Technique, Worker
+from lightning_recycle.planning import Grid, Schedule, Technique, Worker
 
 GRID = Grid(2, 2, 4)
 STEPS = 10
@@ -84,19 +84,18 @@ class FoundLayouts:
     def __init__(self, plans: RunPlans, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
         self.plans = plans
-        monkeypatch.setattr(plans, "_ask_for_layout", self._ask)
+        monkeypatch.setattr(plans._layouts, "_ask", self._ask)
+        monkeypatch.setattr(plans._layouts, "_ask_ahead", lambda schedule: None)
         monkeypatch.setattr(plans._background, "take", self._take)
-        monkeypatch.setattr(plans._layouts, "accept", lambda answer: True)
-        monkeypatch.setattr(plans._layouts, "objection", lambda cuts: "")
+        monkeypatch.setattr(plans._layouts, "_objection", lambda cuts: "")
         self._found: list[Any] = []
 
-    def _ask(self) -> None:
+    def _ask(self, schedule: Schedule) -> None:
         self.asked += 1
         chosen = SimpleNamespace(period=1.0 - GAIN, bytes=0.0, stall=0.5)
         reroute = SimpleNamespace(period=1.0)
         plan = SimpleNamespace(gain=GAIN, why=lambda: (), chosen=chosen, reroute=reroute, next_change=1e9)
-        failed = self.plans.schedules[-1].failed
-        self._found = [Answer(failed, (0, 3, 6), plan, (0, 4, 6))]
+        self._found = [Answer(schedule.failed, (), plan, (0, 4, 6))]
 
     def _take(self) -> list[Any]:
         taken, self._found = self._found, []

@@ -28,7 +28,7 @@ from typing import Any
 from lightning_recycle.control.plans.assumptions import OperationSeconds
 from lightning_recycle.control.plans.background_planner import Job, Urgency
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
-from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance, Surroundings
+from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
 from lightning_recycle.control.plans.measurements import Measurements
 from lightning_recycle.control.plans.plan_maker import facts_of
 from lightning_recycle.control.plans.planning_process import UnsendableError
@@ -39,8 +39,6 @@ from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.layouts.layout_candidates import FailureRecord
-from lightning_recycle.planning.layouts.layout_search import next_losses
 from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
@@ -51,8 +49,6 @@ from lightning_recycle.planning.timing import retime
 __all__ = ["RunPlans"]
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
-_STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
-_STEPS_BEFORE_FORESEEING = 20  # layouts for failures that may come take processor time: not in short runs
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
@@ -93,10 +89,7 @@ class RunPlans:
         self._background = planner.background
         self._background.wake = wake
         self._drift = None if drift is None else DriftMonitor(drift, planner.maker.chosen)
-        self._layouts = LayoutChoice(rebalance, self._background)
-        self._layouts_due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
-        self._foreseen_for: object = None  # those who trained, and how, when layouts were asked for ahead
-        self._record = FailureRecord()
+        self._layouts = LayoutChoice(rebalance, planner, self.measurements)
         self._on_profile = on_profile
         self._recorded: TechniqueChoice | None = None  # the newest choice that the record has
         self._notes: list[tuple[str, dict[str, Any]]] = []  # that nobody has taken
@@ -126,11 +119,7 @@ class RunPlans:
         before = self.schedules[-1].failed if self.schedules else frozenset[Worker]()
         self._begin(schedule, step)
         self._links = links(schedule)
-        if failed - before:
-            self._record = self._record.after(0, 0.0, lost=len(failed - before))
-        if failed != before:
-            self._patience = _STEPS_BEFORE_LAYOUTS
-            self._ask_for_layout()
+        self._layouts.begin(schedule, before)
         return schedule
 
     @property
@@ -226,15 +215,13 @@ class RunPlans:
         """A step was committed, ``seconds`` after the previous one."""
         self._steps += 1
         self.measurements.steps += 1
-        if seconds is not None and self.schedules:
-            self._record = self._record.after(len(self.schedules[-1].live_workers), seconds)
-        if self.measurements.steps == self._layouts_due:
-            self._ask_for_layout()
+        if not self.schedules:
+            return
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
-        if self.measurements.steps >= _STEPS_BEFORE_FORESEEING and self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
-            self._ask_for_layouts_ahead()
-        if self._drift is not None and self.schedules:
+        is_settled = self._steps >= _STEPS_BEFORE_PLANNING_AHEAD
+        self._layouts.stepped(self.schedules[-1], seconds, is_settled=is_settled)
+        if self._drift is not None:
             self._drift.stepped(seconds)
             if (question := self._drift.question()) is not None:
                 self._background.begin(Urgency.DRIFT, self._look_for_better(question))
@@ -249,69 +236,9 @@ class RunPlans:
         """The workers who return to a coordinator that was started again have the layout ``cuts``."""
         self._layouts.cuts = cuts
 
-    def _ask_for_layout(self) -> None:
-        """Looks for the best layout for those who train."""
-        if self.measurements.steps < _STEPS_BEFORE_LAYOUTS or not self._layouts.is_informed or not self.schedules:
-            return
-        known = self.measurements.known_seconds
-        self._layouts.ask(self._planner.problem(self.schedules[-1].failed, known), self._surroundings(known))
-
-    def _ask_for_layouts_ahead(self) -> None:
-        """Looks for the best layouts for every failure that may come next, once for those who train."""
-        if not self.schedules or not self._layouts.is_settled:
-            return
-        newest = self.schedules[-1].problem
-        now = newest.failed, newest.worker_factors, newest.technique, self._layouts.cuts
-        if now == self._foreseen_for:
-            return
-        self._foreseen_for = now
-        lost, known = next_losses(newest), self.measurements.known_seconds
-        problems = [self._planner.problem(newest.failed | {worker}, known) for worker in lost]
-        self._layouts.ask_ahead(problems, self._surroundings(known))
-
-    def _surroundings(self, known: OperationSeconds) -> Surroundings:
-        fused = {stage: seconds["BW"] for stage, seconds in known.items() if "BW" in seconds}
-        return Surroundings(fused, self.measurements.link, self._record)
-
     def relaid(self, cuts: Cuts) -> None:
         """All have the layout ``cuts`` from the next generation on: operations take other times, and other memory."""
-        layouts, seconds = self._layouts, self.measurements.operation_seconds
-        if layouts.layers is not None and len(seconds) == self._grid.stages:
-            seconds = layouts.seconds_under(cuts, seconds)
-        layouts.cuts = cuts
-        self.measurements.relaid(seconds)
-        self._planner.relaid(seconds, layouts.choice_of(cuts), layouts.turns(cuts, self._grid))
-
-    def _relaying(self, answer: LayoutAnswer) -> LayoutReady | None:
-        """What an answer asks for, if it is for those who train now."""
-        if not self._layouts.accept(answer) or not self.schedules or answer.failed != self.schedules[-1].failed:
-            return None
-        plan = answer.plan
-        why = "" if answer.cuts == answer.before else self._layouts.objection(answer.cuts) or self._doubts(plan.gain)
-        self._notes.append(("layout", {"why": (*plan.why(), *([f"it stays: {why}"] if why else []))}))
-        if answer.cuts == answer.before or why:
-            self._layouts.decline(answer)
-            return None
-        details = {
-            "gain": plan.gain,
-            "step_before": plan.reroute.period,
-            "step_after": plan.chosen.period,
-            "bytes": plan.chosen.bytes,
-            "stall": plan.chosen.stall,
-            "next_change": plan.next_change,
-        }
-        roster = tuple(self._grid.rank(worker) for worker in self.schedules[-1].live_workers)
-        return LayoutReady(roster, answer.cuts, details)
-
-    def _doubts(self, gain: float) -> str:
-        """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was
-        measured speaks for it. Then it is looked for again when more is known.
-        """
-        doubt = self.measurements.levels.doubt(self._grid.stages)
-        if self.schedules[-1].failed or gain > doubt:
-            return ""
-        self._layouts_due, self._patience = self.measurements.steps + self._patience, 2 * self._patience
-        return f"nobody is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
+        self._layouts.relaid(cuts, self._grid)
 
     # ------------------------------------------------------------------ what may come
 
@@ -334,7 +261,9 @@ class RunPlans:
             if isinstance(found, PlanResult):
                 wanted.append(self._improved(found))
             elif isinstance(found, LayoutAnswer):
-                wanted.append(self._relaying(found))
+                ready, why = self._layouts.decide(found, self.schedules[-1])
+                wanted.append(ready)
+                self._notes += [("layout", {"why": why})] if why else []
             else:
                 wanted.append(self._accepted(*found))
         return [ready for ready in wanted if ready is not None]
