@@ -177,7 +177,7 @@ def ablation(grid: Grid, failed: Worker, effort: int) -> list[float]:
     # The baseline is planned as well as possible, whatever the effort for the plans compared with it.
     zero_bubble = planned_seconds(Problem(one, costs, frozenset(), Technique(True, False), limit))
     steps = ((False, False), (True, False), (True, True))
-    plans = (Problem(grid, costs, frozenset([failed]), Technique(*step), limit) for step in steps)
+    plans = (Problem(grid, costs, frozenset([failed]), Technique(*step)) for step in steps)
     usual = one_f_one_b_seconds(costs, grid.microbatches)
     return [usual, zero_bubble, *(planned_seconds(problem, effort) for problem in plans)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
@@ -47,13 +48,15 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
 
 
 def keep_seconds(settings: object, *names: str, positive: bool = False) -> None:
-    """Replace the durations ``names`` of a frozen dataclass by seconds; None stays None.
+    """Replace the durations ``names`` of a frozen dataclass by seconds; None stays None where the field allows it.
 
     Raises:
         ConfigurationError: as for :func:`as_seconds`.
     """
+    optional = {field.name for field in fields(settings) if "None" in str(field.type)}  # type: ignore[arg-type]
     for name in names:
-        if (value := getattr(settings, name)) is not None:
+        value = getattr(settings, name)
+        if value is not None or name not in optional:
             seconds = as_seconds(f"{type(settings).__name__}({name})", value, positive=positive)
             object.__setattr__(settings, name, seconds)
 

@@ -38,18 +38,22 @@ def test_ratio_to_fault_free_is_within_five_points_of_the_papers(name, policy, i
     assert found.ratio == pytest.approx(paper / FREE[name], abs=0.05)
 
 
-def slots(grid: Grid, failed: Worker | None, *technique: bool) -> float:
-    """The period of the planner's plain rule, with at most S micro-batches in flight and F = B = W = 1."""
-    gone = frozenset() if failed is None else frozenset([failed])
-    limit = (grid.stages,) * grid.stages
-    return planned_seconds(Problem(grid, Costs.uniform(grid.stages), gone, Technique(*technique), limit), 0)
+def slots(grid: Grid, failed: Worker, *technique: bool) -> float:
+    """The period of the planner's plain rule with F = B = W = 1."""
+    return planned_seconds(Problem(grid, Costs.uniform(grid.stages), frozenset([failed]), Technique(*technique)), 0)
+
+
+def zero_bubble(stages: int, microbatches: int) -> float:
+    """Slots of a split schedule without failures and with at most S micro-batches in flight, planned as usual."""
+    costs, limit = Costs.uniform(stages), (stages,) * stages
+    return planned_seconds(Problem(Grid(1, stages, microbatches), costs, frozenset(), Technique(True, False), limit))
 
 
 def test_the_running_example_takes_36_29_and_27_slots() -> None:
     techniques = ((False, False), (True, False), (True, True))
     assert [slots(Grid(3, 4, 6), Worker(1, 2), *each) for each in techniques] == [36, 29, 27]
     assert one_f_one_b_seconds(Costs.uniform(4), 6) == 27
-    assert slots(Grid(1, 4, 6), None, True, False) == 21
+    assert zero_bubble(4, 6) == 21
 
 
 def test_a_large_grid_hides_a_failure_from_both_baselines() -> None:
@@ -58,7 +62,7 @@ def test_a_large_grid_hides_a_failure_from_both_baselines() -> None:
         slots(grid, failed, *each) for each in ((False, False), (True, False), (True, True))
     )
     assert adaptive > decoupled > staggered
-    assert staggered <= slots(Grid(1, 16, 48), None, True, False) < one_f_one_b_seconds(Costs.uniform(16), 48)
+    assert staggered <= zero_bubble(16, 48) < one_f_one_b_seconds(Costs.uniform(16), 48)
 
 
 def test_more_failures_and_fewer_spares_cost_more() -> None:
