@@ -261,8 +261,8 @@ _JUDGED_OPERATIONS = 20_000  # up to that, a plan takes about a second, and norm
 def usual_limit(grid: Grid, failed: Collection[Worker], *, measured: bool = False) -> tuple[int, ...] | None:
     """The in-flight limits of a run that was given none.
 
-    Before a run has measured its memory: what fault-free 1F1B holds in each stage, whoever has ``failed``; a run that
-    begins at all has room for that. Once it has (``measured``), bytes are the limit; without a failure, more than
+    Before a run has measured its memory: what fault-free 1F1B holds in each stage, with any workers ``failed``; a run
+    that begins at all has room for that. Once it has (``measured``), bytes are the limit; without a failure, more than
     2 S - 1 in flight bring nothing.
     """
     if not measured:

@@ -103,7 +103,7 @@ class StageChecks:
         every: in each step that is a multiple of this any micro-batch may be checked.
         places: for each worker and micro-batch the number of operations before its CHECK.
         costs: for each micro-batch the seconds by which its CHECKs make a step longer at most; 0 if all of them are in
-            idle times, and nobody has to wait for them.
+            idle times, and no worker has to wait for them.
     """
 
     ranks: tuple[int, ...]
@@ -222,7 +222,7 @@ class _Place(NamedTuple):
 
 def _places(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: float, end: float) -> list[_Place]:
     """The places of CHECKs of ``seconds`` that begin after ``ready``, which rises. ``end``: when the worker goes on
-    after REDUCE, with the next step if nobody waits for others, else when all are REDUCED.
+    after REDUCE, with the next step if no worker waits for others, else when all are REDUCED.
     """
     reduce = operations.index(_reduce(operations))
     rest = _after_reduce(operations) if end > operations[-1].end else 0.0
@@ -278,7 +278,7 @@ class Program:
         idle_peer: whether the schedule leaves a worker of its stage without micro-batches.
         decoupled: whether weight gradients may be computed apart from input gradients.
         checks: when it checks its peers, and is checked; None if it takes part in no checks.
-        all_checks: the steps with checks of all stages, as their multiples: nobody applies such a step before all
+        all_checks: the steps with checks of all stages, as their multiples: no worker applies such a step before all
             checks are over.
     """
 

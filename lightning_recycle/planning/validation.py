@@ -113,10 +113,6 @@ class _Placed:
         self.worker, self.place = [_ABSENT] * count, [_ABSENT] * count
         self.start, self.end = [nan] * count, [nan] * count
 
-    def put(self, number: int, worker: int, place: int, start: float, end: float) -> None:
-        self.worker[number], self.place[number] = worker, place
-        self.start[number], self.end[number] = start, end
-
     def or_else(self, other: _Placed) -> _Placed:
         """These operations, and for micro-batches without one those of ``other``."""
         if max(other.worker, default=_ABSENT) == _ABSENT:
@@ -124,7 +120,8 @@ class _Placed:
         both = _Placed(len(self.worker))
         for number, worker in enumerate(self.worker):
             one = other if worker == _ABSENT else self
-            both.put(number, one.worker[number], one.place[number], one.start[number], one.end[number])
+            both.worker[number], both.place[number] = one.worker[number], one.place[number]
+            both.start[number], both.end[number] = one.start[number], one.end[number]
         return both
 
 
@@ -182,6 +179,7 @@ class _Check:
         splits = self.problem.technique.decoupled
         for number, (worker, columns) in enumerate(self.programs.items()):
             placed = [self.placed[kind, worker.stage] for kind in _ON_MICROBATCHES]
+            allowed = (True, recomputes and worker.stage < grid.stages - 1, splits, splits, True)  # by kind
             closing = []
             rows = zip(columns.kinds, columns.pipelines, columns.indices, columns.starts, columns.ends, strict=True)
             for place, (kind, pipeline, index, start, end) in enumerate(rows):
@@ -190,24 +188,25 @@ class _Check:
                     if index >= 0:
                         yield f"once: {self._name(worker, place)} on {worker} names a micro-batch"
                     continue
-                microbatch = pipeline * grid.microbatches + index
-                problem = ""
+                own, microbatch = placed[kind], pipeline * grid.microbatches + index
+                inside = 0 <= pipeline < grid.pipelines and 0 <= index < grid.microbatches
+                if inside and allowed[kind] and own.worker[microbatch] == _ABSENT:
+                    own.worker[microbatch], own.place[microbatch] = number, place
+                    own.start[microbatch], own.end[microbatch] = start, end
+                    continue
                 if index < 0:
                     problem = f"on {worker} names no micro-batch"
-                elif not (0 <= pipeline < grid.pipelines and index < grid.microbatches):
+                elif not inside:
                     problem = f"on {worker} names a micro-batch outside the grid"
-                elif not splits and kind in (_B, _W):
+                elif allowed[kind]:
+                    problem = f"runs on {worker} and on {self.workers[own.worker[microbatch]]}"
+                elif kind != _R:
                     problem = f"on {worker}, but the backward is not decoupled"
-                elif kind == _R and not recomputes:
-                    problem = f"on {worker}, but the problem does not say what a checkpoint takes"
-                elif kind == _R and worker.stage == grid.stages - 1:
+                elif recomputes:
                     problem = f"on {worker}, at the last stage"
-                elif placed[kind].worker[microbatch] != _ABSENT:
-                    problem = f"runs on {worker} and on {self.workers[placed[kind].worker[microbatch]]}"
                 else:
-                    placed[kind].put(microbatch, number, place, start, end)
-                if problem:
-                    yield f"once: {self._name(worker, place)} {problem}"
+                    problem = f"on {worker}, but the problem does not say what a checkpoint takes"
+                yield f"once: {self._name(worker, place)} {problem}"
             if closing != [_REDUCE, _STEP] or list(columns.kinds[-2:]) != closing:
                 yield f"once: {worker} must have one REDUCE and one STEP, in this order, at its end"
         for stage in range(grid.stages):

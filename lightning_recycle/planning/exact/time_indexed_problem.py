@@ -26,7 +26,7 @@ hence also for the sorted times: the k-th smallest ``b`` has k members with ``a`
 smallest ``a`` is. So some optimal schedule sends every route first in, first out through every operation.
 
 A backward that is decoupled is never fused here: B with W directly behind it, on the same worker, takes as long, and is
-better for whoever waits for the input gradient. What was split for nothing is fused at the end.
+better for the stage that waits for the input gradient. What was split for nothing is fused at the end.
 
 Where all durations are multiples of a common slot, whole slots lose nothing: start times are sums of durations.
 Otherwise durations are rounded to a longer slot; the solver's *order* is then timed again with the real durations, and

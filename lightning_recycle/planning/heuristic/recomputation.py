@@ -11,7 +11,7 @@ the plan slow, and for as few micro-batches as possible. The search for good ord
 3. put an R before each of these backwards. It waits for nothing, so it can run while its worker waits for the gradient;
 4. take it back for every micro-batch whose activations fit into memory from F on.
 
-At the last stage there is never an R: an F at the place of its R is as early for everybody, and needs no F before.
+At the last stage there is never an R: an F at the place of its R is as early for all workers, and needs no F before.
 
 Contract: never worse than the plan without it; respects memory and the in-flight limits; at no time does a worker hold
 more than the limit, the activations during an R included. Without ``Memory.checkpoint`` nothing is computed again.

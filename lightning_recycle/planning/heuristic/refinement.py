@@ -72,7 +72,7 @@ def coupled(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int
 
 
 def _moved(codes: Codes, sequence: Sequence[int], timing: Timing, fused: Mapping[int, float]) -> Timing:
-    """The times after coupling: the same, but for backwards of stage 0 that follow one; nobody waits for those."""
+    """The times after coupling: the same, but for backwards of stage 0 that follow one; no stage waits for those."""
     n, stages, ranks, times = codes.n, codes.stages, codes.ranks, codes.times
     starts = timing.starts.copy()
     for code, start in fused.items():

@@ -390,7 +390,7 @@ def fastest_shared(stages: SharedStages, slack: float = 0.0) -> tuple[Bounds, fl
     """
     count = len(stages.shares)
     most = max(stages.load(stage, 0, len(stages.work)) for stage in range(count))
-    low = sum(stages.work) / sum(1 / share for share in stages.shares)  # everybody busy all the time
+    low = sum(stages.work) / sum(1 / share for share in stages.shares)  # all workers busy all the time
     high = low * 1.01
     while stages.within(high) is None:
         if high > most:

@@ -9,7 +9,7 @@ The last micro-batch of each pipeline runs it on the earlier stage: then the lat
 after the other, has the layer's gradients before its last W, and the other one does not wait for them. Each of the
 others has a place in [0, 1), and runs it on the earlier stage if that is less than their part. Multiples of the golden
 section spread the places evenly over the step, and shifts by 1 / D over the pipelines, so that every worker has its
-part, whoever runs whose micro-batches. A micro-batch has the same place at all bounds: where all stages have 4.25
+part, whatever the routes are. A micro-batch has the same place at all bounds: where all stages have 4.25
 layers, it meets 4 or 5 at each, never 3. Where the part is less than one micro-batch of each pipeline, the last ones of
 some run the layer there.
 
