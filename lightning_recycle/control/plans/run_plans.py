@@ -263,7 +263,8 @@ class RunPlans:
             elif isinstance(found, LayoutAnswer):
                 ready, why = self._layouts.decide(found, self.schedules[-1])
                 wanted.append(ready)
-                self._notes += [("layout", {"why": why})] if why else []
+                if why:
+                    self._notes.append(("layout", {"why": why}))
             else:
                 wanted.append(self._accepted(*found))
         return [ready for ready in wanted if ready is not None]
