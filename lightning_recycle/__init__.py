@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_recycle.model.huggingface import CausalLM
     from lightning_recycle.model.module import LayerSpec, PipelineModule
     from lightning_recycle.model.partition import measure_layer_seconds
-    from lightning_recycle.planning.options import PlanningOptions
+    from lightning_recycle.planning.planning_options import PlanningOptions
     from lightning_recycle.runtime.comm.transports import CommunicationOptions
     from lightning_recycle.runtime.stage.deferred import defer_weight_grad
     from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions
@@ -69,7 +69,7 @@ _LAZY = {
     "LayerSpec": "lightning_recycle.model.module",
     "MonitoringOptions": "lightning_recycle.session.configuration",
     "PipelineModule": "lightning_recycle.model.module",
-    "PlanningOptions": "lightning_recycle.planning.options",
+    "PlanningOptions": "lightning_recycle.planning.planning_options",
     "RayEngine": "lightning_recycle.engines.ray_placement",
     "RayReCycle": "lightning_recycle.launch.ray_recycle",
     "ReCycleStrategy": "lightning_recycle.strategy",

@@ -37,7 +37,7 @@ from lightning_recycle.model.tying import Tie
 from lightning_recycle.model.walk import AbsentPart, Call, PassedLayer, Passing, Reached, Shape, Walk, watch
 from lightning_recycle.model.weights import set_weights
 from lightning_recycle.model.whole_calls import WholeStep, ask_instead, ask_no_more
-from lightning_recycle.planning.options import Partition
+from lightning_recycle.planning.planning_options import Partition
 
 __all__ = ["ChainParts"]
 

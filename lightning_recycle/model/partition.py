@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import AbsentLayer, count_parameters
-from lightning_recycle.planning.options import Partition
+from lightning_recycle.planning.planning_options import Partition
 
 if TYPE_CHECKING:
     from lightning_recycle.model.module import PipelineModule

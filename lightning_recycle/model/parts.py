@@ -34,7 +34,7 @@ from lightning_recycle.model.partition import stage_layers
 from lightning_recycle.model.places import BatchPlace, call_at
 from lightning_recycle.model.tying import Tie, split_name, ties_between_stages
 from lightning_recycle.model.weights import set_weights
-from lightning_recycle.planning.options import Partition
+from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 
 __all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts"]
