@@ -144,7 +144,7 @@ class Coordinator:
         self._rendezvous = Rendezvous()
         self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
         self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
-        self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, journal, self._readmission)
+        self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, self._readmission)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
         self._to_evict: list[protocol.Evict] = []

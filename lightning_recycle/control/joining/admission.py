@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
 from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, First, described
@@ -81,8 +81,7 @@ class Admission:
         loop: watches the connections.
         vacancies: keeps the spares.
         objection: why a worker cannot take part in the run; None if it can.
-        journal: of earlier coordinators of the run; None if there can be none.
-        readmission: judges those that return.
+        readmission: judges those that return; None if there was no earlier coordinator.
 
     Attributes:
         has_met: whether a worker has been let in.
@@ -96,13 +95,12 @@ class Admission:
         loop: EventLoop,
         vacancies: Vacancies,
         objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None,
-        journal: Journal | None = None,
         readmission: Readmission | None = None,
     ) -> None:
         self.has_met = False
         self.has_ended_before = inside.state.outcome is not None
         self._grid, self._inside, self._loop, self._vacancies = grid, inside, loop, vacancies
-        self._objection, self._journal, self._readmission = objection, journal, readmission
+        self._objection, self._readmission = objection, readmission
         self._has_new_spare = False
 
     def take_new_spare(self) -> bool:
@@ -157,30 +155,24 @@ class Admission:
     def _greet_returned(self, connection: NonBlockingConnection, returned: messages.Returned) -> None:
         """A worker that has lost its coordinator, or thinks so."""
         readmission, rank, state = self._readmission, returned.rank, self._inside.state
-        place, why = Place.LOST, "this coordinator does not survive its end" if readmission is None else None
-        if readmission is not None:
-            why = objection_to_return(self._grid, returned)
-            if why is None:
-                place = readmission.judge(state, self._inside.connections.keys(), returned)
-        if readmission is None or state.outcome is not None or place in (Place.LEFT, Place.LOST):
-            self._dismiss(connection, returned, place)
-            log.warning("Worker at rank %d wants to return and is told to end: %s.", rank, why or place.value)
+        if readmission is None:
+            self._send_off(
+                connection, rank, "this coordinator does not survive its end", messages.Stop(StopReason.LOST)
+            )
+            return
+        why = objection_to_return(self._grid, returned)
+        taken = self._inside.connections.keys()
+        place = Place.LOST if why is not None else readmission.judge(state, taken, returned)
+        if state.outcome is not None or place in (Place.LEFT, Place.LOST):
+            self._send_off(connection, rank, why or place.value, *readmission.farewell(returned, place))
             return
         self.has_met = True
         readmission.heard(time.monotonic())
         self._inside.readmit(connection, returned, place)
 
-    def _dismiss(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
-        """Tells a worker that it has nothing to return to; one that was there at the end of the run, how it ended."""
-        journal = self._journal
-        over = None if journal is None or journal.kept is None else journal.kept.over
-        reason, last = StopReason.LEFT if place is Place.LEFT else StopReason.LOST, None
-        if over is not None and journal is not None and returned.run == journal.run:
-            held = journal.processes.get(returned.rank)
-            if held is not None and held.token == returned.token:
-                reason, last = over.reason, over.answer
-        lacks = last is not None and returned.next_collective <= last.number
-        connection.part(*((last,) if lacks else ()), messages.Stop(reason), seconds=_SHORT_FAREWELL_SECONDS)
+    def _send_off(self, connection: NonBlockingConnection, rank: int, why: str, *words: Any) -> None:
+        connection.part(*words, seconds=_SHORT_FAREWELL_SECONDS)
+        log.warning("Worker at rank %d wants to return and has to end: %s.", rank, why)
 
     def _on_spare(self, connection: NonBlockingConnection) -> None:
         """A worker without a position only shows that it lives, or that it is gone."""
@@ -269,6 +261,15 @@ class Readmission:
             return Place.LEFT
         was_to_join = returned.joining and returned.generation < 0
         return Place.CANDIDATE if is_free and was_to_join else Place.LOST
+
+    def farewell(self, returned: messages.Returned, place: Place) -> tuple[messages.Answer | messages.Stop, ...]:
+        """The last words to a worker that has nothing to return to; how the run ended, if it was there at its end."""
+        journal = self._journal
+        held = journal.processes.get(returned.rank) if returned.run == journal.run else None
+        if journal.kept is None or journal.kept.over is None or held is None or held.token != returned.token:
+            return (messages.Stop(StopReason.LEFT if place is Place.LEFT else StopReason.LOST),)
+        answer, stop = journal.kept.over.answer, messages.Stop(journal.kept.over.reason)
+        return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
 
     def position(self, state: MembershipState, hello: messages.Hello) -> int | None:
         """The position that the worker was given, which it has not heard of; None if there is none."""

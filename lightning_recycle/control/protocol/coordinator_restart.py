@@ -347,10 +347,7 @@ class Memory:
         self._request: messages.StopWish | None = None
         self._raised: messages.Raised | None = None
         self._confirm: messages.Confirm | None = None
-        self._profiled: messages.Profiled | None = None
-        self._measured: messages.Measured | None = None
-        self._layers: messages.LayerFacts | None = None
-        self._tried: messages.Tried | None = None
+        self._measured: dict[type[Any], Any] = {}  # the newest measurement of each kind
         self._applied = -1
         self._restored = 0
         self._joins_after = -1  # the step after which it gets its state
@@ -388,14 +385,8 @@ class Memory:
                 self._leave = message
             case messages.EndRun():
                 self._ends_run = True
-            case messages.Profiled():
-                self._profiled = message
-            case messages.Measured():
-                self._measured = message
-            case messages.LayerFacts():
-                self._layers = message
-            case messages.Tried():
-                self._tried = message
+            case messages.Profiled() | messages.Measured() | messages.LayerFacts() | messages.Tried():
+                self._measured[type(message)] = message
 
     def heard(self, message: Any, rank: int, begun: int) -> None:
         """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
@@ -466,9 +457,9 @@ class Memory:
             is_ready=self._is_ready,
             leave=self._leave,
             ends_run=self._ends_run,
-            profiled=self._profiled,
-            measured=self._measured,
-            layers=self._layers,
-            tried=self._tried,
+            profiled=self._measured.get(messages.Profiled),
+            measured=self._measured.get(messages.Measured),
+            layers=self._measured.get(messages.LayerFacts),
+            tried=self._measured.get(messages.Tried),
             **who,
         )

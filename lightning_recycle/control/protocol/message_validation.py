@@ -28,32 +28,16 @@ from lightning_recycle.planning.grid import Grid
 __all__ = ["objection", "objection_to_return"]
 
 _AHEAD = 2  # steps beyond the newest applied one: it runs the next, and a hook within it is already in the one after
-_OF_MEMBERS = (
-    messages.Paused,
-    messages.Reached,
-    messages.Restored,
-    messages.Saved,
-    messages.Report,
-    messages.Broken,
-    messages.Losses,
-    messages.Applied,
-    messages.Profiled,
-    messages.Measured,
-    messages.Tried,
-    messages.Commit,
-    messages.Undo,
-    messages.Arrive,
-    messages.StopWish,
-    messages.Raised,
-    messages.LayoutWanted,
-    messages.LayerFacts,
-    messages.Disputed,
-    messages.Voted,
-    messages.NotFinite,
-    messages.Incomparable,
-    messages.Publish,
-    messages.LookUp,
+_OF_OTHERS = (
+    messages.Heartbeat,
+    messages.Ready,
+    messages.Leave,
+    messages.EndRun,
+    messages.Confirm,
+    messages.Crash,
+    messages.FaultInjected,
 )
+"""Messages that may also come from a worker that is about to join, or has just been lost."""
 _MAY_BE_ANY_NUMBER = ("losses", "facts")
 """Fields with what the user computes: a loss that diverges is the user's business."""
 
@@ -66,7 +50,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """Why the worker at ``rank`` cannot have sent ``message``; None if it can."""
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
-    if isinstance(message, _OF_MEMBERS) and rank not in state.roster.live:
+    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live:
         return "it is not a member"
     generation = getattr(message, "generation", None)
     if generation is not None and not -1 <= generation <= state.generation.number:
