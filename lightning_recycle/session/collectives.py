@@ -1,7 +1,7 @@
-"""A worker's role among the others, and the collectives that Lightning asks a strategy for.
+"""A worker's role among the others: its context, and the collectives that Lightning asks a strategy for.
 
-They go through the coordinator, which hides failures from them; there is no torch process group that they could use.
-They are for control, not for data: flags, metrics, the parts of a checkpoint.
+Collectives go through the coordinator, which hides failures from them; there is no torch process group that they could
+use. They are for control, not for data: flags, metrics, the parts of a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,20 +9,26 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.state import leader, stage_leads
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.model.module import global_seed
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.tensor_codec import to_cpu
 
-__all__ = ["ALONE", "Collectives", "watch_process_group"]
+__all__ = ["ALONE", "Collectives", "WorkerContext", "watch_process_group"]
 
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
@@ -205,3 +211,66 @@ class Collectives:
             }
             if len(parts) == self.grid.stages:
                 return [parts[stage] for stage in range(self.grid.stages)]
+
+
+# ---------------------------------------------------------------------- context
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The context of one worker.
+
+    Args:
+        options: the user's options.
+        run: the settings that all workers have in common.
+        place: this worker's place.
+        client: its connection to the coordinator.
+        trainer: the Trainer of this process.
+        collectives: this worker's collectives.
+        fitting: whether the Trainer's function is ``fit``.
+    """
+
+    options: Options
+    run: RunSetup
+    place: Place
+    client: ControlClient
+    trainer: pl.Trainer
+    collectives: Collectives
+    fitting: bool
+
+    @classmethod
+    def of(
+        cls, options: Options, run: RunSetup, place: Place, client: ControlClient, trainer: pl.Trainer
+    ) -> WorkerContext:
+        """The context of a worker whose Trainer is about to run."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        return cls(options, run, place, client, trainer, Collectives(run.grid, client), fitting)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the run."""
+        return self.run.grid
+
+    @property
+    def worker(self) -> Worker:
+        """This worker's position in the grid."""
+        return self.collectives.worker
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this worker computes on."""
+        return self.trainer.strategy.root_device
+
+    @property
+    def device_name(self) -> str:
+        """The name of the device by which its machine knows it."""
+        return f"{self.device.type}:{self.place.device}"
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return global_seed() if self.options.seed is None else self.options.seed
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The context of the precision plugin around each forward."""
+        return self.trainer.strategy.precision_plugin.train_step_context() or nullcontext()

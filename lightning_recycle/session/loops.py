@@ -14,7 +14,7 @@ loops count the next step, perhaps of the next epoch; a :class:`ProgressSnapshot
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,9 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import lightning_optimizers, loaders_of, rewind_to_batch
+from lightning_recycle.session.step_loaders import StepLoaders
 
 __all__ = [
     "PipelineEpochLoop",
@@ -60,11 +62,13 @@ _SAMPLER = "the state of a sampler"  # marks it among the states of loaders
 class StepRunner(Protocol):
     """Methods of a worker that the loops call."""
 
+    @property
+    def loaders(self) -> StepLoaders: ...
+
+    @property
+    def stop_requests(self) -> StopRequests: ...
+
     def enter_training(self) -> None: ...
-
-    def training_loaders(self, loaders: Sequence[StepLoader]) -> None: ...
-
-    def compare_data(self, loaders: Sequence[StepLoader]) -> None: ...
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult: ...
 
@@ -73,8 +77,6 @@ class StepRunner(Protocol):
     def log_step(self, index: int, loss: torch.Tensor, outputs: Mapping[int, bytes]) -> Any: ...
 
     def settle(self) -> None: ...
-
-    def agree_on_stop(self, place: StopPlace) -> None: ...
 
     def end_step(self) -> None: ...
 
@@ -182,7 +184,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def done(self) -> bool:
-        self._runner.agree_on_stop(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
+        self._runner.stop_requests.agree(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
         return super().done
 
     @override
@@ -209,7 +211,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         for loader in loaders:
             assert isinstance(loader, StepLoader)
             loader.enter_epoch(first if is_alone else 0, fit_loop.max_batches)
-        self._runner.compare_data(loaders)
+        self._runner.loaders.compare(loaders)
         super().on_run_start(data_fetcher)
         self._has_advanced = False
         # Lightning asks data without a length for a batch before it knows where training begins.
@@ -237,7 +239,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         if self._has_advanced:
-            self._runner.agree_on_stop(StopPlace.STEP_END)
+            self._runner.stop_requests.agree(StopPlace.STEP_END)
         decided = super()._should_check_val_fx(data_fetcher)
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
             decided = bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
@@ -285,7 +287,7 @@ class PipelineFitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        self.runner.agree_on_stop(StopPlace.FIT if self._has_started else StopPlace.START)
+        self.runner.stop_requests.agree(StopPlace.FIT if self._has_started else StopPlace.START)
         return super().done
 
     @override
@@ -302,7 +304,7 @@ class PipelineFitLoop(_FitLoop):
     def setup_data(self) -> None:
         super().setup_data()
         if self._combined_loader is not None:
-            self.runner.training_loaders(self._combined_loader.flattened)
+            self.runner.loaders.keep_for_training(self._combined_loader.flattened)
 
     @override
     def on_advance_start(self) -> None:

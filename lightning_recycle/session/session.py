@@ -29,7 +29,7 @@ from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import watch_process_group
+from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
 from lightning_recycle.session.configuration import Options, Place, RunSetup
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
@@ -53,7 +53,6 @@ from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
 from lightning_recycle.session.weight_callbacks import Finetuning, Pruning, WeightAverages
 from lightning_recycle.session.whole_forward import WholeForward
-from lightning_recycle.session.worker_context import WorkerContext
 
 __all__ = ["Session"]
 

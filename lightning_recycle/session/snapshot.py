@@ -25,6 +25,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import TrainerState
@@ -40,7 +41,6 @@ from lightning_recycle.session.weight_callbacks import (
     parameter_groups,
     take_pruned_form,
 )
-from lightning_recycle.session.worker_context import WorkerContext
 
 __all__ = ["StateTransfer", "WorkerSnapshot"]
 

@@ -29,6 +29,7 @@ from lightning_recycle.runtime.nccl.nccl_transport import transport_for
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.microbatch_state import ManualStepState
@@ -36,7 +37,6 @@ from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.requirements import check_graphs, check_optimizers, check_trained
 from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.weight_callbacks import Finetuning, WeightAverages, empty_optimizers, has_recipes
-from lightning_recycle.session.worker_context import WorkerContext
 
 __all__ = ["StageBuilder", "build_layers"]
 

@@ -21,8 +21,8 @@ from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoa
 from lightning_recycle.data.sample_order import compare
 from lightning_recycle.data.steps import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import transfer_batch
-from lightning_recycle.session.worker_context import WorkerContext
 
 __all__ = ["StepLoaders"]
 

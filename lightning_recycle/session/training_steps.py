@@ -8,7 +8,7 @@ user's module know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recorded import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
@@ -26,6 +25,7 @@ from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import OptimizerStep, clip_factor, overflow_of_all, scaler_of
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import batches_so_far
@@ -42,7 +42,6 @@ from lightning_recycle.session.slot_values import untrained_marks
 from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
-from lightning_recycle.session.worker_context import WorkerContext
 
 __all__ = ["TrainingSteps"]
 
@@ -93,8 +92,8 @@ class TrainingSteps:
         on_generation: Callable[[], None],
     ) -> None:
         self._context, self._trainer, self._client = context, context.trainer, context.client
-        self._parts, self._recorder, self._loaders = parts, recorder, loaders
-        self._stop_requests, self._preemption, self._reach = stop_requests, preemption, reach
+        self._parts, self._recorder, self.loaders = parts, recorder, loaders
+        self.stop_requests, self._preemption, self._reach = stop_requests, preemption, reach
         self._on_generation = on_generation
         self._suspicion = suspicion_of(context.options.recovery.machine_errors)
         self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
@@ -134,12 +133,6 @@ class TrainingSteps:
         elif restored:
             self.executor.version = restored
             self._client.send(Restored(self._context.place.rank, restored))
-
-    def training_loaders(self, loaders: Sequence[StepLoader]) -> None:
-        self._loaders.keep_for_training(loaders)
-
-    def compare_data(self, loaders: Sequence[StepLoader]) -> None:
-        self._loaders.compare(loaders)
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         self.transfer.complete()  # its donor waited here, after the same hooks
@@ -190,9 +183,6 @@ class TrainingSteps:
 
     def settle(self) -> None:
         self.executor.settle_newest()
-
-    def agree_on_stop(self, place: StopPlace) -> None:
-        self._stop_requests.agree(place)
 
     def end_step(self) -> None:
         self.ending.end(self._trainer)
@@ -263,7 +253,7 @@ class TrainingSteps:
         inputs: dict[str, float] = {}
         if digest_of_data := self._handle.loader.digest(self._handle):
             inputs["the digest of the samples read so far, the same for every process that reads,"] = digest_of_data
-        if self._stop_requests.agreed:
+        if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
         if (scaler := scaler_of(trainer)) is not None:
