@@ -107,10 +107,10 @@ def test_the_local_search_finds_what_rules_do_not() -> None:
     assert heuristic(problem).period == 17
 
 
-@pytest.mark.parametrize(("limit", "gap"), [(None, 0.02), (63, 0.065), (32, 0.07)])
+@pytest.mark.parametrize(("limit", "gap"), [(None, 0.02), (63, 0.065), (32, 0.081)])
 def test_nothing_is_held_up_at_every_stage_on_its_way(limit: int | None, gap: float) -> None:
     """Without waiting for backwards that are about to arrive, 3.6 % without a limit and 8.8 % with 63: on the way of
-    the first and the last gradient through 32 stages, half an operation is in the way at each. With 32, 11.3 % without
+    the first and the last gradient through 32 stages, half an operation is in the way at each. With 32, 13.3 % without
     waiting for forwards in the second half."""
     grid, costs = Grid(8, 32, 64), Costs.uniform(32, 1.0, 1.1, 0.9, communication=0.1)
     limits = None if limit is None else (limit,) * 32
