@@ -32,7 +32,7 @@ from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.engines.ray_placement import RayEngine
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
-from lightning_recycle.model.cutting import is_meant_to_be_cut
+from lightning_recycle.model.chain_parts import is_meant_to_be_cut
 from lightning_recycle.option_table import shown_options, suggests_options
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planning_options import PlanningOptions

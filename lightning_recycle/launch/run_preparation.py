@@ -27,7 +27,7 @@ from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.trainer_call import TrainerCall
-from lightning_recycle.model.cutting import is_meant_to_be_cut, parts_of
+from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile, load_profile

@@ -45,7 +45,7 @@ from lightning_recycle.launch.worker_results import (
     StageResultFile,
     UserObjects,
 )
-from lightning_recycle.model.cutting import parts_of
+from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.session.lightning_internals import load_progress
 from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names

@@ -3,8 +3,8 @@
 Concept: the user's step calls the layers, so it runs where it begins and where it ends. On the *first* stage it runs up
 to the chain, and ends there; what it gave to the layers is captured. A *middle* stage calls its layers in the same way.
 On the *last* stage the whole step runs, with what was received in the place of what the earlier layers return; its
-loss, logging and recording count. A :class:`~lightning_recycle.model.walk.Walk` proves on the first and the last stage
-that the step is such a chain.
+loss, logging and recording count. A :class:`~lightning_recycle.model.call_trace.ChainTracer` proves on the first and
+the last stage that the step is such a chain.
 
 - **Layers are replaced in place**, so the names in a state dict stay.
 - **What is outside the chain** (embeddings, heads) is on the first and the last stage, because the step uses it before
@@ -29,17 +29,30 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.apart import put_together, take_apart
+from lightning_recycle.model.call_trace import (
+    AbsentPart,
+    Call,
+    ChainTracer,
+    Reached,
+    RemoteLayer,
+    RemoteTensor,
+    Shape,
+    watch,
+)
 from lightning_recycle.model.chains import Chain, LayerPaths, find_chain
+from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_more
+from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import cut_layers
-from lightning_recycle.model.parts import Recorder, StepParts
-from lightning_recycle.model.tying import Tie
-from lightning_recycle.model.walk import AbsentPart, Call, PassedLayer, Passing, Reached, Shape, Walk, watch
-from lightning_recycle.model.weights import set_weights
-from lightning_recycle.model.whole_calls import WholeStep, ask_instead, ask_no_more
+from lightning_recycle.model.parts import LayerParts, ModelParts, Recorder, StepParts
+from lightning_recycle.model.tensor_pickle import put_together, take_apart
+from lightning_recycle.model.weights import Tie, set_weights
 from lightning_recycle.planning.planning_options import Partition
 
-__all__ = ["ChainParts"]
+__all__ = [
+    "ChainParts",
+    "is_meant_to_be_cut",
+    "parts_of",
+]
 
 
 class ChainParts(StepParts):
@@ -109,7 +122,7 @@ class ChainParts(StepParts):
         self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
         for index, layer in enumerate(layers):
             if index not in owned:
-                stub = PassedLayer(chain.paths[index], layer, index)
+                stub = RemoteLayer(chain.paths[index], layer, index)
                 for parent in list(module.modules()):
                     for name in [name for name, child in parent._modules.items() if child is layer]:
                         self._drop(parent, name, stub)
@@ -368,16 +381,16 @@ class _FirstStage(nn.Module):
 
     @override
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        walk = Walk(self._chain, self._name(), self._edge)
+        tracer = ChainTracer(self._chain, self._name(), self._edge)
         try:
-            with walk.on():
+            with tracer.on():
                 self.step(*arguments)
-            walk.finish()  # raises: the end of the chain was not reached
+            tracer.finish()  # raises: the end of the chain was not reached
         except Reached:  # what the step recorded so far was taken back, and is recorded on the last stage
             pass
-        assert walk.sent is not None
-        calls = {index: walk.calls[index] for index in self._middle}
-        return _message(walk, *walk.sent, calls)
+        assert tracer.sent is not None
+        calls = {index: tracer.calls[index] for index in self._middle}
+        return _message(tracer, *tracer.sent, calls)
 
 
 class _MiddleStage(nn.Module):
@@ -394,8 +407,8 @@ class _MiddleStage(nn.Module):
         for index, layer in zip(self._owned, self.layers, strict=True):
             args, kwargs = calls.pop(index).with_hidden(hidden)
             hidden, shape = Shape.of(layer(*args, **kwargs), self._chain.whole[index])
-        walk = Walk(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
-        return _message(walk, hidden, shape, calls)
+        tracer = ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
+        return _message(tracer, hidden, shape, calls)
 
 
 class _LastStage(nn.Module):
@@ -411,29 +424,53 @@ class _LastStage(nn.Module):
     @override
     def forward(self, message: tuple[Tensor, ...], *arguments: Any) -> Any:
         hidden, shape, _ = _value(*message)
-        walk = Walk(self._chain, self._name(), self._edge, (hidden, shape))
-        with walk.on():
+        tracer = ChainTracer(self._chain, self._name(), self._edge, (hidden, shape))
+        with tracer.on():
             output = self.step(*arguments)
-        walk.finish(output)
+        tracer.finish(output)
         return output
 
 
-def _message(walk: Walk, hidden: Any, shape: Shape, calls: Mapping[int, Call]) -> tuple[Tensor, ...]:
+def _message(tracer: ChainTracer, hidden: Any, shape: Shape, calls: Mapping[int, Call]) -> tuple[Tensor, ...]:
     """What the next stage must know, as tensors: the value that goes on, and how the layers of middle stages are
     called.
     """
     try:
         skeleton, tensors = take_apart((hidden, shape, dict(calls)))
     except Exception as error:  # whatever the user's objects raise
-        raise walk.error(
+        raise tracer.error(
             f"passes something to a layer on another stage that cannot be sent there ({type(error).__name__}: {error});"
             " pass tensors, numbers, strings, and lists and dicts of them"
         ) from error
     for tensor in tensors:
-        if isinstance(tensor, Passing):
-            raise walk.error(f"gives {tensor.what} to another layer than the next one")
+        if isinstance(tensor, RemoteTensor):
+            raise tracer.error(f"gives {tensor.what} to another layer than the next one")
     return (torch.frombuffer(bytearray(skeleton), dtype=torch.uint8), *tensors)
 
 
 def _value(skeleton: Tensor, *tensors: Tensor) -> Any:
     return put_together(skeleton.cpu().numpy().tobytes(), tensors)
+
+
+def is_meant_to_be_cut(module: pl.LightningModule, pipeline: LayerPaths = None) -> bool:
+    """Whether ``module`` has several stages where the user does not say how many; ``pipeline``: the layers that the
+    user names. Others have one, with which any module works.
+    """
+    return isinstance(module, PipelineModule) or pipeline is not None
+
+
+def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: LayerPaths = None) -> ModelParts:
+    """How ``module`` is cut into ``num_stages``; ``pipeline``: the layers that the user names.
+
+    Raises:
+        ConfigurationError: if it cannot be cut.
+    """
+    if isinstance(module, PipelineModule):
+        if pipeline is not None:
+            raise ConfigurationError(
+                f"ReCycleStrategy(layers={pipeline!r}) names the layers of an ordinary LightningModule, and"
+                f" {type(module).__name__} is a PipelineModule: it returns its layers from configure_pipeline(). Leave"
+                " the option out."
+            )
+        return LayerParts(module)
+    return StepParts(module) if num_stages == 1 else ChainParts(module, num_stages, pipeline)

@@ -2,7 +2,7 @@
 
 Concept: a *chain* is a list of submodules that the module's steps call once each, in order, each with what the one
 before returned. Here it is found by looks alone, or named by the user; that the steps really call it so is checked
-while they run (:mod:`~lightning_recycle.model.walk`).
+while they run (:mod:`~lightning_recycle.model.call_trace`).
 
 Must not know: stages beyond their number, processes.
 """

@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import LayerSpec
-from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.optimizers import OptimizerFactory, check_factory, make_optimizers
+from lightning_recycle.model.module import OptimizerFactory, PipelineModule, check_factory, make_optimizers
 
 __all__ = ["IGNORED_LABEL", "SUPPORTED", "CausalLM"]
 

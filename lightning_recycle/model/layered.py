@@ -20,8 +20,7 @@ from typing_extensions import Self, override
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, share, tie
-from lightning_recycle.model.tying import merge_groups, shared_parameters, split_name
-from lightning_recycle.model.weights import set_weights
+from lightning_recycle.model.weights import merge_groups, set_weights, shared_parameters, split_name
 from lightning_recycle.randomness import generator_states, set_generator_states
 
 __all__ = ["LayeredModule", "global_seed"]
@@ -193,7 +192,7 @@ class LayeredModule(pl.LightningModule):
 
         The answer is the same in every process. On one device and within a stage the members of a group are one object.
         Across stages every stage owns a copy, and the runtime must keep the copies equal;
-        :mod:`lightning_recycle.model.tying` says how.
+        :mod:`lightning_recycle.model.weights` says how.
         """
         self._build_layers()
         return self._tied

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.tying import split_name
+from lightning_recycle.model.weights import split_name
 from lightning_recycle.randomness import derive_seed
 
 __all__ = ["AbsentLayer", "LayerSpec", "count_parameters", "needed_elsewhere", "share", "tie"]

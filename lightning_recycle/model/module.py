@@ -1,26 +1,79 @@
 """The user's model: what it computes besides its layers, on one device and in a pipeline.
 
 :class:`PipelineModule` is what users derive from; :class:`SequentialPipeline` makes one of any ``nn.Sequential``.
+
+An adapted model has no ``configure_optimizers`` of its own. A worker's optimizer sees the parameters of its stage,
+which exist only in the worker, so users pass an :data:`OptimizerFactory`, not an optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layered import LayeredModule, global_seed
 from lightning_recycle.model.layers import AbsentLayer, LayerSpec
-from lightning_recycle.model.optimizers import OptimizerFactory, check_factory, make_optimizers
-from lightning_recycle.model.places import BatchPlace, call_at, call_here
-from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.recording import BatchPlace, RecordedModule, call_at, call_here
 
-__all__ = ["AbsentLayer", "LayerSpec", "PipelineModule", "SequentialPipeline", "global_seed"]
+__all__ = [
+    "AbsentLayer",
+    "LayerSpec",
+    "OptimizerFactory",
+    "PipelineModule",
+    "SequentialPipeline",
+    "check_factory",
+    "global_seed",
+    "make_optimizers",
+]
+
+OptimizerFactory: TypeAlias = Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]]
+"""Parameters -> optimizer or (optimizer, scheduler); or the pair (parameters -> optimizer, optimizer -> scheduler)."""
+
+_EXAMPLE = "functools.partial(torch.optim.AdamW, lr=1e-3)"
+
+
+def check_factory(factory: object) -> None:
+    """Raises ConfigurationError unless ``factory`` is an :data:`OptimizerFactory`."""
+    if isinstance(factory, Optimizer):
+        raise ConfigurationError(
+            f"optimizer={type(factory).__name__}(...) is an optimizer; each stage makes its own from its parameters:"
+            f" pass a function that makes one, such as {_EXAMPLE}."
+        )
+    parts = factory if isinstance(factory, tuple) else (factory,)
+    if len(parts) > 2 or not parts or not all(callable(part) for part in parts):
+        raise ConfigurationError(
+            f"optimizer={factory!r}: pass a function from parameters to an optimizer, such as {_EXAMPLE}, or a pair"
+            " of that and a function from the optimizer to a scheduler."
+        )
+
+
+def make_optimizers(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+    """Makes what ``configure_optimizers`` returns.
+
+    Returns:
+        ``{"optimizer": ...}``, and ``"lr_scheduler"`` if there is one (stepped once per epoch, unless the factory gives
+        Lightning's dictionary with an ``interval``).
+
+    Raises:
+        ConfigurationError: unless the factory returns an optimizer, or an optimizer and a scheduler.
+    """
+    make_optimizer, *make_scheduler = factory if isinstance(factory, tuple) else (factory,)
+    made = make_optimizer(list(parameters))
+    parts = list(made) if isinstance(made, (tuple, list)) else [made]
+    if not parts or len(parts) + len(make_scheduler) > 2 or not isinstance(parts[0], Optimizer):
+        raise ConfigurationError(
+            f"The optimizer factory returned {made!r}; it must return an optimizer, or (optimizer, scheduler) if no"
+            " scheduler factory is given."
+        )
+    parts += [make(parts[0]) for make in make_scheduler]
+    return dict(zip(("optimizer", "lr_scheduler"), parts, strict=False))
 
 
 class PipelineModule(RecordedModule, LayeredModule):

@@ -1,6 +1,6 @@
 """A user's module as a grid sees it: parts in order, which are cut into stages, and what ends them in a loss.
 
-:class:`ModelParts` is what launcher, session and results ask; :func:`~lightning_recycle.model.cutting.parts_of`
+:class:`ModelParts` is what launcher, session and results ask; :func:`~lightning_recycle.model.chain_parts.parts_of`
 chooses how a module answers.
 
 - :class:`LayerParts`: a :class:`~lightning_recycle.PipelineModule` has one part per layer.
@@ -31,9 +31,8 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.partition import stage_layers
-from lightning_recycle.model.places import BatchPlace, call_at
-from lightning_recycle.model.tying import Tie, split_name, ties_between_stages
-from lightning_recycle.model.weights import set_weights
+from lightning_recycle.model.recording import BatchPlace, call_at
+from lightning_recycle.model.weights import Tie, set_weights, split_name, ties_between_stages
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 

@@ -33,7 +33,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES
 from lightning_recycle.session.slot_values import MISSING, AttributePlace, Same, SlotValues, mark_of, values_of
 from lightning_recycle.session.tensor_codec import on_device, pack_tensors, to_cpu, unpack_tensors

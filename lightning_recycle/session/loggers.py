@@ -24,7 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_recycle.files import write_atomically
-from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import Collectives
 from lightning_recycle.session.outputs import LoggerCall

@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.pickling import written_class
 
 __all__ = [

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects
 from lightning_recycle.session.metric_states import (
     MetricStates,

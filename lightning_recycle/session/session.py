@@ -22,9 +22,9 @@ from lightning_recycle.control.protocol.messages import LayoutWanted
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.cutting import parts_of
+from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
+from lightning_recycle.model.recording import RecordedModule, as_it_was, recorded
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies

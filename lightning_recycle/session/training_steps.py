@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recorded import RecordedModule
+from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.full_forward import Answer
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recorded import RecordedModule
-from lightning_recycle.model.whole_calls import Answer
+from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import ALONE, Collectives
 from lightning_recycle.session.outputs import OutputRecorder

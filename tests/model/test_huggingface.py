@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.huggingface import IGNORED_LABEL, SUPPORTED, CausalLM
 from lightning_recycle.model.partition import even_parts, parameter_counts
-from lightning_recycle.model.tying import ties_between_stages
+from lightning_recycle.model.weights import ties_between_stages
 from lightning_recycle.runtime.stage.stage import Stage
 
 VOCABULARY, SEED = 31, 3

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.model.apart import put_together, take_apart
+from lightning_recycle.model.tensor_pickle import put_together, take_apart
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.checksums import checksum

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recycle.model.apart import put_together, take_apart
+from lightning_recycle.model.tensor_pickle import put_together, take_apart
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG, SMALL_BYTES
 from lightning_recycle.runtime.comm.transports import TAGS, Channel, receive_all, send_all

@@ -1,17 +1,21 @@
-"""A LightningModule in a worker: what its code logs about one micro-batch is recorded, not done.
+"""A LightningModule in a worker: hooks called for a micro-batch, with its logging recorded instead of done.
 
 ``PipelineModule`` is one by birth. Any other module becomes one while it is in a worker (:func:`recorded`): its class
 is replaced by one of the same name that also derives from :class:`RecordedModule`.
+
+As in Lightning, ``batch_idx`` and ``dataloader_idx`` are optional parameters of the hooks of a ``PipelineModule``. A
+hook that another one calls, such as ``loss``, is given the same (:func:`call_at`, :func:`call_here`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from contextvars import ContextVar
+from functools import cache, lru_cache
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +26,54 @@ from typing_extensions import override
 from lightning_recycle.data.steps import StepHandle, as_one_step
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
-__all__ = ["RecordedModule", "as_it_was", "disguised", "recorded"]
+__all__ = [
+    "BatchPlace",
+    "RecordedModule",
+    "as_it_was",
+    "call_at",
+    "call_here",
+    "disguised",
+    "recorded",
+]
+
+
+class BatchPlace(NamedTuple):
+    """The fields are the names of the parameters.
+
+    Args:
+        batch_idx: index of the batch in the epoch, or of the step where a step takes several batches.
+        dataloader_idx: index of the DataLoader in an evaluation of several.
+    """
+
+    batch_idx: int
+    dataloader_idx: int = 0
+
+
+_here: ContextVar[BatchPlace | None] = ContextVar("place of the batch", default=None)
+
+
+def call_at(place: BatchPlace, hook: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``hook(*args)`` for the batch at ``place``, with those of its fields that the hook's signature names."""
+    token = _here.set(place)
+    try:
+        return call_here(hook, *args)
+    finally:
+        _here.reset(token)
+
+
+def call_here(hook: Callable[..., Any], *args: Any) -> Any:
+    """As :func:`call_at`, for the batch of the hook that calls this; outside of one, as the user would call it."""
+    place = _here.get()
+    named = _named_parameters(getattr(hook, "__func__", hook)) if place is not None else ()
+    return hook(*args, **{name: getattr(place, name) for name in named})
+
+
+@lru_cache(maxsize=256)
+def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters
+    given_by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(name for name in BatchPlace._fields if name in parameters and parameters[name].kind in given_by_name)
+
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOG_DEFAULTS = {name: p.default for name, p in list(_LOG_SIGNATURE.parameters.items())[3:]}

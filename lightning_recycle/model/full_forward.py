@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.model.call_trace import is_cache, is_tracing
 from lightning_recycle.model.parts import Recorder
-from lightning_recycle.model.recorded import disguised
-from lightning_recycle.model.walk import is_cache, is_walking
+from lightning_recycle.model.recording import disguised
 from lightning_recycle.randomness import step_randomness
 
 __all__ = ["Answer", "Asked", "WholeStep", "ask_instead", "ask_no_more"]
@@ -80,7 +80,7 @@ def _asking_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)  # with its signature, which models of transformers look at
     def asking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path, ask = _asking.get(self, ("", None))
-        if ask is None or is_walking():
+        if ask is None or is_tracing():
             return forward(self, *args, **kwargs)
         if any(is_cache(leaf) or isinstance(leaf, _AbsentCache) for leaf in _leaves((args, kwargs))):
             raise UnsupportedFeatureError(

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_recycle.model.recorded import RecordedModule, as_it_was, recorded
+from lightning_recycle.model.recording import RecordedModule, as_it_was, recorded
 
 
 class Module(L.LightningModule):

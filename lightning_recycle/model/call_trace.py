@@ -1,12 +1,12 @@
 """One run of a user's step on a worker that has only some layers of the module's chain.
 
-Concept: the step is the user's code, so it calls all layers. Those of other stages are stubs (:class:`PassedLayer`),
-which return a :class:`Passing` in the place of what they do not compute. A :class:`Walk` sees every call, of stubs and
-of layers that are here, and so proves that the module is the chain that it is taken for: each layer is called once, in
-order, with what the one before returned, and nothing else looks at that in between. Whatever else the step does would
-be lost or wrong without a word; here it is an error that names the layers and what happened.
+Concept: the step is the user's code, so it calls all layers. Those of other stages are stubs (:class:`RemoteLayer`),
+which return a :class:`RemoteTensor` in the place of what they do not compute. A :class:`ChainTracer` sees every call,
+of stubs and of layers that are here, and so proves that the module is the chain that it is taken for: each layer is
+called once, in order, with what the one before returned, and nothing else looks at that in between. Whatever else the
+step does would be lost or wrong without a word; here it is an error that names the layers and what happened.
 
-A stub is a layer of a chain only while a walk is on. Otherwise it is an absent layer, and says so.
+A stub is a layer of a chain only while a tracer is active. Otherwise it is an absent layer, and says so.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from lightning_recycle.randomness import draw_for_layer
 __all__ = [
     "AbsentPart",
     "Call",
-    "PassedLayer",
-    "Passing",
+    "ChainTracer",
     "Reached",
+    "RemoteLayer",
+    "RemoteTensor",
     "Shape",
-    "Walk",
     "is_cache",
-    "is_walking",
+    "is_tracing",
     "watch",
 ]
 
@@ -47,7 +47,7 @@ _REMEDY = (
     " ReCycleStrategy(layers=[...]), or use pipeline_parallel_size=1."
 )
 _NOTHING = object()
-_walk: Walk | None = None
+_tracer: ChainTracer | None = None
 
 
 class Reached(BaseException):
@@ -92,10 +92,10 @@ class Shape:
         if not self.is_tuple:
             return value
         what = f"more than the first item of what layer {layer!r} returned"
-        return (value, *(None if is_none else Passing.of(what) for is_none in self.rest))
+        return (value, *(None if is_none else RemoteTensor.of(what) for is_none in self.rest))
 
 
-class Passing(Tensor):
+class RemoteTensor(Tensor):
     """Stands for a tensor of another stage: it can be passed on, and nothing else.
 
     Attributes:
@@ -107,20 +107,20 @@ class Passing(Tensor):
     is_parameter: bool
 
     @staticmethod
-    def of(what: str, parameter: Tensor | None = None) -> Passing:
+    def of(what: str, parameter: Tensor | None = None) -> RemoteTensor:
         like = torch.empty(0) if parameter is None else parameter
-        made = Tensor._make_subclass(Passing, like, require_grad=like.is_floating_point())
+        made = Tensor._make_subclass(RemoteTensor, like, require_grad=like.is_floating_point())
         made.what, made.is_parameter = what, parameter is not None
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [item for arg in (*args, *(kwargs or {}).values()) for item in _flat(arg)]
-        used = next((item for item in flat if isinstance(item, Passing)), None)
-        if used is None or _walk is None or func in _HARMLESS or (used.is_parameter and func in _KNOWN):
+        used = next((item for item in flat if isinstance(item, RemoteTensor)), None)
+        if used is None or _tracer is None or func in _HARMLESS or (used.is_parameter and func in _KNOWN):
             return super().__torch_function__(func, types, args, kwargs or {})
         name = getattr(func, "__name__", func)
-        raise _walk.error(f"uses {used.what} ({name}), which is on another stage{_walk.before_next}")
+        raise _tracer.error(f"uses {used.what} ({name}), which is on another stage{_tracer.before_next}")
 
 
 # What torch.utils.checkpoint asks of its arguments, and what is asked of any parameter.
@@ -138,7 +138,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 @dataclass
-class Walk:
+class ChainTracer:
     """What has happened to the chain so far.
 
     Args:
@@ -166,13 +166,13 @@ class Walk:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within the block, calls of the chain's layers belong to this walk."""
-        global _walk
-        previous, _walk = _walk, self
+        """Within the block, calls of the chain's layers belong to this trace."""
+        global _tracer
+        previous, _tracer = _tracer, self
         try:
             yield
         finally:
-            _walk = previous
+            _tracer = previous
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The step calls the layer ``index``; returns what the layer before returned.
@@ -219,7 +219,7 @@ class Walk:
         else:
             self.calls[index] = Call((), {**rest, next(iter(rest)): None})
         path = self.chain.paths[index]
-        value, shape = Passing.of(f"what layer {path!r} returned"), self._shape
+        value, shape = RemoteTensor.of(f"what layer {path!r} returned"), self._shape
         if self.received is not None:
             entering, shape = self.received
             value = entering if index == self.edge - 1 else value
@@ -241,7 +241,7 @@ class Walk:
         if self._next < len(self.chain.paths):
             raise self.error(f"never calls layer {self.chain.paths[self._next]!r}")
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Passing):
+            if isinstance(leaf, RemoteTensor):
                 raise self.error(f"returns {leaf.what}, which is on another stage")
 
     @property
@@ -254,9 +254,9 @@ class Walk:
         return ConfigurationError(f"{self.step} {what}. {_REMEDY}")
 
 
-def is_walking() -> bool:
+def is_tracing() -> bool:
     """Whether a step is running, so that calls of the chain's layers are part of it."""
-    return _walk is not None
+    return _tracer is not None
 
 
 def is_cache(value: Any) -> bool:
@@ -275,13 +275,13 @@ def watch(layer: nn.Module, index: int, last: bool) -> tuple[RemovableHandle, Re
 
     # Functions and not methods: they stay what they are when a callback copies the module.
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _walk is not None:
-            _walk.enter(index, args, kwargs)
+        if _tracer is not None:
+            _tracer.enter(index, args, kwargs)
         draw_for_layer(index + 1)
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _walk is not None:
-            _walk.leave(index, output)
+        if _tracer is not None:
+            _tracer.leave(index, output)
         if last:
             draw_for_layer(index + 2)
 
@@ -308,9 +308,9 @@ class _Elsewhere(dict[str, Any]):
 
     @override
     def items(self) -> Any:
-        if _walk is None:
+        if _tracer is None:
             return super().items()
-        return [(name, Passing.of(name, tensor)) for name, tensor in self.tensors.items()]
+        return [(name, RemoteTensor.of(name, tensor)) for name, tensor in self.tensors.items()]
 
 
 class AbsentPart(AbsentLayer):
@@ -345,7 +345,7 @@ class AbsentPart(AbsentLayer):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """In a step it is of the class of its module, as far as ``isinstance`` tells."""
-        return type(self) if _walk is None else self.__dict__.get("_stands_for", type(self))
+        return type(self) if _tracer is None else self.__dict__.get("_stands_for", type(self))
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -354,14 +354,14 @@ class AbsentPart(AbsentLayer):
             return own["_plain"][name]
         if name not in own.get("_missing", ()):
             return super().__getattr__(name)
-        if _walk is not None:  # no AttributeError, which hasattr() would take for an answer
-            raise _walk.error(f"uses {self.path}.{name}, which is on another stage")
+        if _tracer is not None:  # no AttributeError, which hasattr() would take for an answer
+            raise _tracer.error(f"uses {self.path}.{name}, which is on another stage")
         raise AttributeError(f"{self.path}.{name} is on another stage; this worker has no part of {self.path!r}.")
 
     @override
     def forward(self, *_: Any, **__: Any) -> Any:
-        if _walk is not None:
-            raise _walk.error(f"calls {self.path!r} where only the layers of the chain run")
+        if _tracer is not None:
+            raise _tracer.error(f"calls {self.path!r} where only the layers of the chain run")
         raise RuntimeError(self._why_not())
 
     def _why_not(self) -> str:
@@ -383,7 +383,7 @@ def _emptied(path: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tens
     }
 
 
-class PassedLayer(AbsentPart):
+class RemoteLayer(AbsentPart):
     """A layer of the chain on another stage.
 
     Args:
@@ -397,6 +397,6 @@ class PassedLayer(AbsentPart):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if _walk is None:
+        if _tracer is None:
             raise RuntimeError(self._why_not())
-        return _walk.pass_by(self.index, args, kwargs)
+        return _tracer.pass_by(self.index, args, kwargs)
