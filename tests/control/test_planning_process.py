@@ -169,17 +169,20 @@ def test_a_process_that_shows_no_life_is_given_up(
     assert wait_for(lambda: not is_alive(int(gated.report.read_text())), PATIENCE)
 
 
-def test_a_question_that_a_stopped_process_does_not_even_read_is_given_up(
+def test_another_process_gets_a_question_that_a_stopped_one_does_not_even_read(
     process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(planning_process, "SILENCE_SECONDS", 1.0)
         process._running()  # its connection waits no longer than that
     process.ask(QUICK, WANTED)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(ProcessLostError, match="read or wrote nothing"):
+    first = process.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(PlanningError, match="no licence"):
         process.ask(PlanQuestion(LARGE, Heavy()), WANTED)
+    assert process.pid != first
+    assert not is_alive(first)
 
 
 def test_a_question_that_is_not_wanted_any_more_ends_its_process(process: PlanningProcess, gated: Gated) -> None:

@@ -10,6 +10,7 @@ unless workers wait for the answer.
 |---|---|
 | the question is interrupted | the process is killed; the next question starts another in a third of a second |
 | the process dies, or shows no sign of life for 10 s | :class:`ProcessLostError`; the next question starts another |
+| it died while nothing was asked | the next question starts another |
 | it was lost five times | :class:`ProcessLostError` at once, for the rest of the run |
 | there is no answer within ``TIME_LIMIT`` | it is killed; :class:`~lightning_recycle.errors.PlanningError` |
 | question or answer cannot be pickled | :class:`UnsendableError` |
@@ -108,17 +109,20 @@ class PlanningProcess:
             task = pickle.dumps((question, urgent))
         except Exception as error:  # whatever a user's class raises when it is pickled
             raise UnsendableError(f"the planner cannot be sent to another process: {error}") from error
-        child = self._running()
-        try:
-            kind, value = child.ask(task, interrupted)
-        except (EOFError, OSError) as error:
-            self._losses += 1
-            reason = child.reason(error)
-            self.close()
-            raise ProcessLostError(reason) from error
-        except BaseException:  # it is not free for the next question
-            self.close()
-            raise
+        while True:
+            child = self._running()
+            try:
+                kind, value = child.ask(task, interrupted)
+                break
+            except (EOFError, OSError) as error:
+                self._losses += 1
+                reason = child.reason(error)
+                self.close()
+                if not child.was_idle:
+                    raise ProcessLostError(reason) from error
+            except BaseException:  # it is not free for the next question
+                self.close()
+                raise
         if kind == "answer":
             return value
         raise (UnsendableError if kind == "unreadable" else PlanningError)(value)
@@ -143,12 +147,16 @@ class PlanningProcess:
 
 
 class _Child:
-    """One process."""
+    """One process.
+
+    Attributes:
+        was_idle: whether there was no sign of life since it was asked, after an earlier answer: it had ended before.
+    """
 
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         self.process, self._connection = start_server(f"{__name__}:serve", self._output)
-        self._began = False
+        self._began = self.was_idle = False
         # Neither a question that a stuck process does not read nor half an answer is waited for without a bound.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for bound in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -169,7 +177,8 @@ class _Child:
             if self._connection.poll(LOOK_SECONDS):
                 frame = self._connection.recv_bytes()
                 heard, self._began = time.monotonic(), True
-                if frame != _ALIVE:
+                self.was_idle = frame != _ALIVE
+                if self.was_idle:
                     return _read(frame)
             now = time.monotonic()
             if interrupted.is_set():
