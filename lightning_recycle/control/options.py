@@ -81,6 +81,11 @@ class RecoveryOptions(OptionGroup):
         return replace(self, max_restarts=0, move_workers=False, rebalance="never")
 
     @property
+    def most_starts(self) -> int:
+        """How many processes may be started in place of lost workers; without replacements, of workers that move."""
+        return self.max_restarts or _RESTARTS_FROM_CHECKPOINT
+
+    @property
     def restarts_from_checkpoint(self) -> int:
         """How often a run begins again from the same checkpoint."""
         return self.max_restarts or _RESTARTS_FROM_CHECKPOINT

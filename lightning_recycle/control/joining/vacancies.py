@@ -130,7 +130,7 @@ class Vacancies:
         return rank in self._starting
 
     def may_start(self, rank: int, now: float) -> bool:
-        if self._start_worker is None or self._restarts >= self._options.recovery.max_restarts:
+        if self._start_worker is None or self._restarts >= self._options.recovery.most_starts:
             return False
         return now >= self._not_before.get(rank, now)
 
@@ -170,8 +170,8 @@ class Vacancies:
         """The replacement ended before it was let in: the next try waits longer."""
         failures = self._failures[rank] = self._failures.get(rank, 0) + 1
         self._not_before[rank] = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1))
-        if self._restarts >= self._options.recovery.max_restarts:
-            log.warning("No more replacements: max_restarts=%d are used up.", self._options.recovery.max_restarts)
+        if self._restarts >= self._options.recovery.most_starts:
+            log.warning("No more replacements: max_restarts=%d are used up.", self._options.recovery.most_starts)
 
     def stop(self) -> None:
         """The run is over: who is being started is not wanted any more."""
