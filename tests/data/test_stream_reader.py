@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, interleave_datasets
-from test_streams import GLOBAL_BATCH, GRIDS, SEED, SIZE, epochs, read
+from test_iterable_style import GLOBAL_BATCH, GRIDS, SEED, SIZE, epochs, read
 from torch import Tensor
 from torch.utils.data import DataLoader
 
