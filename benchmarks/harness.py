@@ -72,7 +72,7 @@ def recycle_strategy(*sizes: int, **options: Any) -> ReCycleStrategy:
             names = {option.name for option in fields(item.default)} & options.keys()
             if names:
                 options[item.name] = type(item.default)(**{name: options.pop(name) for name in names})
-    return recycle_strategy(*sizes, **options)
+    return ReCycleStrategy(*sizes, **options)
 
 
 def fit(

@@ -233,7 +233,7 @@ def stages_of(model: Model, num_stages: int, partition: Any = "count", pipeline:
     found = []
     for index in range(num_stages):
         parts = ChainParts(copy.deepcopy(model), num_stages, pipeline)
-        cut = parts.cut(num_stages, partition, None)
+        cut = parts.cut(num_stages, partition)
         parts.keep(cut, index)
         stage = Stage(
             parts.training_parts(cut[index], NoRecorder()),  # type: ignore[arg-type]

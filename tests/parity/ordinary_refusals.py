@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import same_script as same
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning, StochasticWeightAveraging
 from ordinary_flags import fits
 from ordinary_runs import STAGES, Ordinary, Script, Session
 from torch import nn
@@ -62,5 +62,15 @@ REFUSALS: dict[str, Refusal] = {
         ("another sampler that divides the data",),
         with_loader(lambda s: DataLoader(s.data.training().dataset, batch_size=4, sampler=same.OwnShare())),
         ("OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"),
+    ),
+    "LearningRateFinder": Refusal(
+        ("`LearningRateFinder`, `Tuner.lr_find`",),
+        fits(callbacks=lambda root: [LearningRateFinder()]),
+        ("LearningRateFinder", "Tuner(Trainer(devices=1)).lr_find"),
+    ),
+    "BatchSizeFinder": Refusal(
+        ("`BatchSizeFinder`, `Tuner.scale_batch_size`",),
+        fits(callbacks=lambda root: [BatchSizeFinder()]),
+        ("BatchSizeFinder", "Tuner(Trainer(devices=1)).scale_batch_size"),
     ),
 }
