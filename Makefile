@@ -88,11 +88,12 @@ bench: $(STAMP) ## run all benchmarks, one and a half hours; needs an idle machi
 docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails
 	$(BIN)/mkdocs build --strict
 
-check: $(STAMP) ## check lint, formatting, types, direction of imports
+check: $(STAMP) ## check lint, formatting, types, direction of imports; print the sizes of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/room_sizes.py
 
 clean: ## remove the virtual environment, caches, build and run outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
