@@ -1,4 +1,4 @@
-"""Files, lines and lines of code of each room of the package: ``python tests/room_sizes.py``, the end of ``make check``.
+"""Files, lines and lines of code of each room: ``python tests/room_sizes.py``, at the end of ``make check``.
 
 Lines of code are those with a token of Python that is neither a comment nor part of a docstring.
 """

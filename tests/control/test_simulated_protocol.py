@@ -401,8 +401,6 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
 LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("a layout counts as soon as one worker holds its layers", layout_change, "on_layers_held",
      "state.generation.held != state.roster.live", "False"),
-    ("a move that breaks connections is made again and again", generation, "on_grace_elapsed",
-     "state.with_layout(wanted=None)", "state"),
     ("a loss undoes nothing", membership, "_lose",
      "generation.begin(state) if",
      "generation.begin(state.with_layout(cuts=state.generation.becomes or state.layout.cuts)) if"),
