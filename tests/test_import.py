@@ -212,7 +212,6 @@ PRIVATE = {
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
     ],
     "lightning_recycle.launch.trainer_results": [
-        "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
         "lightning.pytorch.core.optimizer:_init_optimizers_and_lr_schedulers",
         "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",

@@ -20,9 +20,7 @@ from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -271,7 +269,7 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
         reshape = partial(user.take, extras.objects) if extras.objects.whole else partial(_add, trainer, trained)
         _take_weights(trainer, state, reshape)
     _restore_trainer(trainer, extras)
-    _restore_states(trainer, extras)
+    trainer.precision_plugin.load_state_dict(extras.precision)
     for part in parts if here else []:
         user.take(part.objects, state)
     user.take(extras.objects, state)
@@ -374,15 +372,3 @@ def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | 
         except ConfigurationError as error:  # most scripts do not need them here; who does is told
             strategy.missing_optimizers = str(error)
             log.info("The launching process has no optimizers: %s", error)
-
-
-def _restore_states(trainer: pl.Trainer, extras: LeaderResult) -> None:
-    """What callbacks, the data module and the precision plugin have in state dicts."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):  # it takes results only from its own directory
-            found = extras.callbacks.get(callback.state_key, {})
-            callback.dirpath = found.get("dirpath", callback.dirpath)
-    _call_callbacks_load_state_dict(trainer, {"callbacks": extras.callbacks})
-    trainer.precision_plugin.load_state_dict(extras.precision)
-    if extras.data:
-        trainer.datamodule.load_state_dict(extras.data)  # type: ignore[attr-defined]

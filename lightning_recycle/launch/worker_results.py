@@ -12,7 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -173,12 +172,11 @@ class LeaderResult:
         trainer: attributes of the Trainer and of its parts, by path.
         loops: the state dict of each loop, by name.
         loaders: the states of the DataLoaders of each loop that has read them, by path.
-        callbacks: the states of the callbacks.
+        callbacks: the state dicts of the callbacks, by state key.
         objects: what the user's objects keep outside of state dicts, those of stages apart.
         schedulers: the states of the learning-rate schedulers.
         copies: the parameters, by stage and name, that are a copy of another stage's, and of which one.
         precision: the state of the precision plugin.
-        data: the state of the data module.
     """
 
     returned: Any
@@ -190,7 +188,6 @@ class LeaderResult:
     schedulers: list[dict[str, Any]]
     copies: dict[tuple[int, str], str]
     precision: dict[str, Any]
-    data: dict[str, Any]
 
 
 def way_home(session: Session, gathering: Gathering) -> Way:
@@ -261,16 +258,4 @@ def leader_result(session: Session, user: UserObjects, way: Way, most_bytes: flo
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         copies=dict(session.checkpoints.copies),
         precision=trainer.precision_plugin.state_dict(),
-        data=_state_of_data(trainer),
     )
-
-
-def _state_of_data(trainer: pl.Trainer) -> dict[str, Any]:
-    datamodule = getattr(trainer, "datamodule", None)
-    try:
-        return datamodule.state_dict() if datamodule is not None else {}
-    except Exception as error:  # its teardown() was called before, and the run is worth more than this state
-        log.warning(
-            "The state of %s does not come home: %s: %s", type(datamodule).__name__, type(error).__name__, error
-        )
-        return {}
