@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -206,3 +208,16 @@ def test_without_the_split_a_compiler_sees_what_it_always_does() -> None:
     seen.clear()
     compiled(torch.randn(2, WIDTH))
     assert seen in ([F.linear], [torch._C._nn.linear])
+
+
+def test_a_compiler_that_is_loaded_within_the_block_calls_the_functions_by_their_names() -> None:
+    """The code that it makes is cached for other processes, such as replacements."""
+    script = """
+from lightning_recycle.runtime.stage.deferred import intercept_linear
+with intercept_linear():
+    import torch._inductor.kernel.mm
+from torch._inductor.select_algorithm import extern_kernels
+assert hasattr(extern_kernels, "addmm")
+assert not [name for name in vars(extern_kernels) if "defer" in name]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

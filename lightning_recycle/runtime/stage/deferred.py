@@ -434,6 +434,11 @@ def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
     return _addmm(*args, **options)
 
 
+# A compiler that is first used within the block calls torch's functions by these names, also in code that it caches for
+# processes in which it was loaded before.
+_deferrable_linear.__name__, _deferrable_addmm.__name__ = _linear.__name__, _addmm.__name__
+
+
 class intercept_linear:
     """Within the block, ``torch.nn.functional.linear`` and ``torch.addmm`` on trainable parameters are deferrable.
 
