@@ -287,7 +287,7 @@ print("ANSWERS" + json.dumps(answers))
 MISTAKES = [
     ("train_gpt", ["faults=kil_one"], "unknown faults 'kil_one': choose one of bitflip, broken_device, deadlock, hang"),
     ("train_gpt", ["trainer.max_stepz=3"], "trainer.max_stepz"),
-    ("train_gpt", ["strategy.shadow=nowhere"], "shadow='nowhere'"),
+    ("train_gpt", ["strategy.recovery.shadow=nowhere"], "shadow='nowhere'"),
     ("train_gpt", ["strategy.pipeline_parallel_size=3"], "4 devices cannot be divided into pipelines"),
     ("train_gpt", ["faults.faults.0.pipeline=2"], "there is no worker (2, 0) in a grid of 2 pipelines x 2 stages"),
     ("train_gpt", ["faults.faults.0.kind=killl"], "unknown kind 'killl'"),
