@@ -29,8 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links to those files, which work in the repository, lead to their pages."""
+    up = "../" * page.file.src_uri.count("/")
     for name, path in _ELSEWHERE.items():
-        markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(path)}", f"]({name}", markdown)
+        markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(path)}", f"]({up}{name}", markdown)
     if page.file.src_uri in _ELSEWHERE:
         markdown = markdown.replace("](docs/", "](").replace("](../docs/", "](")
     return markdown

@@ -259,18 +259,30 @@ def test_the_metrics_are_those_of_the_code() -> None:
     assert documented == {f"recycle/{name}" for name in counters}
 
 
-def test_the_map_is_the_tree_and_no_two_modules_share_a_name() -> None:
+def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says() -> None:
+    rows = table_under("architecture.md", "room")
+    rooms = {room.strip("/"): names_in(row[2]) for row in rows for room in names_in(row[0])}
+    packages = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {".", "traces"}
+    divided = {"control", "runtime"}
+    expected = {name for name in packages - divided if "/" not in name or name.partition("/")[0] in divided}
+    assert {room for room in rooms if not room.endswith(".py")} == expected
+    for row in rows:
+        files = [
+            path
+            for room in names_in(row[0])
+            for path in PACKAGE.glob(room.rstrip("/") + ("/**/*.py" * room.endswith("/")))
+        ]
+        source = "\n".join(path.read_text() for path in files)
+        for name in names_in(row[2]):
+            assert re.search(rf"^(?:class|def) {name}\b", source, re.M), f"{row[0]}: {name}"
+
+
+def test_paths_of_modules_on_internal_pages_exist_and_no_two_modules_share_a_name() -> None:
     modules = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
     assert len({path.name for path in modules}) == len(modules)
-    (block,) = re.findall(r"## The map\n.*?```\n(.*?)```", text("architecture.md"), re.DOTALL)
-    room, mapped = "", []
-    for line in block.splitlines():
-        if header := re.match(r"(\S+/)( |$)", line):
-            room = header[1]
-        else:
-            named = line.partition(":")[0].strip(" ,")
-            mapped += [(room if line.startswith(" ") else "") + name for name in named.split(", ") if name]
-    assert sorted(mapped) == sorted(path.as_posix() for path in modules)
+    for page in PAGES:
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", without_blocks(page)):
+            assert (ROOT / name).is_file() or (PACKAGE / name).is_file(), f"{page}: {name}"
 
 
 def test_the_exit_codes_are_those_of_the_code() -> None:
