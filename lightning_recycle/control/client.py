@@ -535,8 +535,7 @@ class ControlClient(ActivityRecorder):
                 self.send(reply)
             if isinstance(message, messages.Unfit):
                 return
-            ends = isinstance(message, messages.Regroup) and not message.keeps_connections
-            if ends and self.on_interrupt is not None:
+            if isinstance(message, messages.Regroup) and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
 
     @property

@@ -279,8 +279,6 @@ class Promises:
         if message.generation <= newest or (message.generation > newest + 1 and not self._is_revived):
             raise Violation(f"generation {message.generation} after {newest}")
         self._is_revived = False
-        if message.keeps_connections:
-            self._check_that_all_wait(message)
         self._rosters[message.generation] = message.roster
         for pair in self.moves:
             if all(self.members.get(worker.rank) is worker and worker.rank in message.roster for worker in pair):
@@ -291,15 +289,6 @@ class Promises:
         if old is not None and self.members.get(old.rank) is old and message.leader != old.rank:
             raise Violation(f"{old} lives, and rank {message.leader} takes the lead from it")
         self._leader = message.leader
-
-    def _check_that_all_wait(self, message: messages.Regroup) -> None:
-        before = message.generation - 1
-        if message.roster != self._rosters.get(before):
-            raise Violation(f"{message.roster} keep connections, others than those of generation {before}")
-        for rank in message.roster:
-            worker = self.members.get(rank)
-            if worker is not None and worker.alive and (worker.generation != before or isinstance(worker.waiting, set)):
-                raise Violation(f"{worker} keeps its connections, and does not wait in generation {before}")
 
     def _check_resume(self, message: messages.Resume) -> None:
         if message.generation in self._resumed or message.roster != self._rosters[message.generation]:

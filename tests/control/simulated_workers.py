@@ -506,8 +506,7 @@ class SimulatedWorker:
     def recover(self) -> Waits:
         """Executor._recover."""
         announced = self.member.enter()
-        if not announced.keeps_connections:
-            self.broken, self.linked = set(), frozenset()
+        self.broken, self.linked = set(), frozenset()
         self.place = (self.version, "recovery")
         self.network.entered(self)
         version = self.version if self.has_state else -1

@@ -54,17 +54,6 @@ def test_it_is_decided_when_all_hold_their_layers() -> None:
     assert (state.layout.cuts, state.generation.becomes, state.generation.number) == (CUTS, (), 2)
 
 
-def test_connections_stay_while_all_wait_for_it() -> None:
-    state, _ = feed(running(), s.LayoutReady(ALL, CUTS))
-    state, commands = stop_at(state, 2)
-    assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, keeps_connections=True)]
-    state, _ = feed(state, *reports(ALL, 1, 2))
-    _, commands = feed(state, *(m.Reached(rank, 1, m.Milestone.LAYERS_HELD) for rank in ALL))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 1, keeps_connections=True)]
-    _, commands = feed(state, s.Lost(3, "SIGKILL"))
-    assert not messages(commands, m.Regroup)[0].keeps_connections
-
-
 def test_layers_of_another_generation_do_not_count() -> None:
     state, _ = feed(
         under_way(),

@@ -320,7 +320,7 @@ def test_a_candidate_lost_during_the_pause_is_not_let_in() -> None:
     state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0), s.CandidateLost(3))
     state, commands = feed(state, *applied(THREE, 0), *arrived(THREE, 1, 1))
     (regroup,) = messages(commands, m.Regroup)
-    assert regroup == m.Regroup(2, THREE, 1, keeps_connections=True), "all go on together from where they stopped"
+    assert regroup == m.Regroup(2, THREE, 1), "all go on together from where they stopped"
     assert state.roster.joining == frozenset()
 
 

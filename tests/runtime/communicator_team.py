@@ -165,16 +165,6 @@ class Team:
         self.generation += 1
         self.run(configure, self.generation, ranks, stages, check_links, ranks=ranks)
 
-    def go_on(
-        self, *pairs: tuple[int, int], stages: int = 2, ties: Sequence[tuple[int, ...]] = (), keeps: bool = True
-    ) -> list[dict[int, int]]:
-        """Begins a generation in which the ``pairs`` exchange messages, over the connections that there are; returns
-        those of each member: descriptor -> inode.
-        """
-        self.generation += 1
-        ranks = range(len(self.members))
-        return self.run(configure_pairs, self.generation, ranks, stages, pairs, ties, keeps)
-
     def close(self) -> None:
         for member in self.members:
             member.kill()
@@ -256,25 +246,6 @@ def configure_tied(
     rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
     communicator.configure(generation, ranks, mine, rosters)
-
-
-def configure_pairs(
-    communicator: Communicator,
-    generation: int,
-    ranks: Sequence[int],
-    stages: int,
-    pairs: Sequence[tuple[int, int]],
-    ties: Sequence[tuple[int, ...]],
-    keeps: bool,
-) -> dict[int, int]:
-    """As :func:`configure_tied`; only ``pairs`` exchange messages."""
-    rank = communicator.connections.rank
-    mine = [other for other in ranks if other % stages == rank % stages]
-    rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
-    neighbours = {other for pair in pairs if rank in pair for other in pair}
-    communicator.meeting.generation = generation  # type: ignore[attr-defined]
-    communicator.configure(generation, neighbours, mine, rosters, keeps=keeps)
-    return dict(communicator.connections._sockets._inodes)
 
 
 def hide(communicator: Communicator, hidden: bool) -> None:

@@ -525,56 +525,6 @@ def test_a_late_abort_of_an_older_generation_does_not_touch_the_current_one(four
     assert_same(transfer(four, [torch.ones(30_000)]), [torch.ones(30_000)])
 
 
-SQUARE = ((0, 1), (2, 3))  # stage 0 and stage 1 of two pipelines
-
-
-def test_workers_that_have_nothing_under_way_go_on_with_their_connections(four: Team) -> None:
-    before = four.go_on(*SQUARE, keeps=False)
-    assert_same(transfer(four, [torch.ones(300_000), torch.ones(3)]), [torch.ones(300_000), torch.ones(3)])
-    first, _, second, _ = four.run(tasks.all_reduce, 100_000, torch.float32)
-    after = four.go_on(*SQUARE)
-    if four.members[0].transport == "gloo":  # the others do not keep theirs
-        assert after == before
-    assert_same(transfer(four, [torch.zeros(3), torch.ones(300_000)]), [torch.zeros(3), torch.ones(300_000)])
-    assert torch.equal(*four.run(tasks.all_reduce, 100_000, torch.float32)[::2])
-    assert torch.equal(*four.run(tasks.all_reduce, 3, torch.float32)[::2])
-    assert torch.equal(first, second)
-
-
-def test_only_what_is_missing_is_connected(four: Team) -> None:
-    before = four.go_on(*SQUARE, keeps=False)
-    after = four.go_on((0, 1), (1, 2), ties=[(0, 1)])
-    if four.members[0].transport == "gloo":
-        assert all(old.items() <= new.items() for old, new in zip(before, after, strict=True))
-        # A tie is a connection to each of the others, a pair is one for each of two channels.
-        assert [len(new) - len(old) for old, new in zip(before, after, strict=True)] == [3, 5, 5, 3]
-    for pair in [(0, 1), (1, 2), (2, 3)] if four.members[0].transport == "gloo" else [(0, 1), (1, 2)]:
-        four.members[pair[0]].start(tasks.send, [torch.full((3,), 7.0)], pair[1], [0])
-        assert_same(four.run(tasks.receive, pair[0], [0], [0], ranks=[pair[1]])[0], [torch.full((3,), 7.0)])
-        four.members[pair[0]].result()
-    assert four.run(tasks.broadcast_tied, [(0, 1)], [3], 1000) == [[23.0]] * 4
-
-
-@pytest.mark.parametrize("task", ["receive", "all_reduce"])
-def test_connections_that_were_kept_end_with_the_newest_generation(four: Team, task: str) -> None:
-    four.go_on(*SQUARE, keeps=False)
-    four.go_on(*SQUARE)
-    blocking = {"receive": (tasks.receive, 1, [0], [0]), "all_reduce": (tasks.all_reduce, 100_000, torch.float32)}
-    four.members[0].start(*blocking[task])
-    four.members[0].abort(four.generation - 1)  # late
-    time.sleep(BLOCKED)
-    assert_abort_unblocks(four, 0, four.generation)
-
-
-def test_an_abort_before_connections_are_kept_prevents_it(four: Team) -> None:
-    four.go_on(*SQUARE, keeps=False)
-    four.generation += 1
-    four.members[0].abort(four.generation)
-    four.run(tasks.count_descriptors, ranks=[0])
-    four.members[0].start(tasks.configure_pairs, four.generation, range(4), 2, SQUARE, (), True)
-    assert_ended(four.members[0])
-
-
 def test_abort_leaves_sockets_alone_that_are_not_the_communicators(four: Team) -> None:
     four.generation += 1
     assert four.run(tasks.foreign_socket_survives_abort, four.generation, ranks=[0]) == [b"xx"]

@@ -1,12 +1,10 @@
 """Gloo's groups over connections that it has not made, in one process."""
 
 import contextlib
-import logging
 import os
 import runpy
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +15,10 @@ from communicator_team import Team
 from support.strangers import knock, listening, sequence_numbers
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm import gloo
 from lightning_recycle.runtime.comm.gloo import Device, UnsupportedError, _with_address
-from lightning_recycle.runtime.comm.groups import GroupFactory, GroupPlan
-from lightning_recycle.runtime.comm.sockets import OpenSockets
+from lightning_recycle.runtime.comm.groups import GroupFactory
 
 
 @pytest.fixture(scope="module")
@@ -146,74 +144,13 @@ def test_another_transport_of_gloo_is_left_alone(monkeypatch: pytest.MonkeyPatch
         Device()
 
 
-def test_without_filters_gloo_connects_by_itself_and_the_log_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_filters_workers_say_what_they_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(sock: socket.socket) -> None:
         raise OSError(92, "Protocol not available")
 
-    meeting = tasks.Meeting(str(tmp_path))
-    meeting.generation = 0
-    plan, never = GroupPlan("group", (0, 1)), threading.Event()
-    with_filters = GroupFactory(1, tasks.HOST, meeting, tasks.KEY, loops=1)
-    assert not caplog.records
     monkeypatch.setattr(gloo, "drop_everything", refuse)
-    without = GroupFactory(0, tasks.HOST, meeting, tasks.KEY, loops=1)
-    assert "not authenticated, because [Errno 92] Protocol not available" in caplog.text
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-    created: dict[int, object] = {}
-
-    def create(rank: int, factory: GroupFactory) -> None:
-        created[rank] = factory.create(0, [plan], None, never, OpenSockets())["group"].whole
-
-    threads = [threading.Thread(target=create, args=item) for item in enumerate((without, with_filters))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all_reduce([created[0], created[1]])[0][0] == 11.0
-
-
-@pytest.mark.parametrize("without", [(), (1,), (0, 2)], ids=str)
-def test_workers_that_are_not_connected_with_the_same_others_number_them_by_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[int, ...]
-) -> None:
-    """A line of three, in which some have Gloo connect by itself."""
-
-    def refuse(sock: socket.socket) -> None:
-        raise OSError(92, "Protocol not available")
-
-    meeting = tasks.Meeting(str(tmp_path))
-    meeting.generation = 0
-    factories = []
-    for rank in range(3):
-        with monkeypatch.context() as patched:
-            if rank in without:
-                patched.setattr(gloo, "drop_everything", refuse)
-            factories.append(GroupFactory(rank, tasks.HOST, meeting, tasks.KEY, loops=1))
-    received: dict[int, list[float]] = {}
-
-    def run(rank: int, ranks: tuple[int, ...]) -> None:
-        plan = GroupPlan("group", ranks, meshed=False)
-        group = factories[rank].create(0, [plan], None, threading.Event(), OpenSockets())["group"]
-        assert group.whole is None
-        tensors = {other: torch.zeros(1) for other in ranks if other != rank}
-        mine = torch.full((1,), float(rank))
-        works = []
-        for other, tensor in tensors.items():
-            process_group, number = group.places[other]
-            works += [process_group.recv([tensor], number, 7), process_group.send([mine], number, 7)]
-        for work in works:
-            work.wait()
-        received[rank] = [float(tensor) for tensor in tensors.values()]
-
-    threads = [threading.Thread(target=run, args=item) for item in enumerate([(0, 1), (0, 1, 2), (1, 2)])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    assert received == {0: [1.0], 1: [0.0, 2.0], 2: [1.0]}
+    with pytest.raises(ConfigurationError, match=r"connected here: \[Errno 92\] Protocol not available.* needs Linux"):
+        GroupFactory(0, tasks.HOST, tasks.Meeting(str(tmp_path)), tasks.KEY, loops=1)
 
 
 # ---------------------------------------------------------------------- strangers

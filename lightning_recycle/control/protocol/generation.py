@@ -3,8 +3,7 @@
 A *generation* begins when all workers have joined and whenever the roster changes: all live workers are told to stop
 (Regroup), report what they hold (Report), and go on together from one committed version (Resume). What counts in one
 generation only is in :class:`~lightning_recycle.control.protocol.state.Generation`, of which each begins with a new
-value. Where all wait at a step boundary, or for each other's layers, nothing is under way between them. If they stay
-the same workers, their connections stay as well (``Regroup.keeps_connections``).
+value.
 
 If communication breaks and no death explains it (Broken, GraceElapsed), the same workers connect again. Each of them
 first checks whom it can reach. If some cannot reach each other, as few workers as possible are evicted so that all
@@ -58,13 +57,12 @@ MAX_DISTURBANCES = 3
 """Regroups in a row without a loss and without a committed step, after which the run is abandoned."""
 
 
-def begin(state: MembershipState, becomes: messages.Cuts = (), idle: bool = False) -> Next:
+def begin(state: MembershipState, becomes: messages.Cuts = ()) -> Next:
     """All live workers stop and report.
 
     Args:
         state: before.
         becomes: the layout that they then get ready for.
-        idle: whether all of them have reported in this generation that they wait for the next one, and none is new.
     """
     state = with_leader(control_collectives.forget_retracted(state))
     wish = state.layout.wanted
@@ -74,9 +72,7 @@ def begin(state: MembershipState, becomes: messages.Cuts = (), idle: bool = Fals
     )
     checks = state.faults.disturbances > 0
     unproven = state.steps.unproven if state.steps.unproven >= state.steps.summed else -1
-    regroup = messages.Regroup(
-        state.generation.number, state.roster.ranks, state.roster.leader, checks, idle and not checks, unproven
-    )
+    regroup = messages.Regroup(state.generation.number, state.roster.ranks, state.roster.leader, checks, unproven)
     return state, (Send(state.roster.ranks, regroup),)
 
 

@@ -92,7 +92,7 @@ def on_layers_held(state: MembershipState, event: Reached) -> Next:
         details.update(wanted.details)
         wanted = None
     state = state.updated(layout=Layout(becomes, wanted))
-    return after((Record("layers_moved", state.steps.version, None, details),), generation.begin(state, idle=True))
+    return after((Record("layers_moved", state.steps.version, None, details),), generation.begin(state))
 
 
 def transfers(grid: Grid, roster: Collection[int], before: Cuts, after: Cuts) -> tuple[Transfer, ...]:

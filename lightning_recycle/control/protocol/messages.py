@@ -768,16 +768,13 @@ class Regroup:
     """Stop and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
 
     ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, check
-    whom you can reach. ``keeps_connections``: all wait, have said so in the generation before, and are the same
-    workers: what they are connected with stays, and only what is missing is connected. ``unproven``: a step whose
-    results may be wrong: drop what you hold of it; -1 for none.
+    whom you can reach. ``unproven``: a step whose results may be wrong: drop what you hold of it; -1 for none.
     """
 
     generation: int
     roster: tuple[int, ...]
     leader: int = -1
     check_links: bool = False
-    keeps_connections: bool = False
     unproven: int = -1
 
 

@@ -138,7 +138,7 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
     enter, leave = _wanted(state)
     commands: list[Command] = [Record("paused", event.step)]
     if layout is not None and not (enter or leave or state.checks.healing):
-        return after(tuple(commands), generation.begin(state, layout.cuts, idle=True))
+        return after(tuple(commands), generation.begin(state, layout.cuts))
     if plan is not None and not (enter or leave):
         commands.append(Record("replanned", event.step, None, plan.details))
     moved = {mover: rank for rank, mover in state.roster.moves.items() if rank in enter}
@@ -148,7 +148,7 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
         else:
             commands.append(Record("left", event.step, rank))
     state = _let_in(state.without(leave), enter, event.step)
-    return after(tuple(commands), generation.begin(state, idle=not (enter or leave)))
+    return after(tuple(commands), generation.begin(state))
 
 
 def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> MembershipState:

@@ -69,7 +69,6 @@ class Communicator:
         stage_roster: Sequence[int],
         tie_rosters: Mapping[tuple[int, ...], Sequence[int]] | None = None,
         check_links: bool = False,
-        keeps: bool = False,
     ) -> None:
         """Connects this worker with those that it exchanges messages with, each of whom does the same, and for
         reductions the workers of its stage.
@@ -81,20 +80,15 @@ class Communicator:
             tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
                 worker's only).
             check_links: whether each worker, all or none of them, first checks whether it can reach the others.
-            keeps: whether the connections of the generation before stay, all of them on all workers, which are the same
-                as then and have nothing under way: only what is missing is connected.
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.comm.sockets.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
-        if keeps and not self.connections.transport.keeps_connections:
-            self.abort(generation - 1)
-            keeps = False
-        self.connections.end(keeps)
-        self.messages.begin_generation(keeps)
-        self.connections.configure(generation, neighbours, stage_roster, tie_rosters or {}, check_links, keeps)
+        self.connections.end()
+        self.messages.begin_generation()
+        self.connections.configure(generation, neighbours, stage_roster, tie_rosters or {}, check_links)
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""

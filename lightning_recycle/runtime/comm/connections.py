@@ -2,8 +2,7 @@
 
 Contract: :meth:`Connections.configure` connects the workers of a generation. :meth:`Connections.abort`, from any
 thread, ends every operation over them with a :class:`CommunicationError`, within milliseconds. There is no default
-process group: all groups are raw objects under a store prefix of their generation. Where all workers of a generation
-wait, with nothing under way, and the same ones go on, the next one keeps the connections.
+process group: all groups are raw objects of their generation.
 
 Gloo's own ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort shuts down the
 sockets of the groups (:mod:`~lightning_recycle.runtime.comm.groups` makes both). Connecting happens in a thread that
@@ -21,7 +20,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -93,16 +91,12 @@ class Connections:
         stage_roster: Sequence[int],
         tie_rosters: Mapping[tuple[int, ...], Sequence[int]],
         check_links: bool,
-        keeps: bool,
     ) -> None:
         """Connects this worker: see :meth:`~lightning_recycle.runtime.comm.communicator.Communicator.configure`."""
-        if not keeps:
-            self._drop()
+        self._drop()
         doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
-            if not keeps:
-                self._cancelled, self._sockets = threading.Event(), OpenSockets()
-            cancelled, sockets = self._cancelled, self._sockets
+            cancelled, sockets = self._cancelled, self._sockets = threading.Event(), OpenSockets()
             self._generation = generation
             if self._aborted_generation >= generation:
                 cancelled.set()
@@ -113,18 +107,16 @@ class Connections:
         plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
         plans += self.transport.plans(reached, rosters)
         plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
-        if len(stage_roster) <= _MOST_MESHED and self.small_allreduce is None:
+        if len(stage_roster) <= _MOST_MESHED:
             plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
-        groups = {channel.value: group for channel, group in self.channels.items()} | self.rosters
-        missing = [self._missing(plan, groups.get(plan.name, Group())) for plan in plans]
+        groups: dict[str, Group] = {}
         errors: list[BaseException] = []
         begun: list[float] = []  # when the transport was asked to connect
         done = threading.Event()
 
         def connect() -> None:
             try:
-                for name, group in self._factory.create(generation, missing, doorbell, cancelled, sockets).items():
-                    groups[name] = groups.get(name, Group()).with_more(group)
+                groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
                 begun.append(time.monotonic())
                 self.transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
@@ -147,15 +139,11 @@ class Connections:
                 sorted(stage_roster).index(self.rank), links, self.timeout.total_seconds()
             )
         for group in groups.values():
-            for process_group in group.process_groups:
-                process_group._set_default_timeout(self.timeout)
+            if group.process_group is not None:
+                group.process_group._set_default_timeout(self.timeout)
         self.check()
         self.channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
-        self.rosters.update({name: groups.get(name, Group()) for name in rosters})
-
-    def _missing(self, plan: GroupPlan, kept: Group) -> GroupPlan:
-        """``plan`` without the workers with whom this one is connected, in ``kept``: a meshed group has all or none."""
-        return replace(plan, ranks=tuple(r for r in plan.ranks if r == self.rank or r not in kept.places))
+        self.rosters = {name: groups.get(name, Group()) for name in rosters}
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
@@ -171,12 +159,11 @@ class Connections:
         self._drop()
         self.transport.end()
 
-    def end(self, keeps: bool = False) -> None:
-        """Ends the generation; ``keeps``: its connections stay. :meth:`configure` or :meth:`close` comes next."""
-        if not keeps:
-            with self._lock:
-                self._cancelled.set()
-                self._sockets.cut()
+    def end(self) -> None:
+        """Ends the generation. :meth:`configure` or :meth:`close` comes next."""
+        with self._lock:
+            self._cancelled.set()
+            self._sockets.cut()
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None

@@ -14,7 +14,7 @@ connection in place, and the same event is registered again. A group at rest has
 only just created.
 
 Contract: :class:`Device` raises :class:`UnsupportedError` where any of this is not as expected, before anything relies
-on it; then Gloo can still connect by itself.
+on it.
 
 Private API used here: ``ProcessGroupGloo`` and its ``_Options``, a ``Store`` in Python, the layout of the address that
 Gloo stores, its use of epoll.
@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 
 from lightning_recycle.runtime.comm.sockets import Doorbell, drop_everything, hang_up, inode_of
 
-__all__ = ["Device", "UnsupportedError", "create_group", "open_device"]
+__all__ = ["Device", "UnsupportedError"]
 
 _DOORBELLS = "127.0.0.1"
 _DEVICES = "127.0.0.2"  # higher than that of the doorbells
@@ -55,20 +55,6 @@ _CONNECTS_AT_ONCE = {"lazy_init": False} if "lazy_init" in (ProcessGroupGloo.cre
 
 class UnsupportedError(RuntimeError):
     """Gloo or the system is not as this module expects it: groups cannot be created over given connections."""
-
-
-def open_device(host: str) -> Any:
-    """One of Gloo's event loops that connects by itself: anybody who reaches its port at ``host`` can join in."""
-    return ProcessGroupGloo.create_device(hostname=host)
-
-
-def create_group(store: Store, rank: int, size: int, device: Any, connect_timeout: timedelta) -> Any:
-    """A group with one thread on ``device``, whose processes find each other by ``store``."""
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device]
-    options._threads = 1
-    options._timeout = connect_timeout
-    return ProcessGroupGloo(store, rank, size, options)
 
 
 class Device:
@@ -125,7 +111,9 @@ class Device:
                 stack.enter_context(link)
             doorbells = {peer: stack.enter_context(contextlib.closing(Doorbell(_DOORBELLS))) for peer in links}
             store = _Neighbours(rank, {peer: doorbell.port for peer, doorbell in doorbells.items()})
-            group = create_group(store, rank, size, self._device, _LOCAL_CONNECT)
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices, options._threads, options._timeout = [self._device], 1, _LOCAL_CONNECT
+            group = ProcessGroupGloo(store, rank, size, options)
             peers = {doorbell.port: peer for peer, doorbell in doorbells.items()}
             sockets = {}
             for descriptor, event in _events(self._epoll).items():

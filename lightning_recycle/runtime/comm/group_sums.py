@@ -115,7 +115,7 @@ class GroupSums:
         if source is None:
             start, options.reduceOp = whole.allreduce, ReduceOp.SUM
         else:
-            start, options.rootRank = whole.broadcast, group.places[source][1]
+            start, options.rootRank = whole.broadcast, group.places[source]
         with self._connections.translated():
             staged = ((part, self._connections.memory.staged(part)) for part in _parts(tensor))
             return Reduction(whole, tuple((part, copy, start([copy], options)) for part, copy in staged))

@@ -6,11 +6,9 @@ A *meshed* group connects all of its members with each other, as collectives nee
 messages between two workers: each has its own set of others in it, and numbers them by itself, as Gloo's messages do
 not tell by which number their sender goes. Before a byte of Gloo's passes, each connection has proved that it leads to
 a worker of this run (:mod:`~lightning_recycle.runtime.comm.peer_auth`), and then it is handed to Gloo
-(:mod:`~lightning_recycle.runtime.comm.gloo`). Gloo would connect by itself, and take any dialer; where the other way
-is not possible on some worker, it has to, and the log says so.
+(:mod:`~lightning_recycle.runtime.comm.gloo`), which would take any dialer if it connected by itself.
 
-The workers find each other through a :class:`Rendezvous` instead of a ``TCPStore``: its waits can be interrupted, while
-a client of a TCPStore asks the name server for the name of its peer, which took 5 s where there is none. If it is in
+The workers find each other through a :class:`Rendezvous`, whose waits can be interrupted. If it is in
 doubt whether all can reach each other, they check before they connect
 (:mod:`~lightning_recycle.runtime.comm.sockets`): connecting takes longer, and only one side of a pair may notice.
 
@@ -22,28 +20,20 @@ Must not know: what the groups and links are for.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
-
-from lightning_recycle.engines.discovery import port_range
-from lightning_recycle.errors import ReCycleError
-from lightning_recycle.runtime.comm.gloo import Device, UnsupportedError, create_group, open_device
+from lightning_recycle.errors import ConfigurationError, ReCycleError
+from lightning_recycle.runtime.comm.gloo import Device, UnsupportedError
 from lightning_recycle.runtime.comm.peer_auth import Gate, Link, connect
-from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets, inode_of, open_sockets, unreachable
+from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets, inode_of, unreachable
 
 __all__ = ["CommunicationError", "Group", "GroupFactory", "GroupPlan", "Rendezvous", "UnreachableError"]
 
-log = logging.getLogger(__name__)
-
-_CONNECT_TIMEOUT = timedelta(seconds=5)  # once the addresses are known
-_NO_GATE = b"-"  # the address of a worker whose Gloo connects by itself
+_CONNECT_SECONDS = 5.0  # once the addresses are known
 
 
 class CommunicationError(ReCycleError):
@@ -67,28 +57,6 @@ class Rendezvous(Protocol):
         """The values of ``keys``, once all are there; raises to stop connecting, soon after ``cancelled`` is set."""
 
 
-class _Store(Store):
-    """A :class:`Rendezvous` as the store that Gloo requires, for one generation."""
-
-    def __init__(self, rendezvous: Rendezvous, cancelled: threading.Event) -> None:
-        super().__init__()
-        self._rendezvous, self._cancelled = rendezvous, cancelled
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        if self._cancelled.is_set():
-            raise RuntimeError("The generation is over.")
-        self._rendezvous.publish(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self.get_all([key])[0]
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        return self._rendezvous.lookup(keys, self._cancelled)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self.get_all(keys)
-
-
 @dataclass(frozen=True)
 class GroupPlan:
     """A process group to create.
@@ -98,7 +66,7 @@ class GroupPlan:
         ranks: of the members, in order; if it is not meshed, those that this worker exchanges messages with, and its
             own.
         loop: the number of its event loop; None for links between its members that stay what they are, and no process
-            group over them. There are none to those whose Gloo connects by itself.
+            group over them.
         meshed: whether all members are connected with each other.
     """
 
@@ -108,37 +76,22 @@ class GroupPlan:
     meshed: bool = True
 
 
+@dataclass
 class Group:
-    """Created process groups under one name: usually one, and several where Gloo had to connect by itself.
+    """A process group, or the links of a plan without one.
 
     Attributes:
-        whole: the one with all members, for collectives; None if the group is not meshed.
-        places: for each other member, the process group that has it, and its number there.
+        process_group: that of Gloo; None without other members.
+        whole: the same for collectives; None if the group is not meshed.
+        places: the number of each member in it.
         links: for each other member, by its number, or by its rank if the group is not meshed, a connection that does
             not block; if the plan asks for links.
     """
 
-    def __init__(self) -> None:
-        self.whole: Any = None
-        self.places: dict[int, tuple[Any, int]] = {}
-        self.links: dict[int, socket.socket] = {}
-
-    def add(self, process_group: Any, ranks: Sequence[int], meshed: bool) -> None:
-        """``process_group`` has the members ``ranks``, in this order."""
-        self.places.update((rank, (process_group, number)) for number, rank in enumerate(ranks))
-        if meshed:
-            self.whole = process_group
-
-    def with_more(self, other: Group) -> Group:
-        """The group that leads to the members of both."""
-        both = Group()
-        both.whole = self.whole if other.whole is None else other.whole
-        both.places, both.links = {**self.places, **other.places}, {**self.links, **other.links}
-        return both
-
-    @property
-    def process_groups(self) -> list[Any]:
-        return list({id(found): found for found, _ in self.places.values()}.values())
+    process_group: Any = None
+    whole: Any = None
+    places: dict[int, int] = field(default_factory=dict)
+    links: dict[int, socket.socket] = field(default_factory=dict)
 
 
 class GroupFactory:
@@ -150,21 +103,21 @@ class GroupFactory:
         rendezvous: where workers find each other.
         key: what only the workers of this run know; they prove it to each other.
         loops: number of event loops; a message does not wait behind those of another loop.
+
+    Raises:
+        ConfigurationError: where Gloo cannot work over connections that have proved who is at the other end.
     """
 
     def __init__(self, rank: int, host: str, rendezvous: Rendezvous, key: bytes, loops: int) -> None:
         self._rank, self._host, self._rendezvous, self._key = rank, host, rendezvous, key
-        self._loops = loops
-        self._devices: list[Device] = []
         try:
             self._devices = [Device() for _ in range(loops)]
         except UnsupportedError as error:
-            log.warning(
-                "Connections between workers are not authenticated, because %s: anybody who reaches their ports can "
-                "take the place of a worker. Keep strangers off this machine and its network.",
-                error,
-            )
-        self._open_devices: list[Any] = []  # at which Gloo connects by itself
+            raise ConfigurationError(
+                f"Workers cannot be connected here: {error}. Gloo's connections are authenticated, which needs Linux"
+                " with /proc and socket filters (not gVisor), GLOO_DEVICE_TRANSPORT unset or TCP, and a torch that this"
+                " package is tested with."
+            ) from error
 
     def create(
         self,
@@ -191,69 +144,38 @@ class GroupFactory:
         others = sorted({rank for plan in plans for rank in plan.ranks} - {self._rank})
         if not others:
             return {}
-        store, prefix = _Store(self._rendezvous, cancelled), f"generation{generation}"
+        prefix = f"generation{generation}"
 
         def exchange(what: str, value: bytes) -> dict[int, bytes]:
-            store.set(f"{prefix}/{what}{self._rank}", value)
-            return dict(zip(others, store.get_all([f"{prefix}/{what}{rank}" for rank in others]), strict=True))
+            if cancelled.is_set():
+                raise RuntimeError("The generation is over.")
+            self._rendezvous.publish(f"{prefix}/{what}{self._rank}", value)
+            found = self._rendezvous.lookup([f"{prefix}/{what}{rank}" for rank in others], cancelled)
+            return dict(zip(others, found, strict=True))
 
         if doorbell is not None:
             missing = unreachable(exchange("doorbell", doorbell.address), cancelled)
             if missing and not cancelled.is_set():
                 raise UnreachableError(missing)
-        groups = {plan.name: Group() for plan in plans}
         with contextlib.closing(Gate(self._host)) as gate:
-            addresses = exchange("gate", gate.address if self._devices else _NO_GATE)
-            without = {rank for rank, address in addresses.items() if address == _NO_GATE or not self._devices}
-            linked, others_connect = self._divided(plans, without)
-            if linked:
-                self._create_over_links(groups, generation, linked, gate, addresses, cancelled, sockets)
-        for name, plan in others_connect:
-            created = self._let_gloo_connect(PrefixStore(f"{prefix}/{plan.name}", store), plan, sockets)
-            groups[name].add(created, plan.ranks, plan.meshed)
-        return groups
-
-    def _divided(
-        self, plans: Sequence[GroupPlan], without: Collection[int]
-    ) -> tuple[list[GroupPlan], list[tuple[str, GroupPlan]]]:
-        """What is created over links, and where Gloo connects by itself because some, ``without`` gates, cannot: a
-        meshed group as a whole, and one for each two workers otherwise. The latter in an order that is the same on all
-        workers, since each waits for its other members; with the names of the plans that they belong to.
-        """
-        linked, others = [], []
-        for plan in plans:
-            if plan.meshed:
-                if set(plan.ranks).isdisjoint(without):
-                    linked.append(plan)
-                elif plan.loop is not None:
-                    others.append((plan.name, plan))
-                continue
-            reached = tuple(rank for rank in plan.ranks if rank not in without)
-            if len(reached) > 1:
-                linked.append(replace(plan, ranks=reached))
-            if plan.loop is None:
-                continue
-            for rank in set(plan.ranks) & set(without):
-                pair = (min(rank, self._rank), max(rank, self._rank))
-                others.append((plan.name, replace(plan, name=f"{plan.name}{pair[0]}-{pair[1]}", ranks=pair)))
-        return linked, sorted(others, key=lambda named: (named[1].ranks, named[1].name))
+            return self._create_over_links(generation, plans, gate, exchange("gate", gate.address), cancelled, sockets)
 
     def _create_over_links(
         self,
-        groups: Mapping[str, Group],
         generation: int,
         plans: Sequence[GroupPlan],
         gate: Gate,
         addresses: Mapping[int, bytes],
         cancelled: threading.Event,
         sockets: OpenSockets,
-    ) -> None:
+    ) -> dict[str, Group]:
         wanted = [
             Link.between(plan.name, self._rank, rank) for plan in plans for rank in plan.ranks if rank != self._rank
         ]
-        limit = _CONNECT_TIMEOUT.total_seconds()
-        connected = connect(gate, self._key, generation, self._rank, wanted, addresses, cancelled, limit)
+        key, rank = self._key, self._rank
+        connected = connect(gate, key, generation, rank, wanted, addresses, cancelled, _CONNECT_SECONDS)
         gate.close()  # all are connected
+        groups = {}
         with contextlib.ExitStack() as stack:
             for sock in connected.values():
                 stack.enter_context(sock)
@@ -265,29 +187,14 @@ class GroupFactory:
                 }
                 if plan.loop is None:
                     names = range(len(plan.ranks)) if plan.meshed else plan.ranks
-                    links = groups[plan.name].links = {names[peer]: sock.dup() for peer, sock in peers.items()}
+                    links = {names[peer]: sock.dup() for peer, sock in peers.items()}
                     sockets.add({link.fileno(): inode_of(link.fileno()) for link in links.values()})
+                    groups[plan.name] = Group(links=links)
                     continue
                 group, opened = self._devices[plan.loop].create_group(
                     plan.ranks.index(self._rank), len(plan.ranks), peers
                 )
                 sockets.add(opened)
-                groups[plan.name].add(group, plan.ranks, plan.meshed)
-
-    def _let_gloo_connect(self, store: Store, plan: GroupPlan, sockets: OpenSockets) -> Any:
-        assert plan.loop is not None, "there are no links where Gloo connects by itself"
-        if not self._open_devices:
-            if (ports := port_range()) is not None:
-                log.warning(
-                    "Gloo listens at ports that the system chooses, not at those of RECYCLE_PORTS=%d-%d: it has to"
-                    " connect by itself here.",
-                    ports[0],
-                    ports[-1],
-                )
-            self._open_devices = [open_device(self._host) for _ in range(self._loops)]
-        before = open_sockets()
-        group = create_group(
-            store, plan.ranks.index(self._rank), len(plan.ranks), self._open_devices[plan.loop], _CONNECT_TIMEOUT
-        )
-        sockets.add(dict(open_sockets().items() - before.items()))
-        return group
+                places = {member: number for number, member in enumerate(plan.ranks)}
+                groups[plan.name] = Group(group, group if plan.meshed else None, places)
+        return groups

@@ -23,7 +23,6 @@ import os
 import random
 import selectors
 import socket
-import stat
 import struct
 import threading
 import time
@@ -42,7 +41,6 @@ __all__ = [
     "hang_up",
     "inode_of",
     "listen",
-    "open_sockets",
     "unreachable",
 ]
 
@@ -147,21 +145,6 @@ def _attach(sock: socket.socket, program: tuple[tuple[int, int, int, int], ...])
 
 
 # ---------------------------------------------------------------------- sockets of other owners
-
-
-def open_sockets() -> dict[int, int]:
-    """The sockets of this process: file descriptor -> inode.
-
-    Raises:
-        OSError: without ``/proc``.
-    """
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
 
 
 def inode_of(descriptor: int) -> int:

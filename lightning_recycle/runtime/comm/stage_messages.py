@@ -134,12 +134,11 @@ class StageMessages:
         self._outboxes: dict[_Key, _Outbox] = {}
         self._damagers: set[int] = set()  # ranks of which a message has been damaged in this step
 
-    def begin_generation(self, keeps: bool = False) -> None:
-        """Forgets the messages of the generation before; ``keeps``: whether its connections stay."""
+    def begin_generation(self) -> None:
+        """Forgets the messages of the generation before."""
         self._inboxes.clear()
         self._outboxes.clear()
-        if not keeps:
-            self._sent, self._sent_before = {}, {}
+        self._sent, self._sent_before = {}, {}
 
     def post_receive(self, channel: Channel, source: int, tag: int) -> Incoming:
         """Posts the receive of a value from rank ``source``; several may be open, told apart by ``tag``.

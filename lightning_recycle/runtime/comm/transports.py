@@ -103,13 +103,10 @@ class Transport(Protocol):
 
     Attributes:
         connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
-        keeps_connections: whether :meth:`connect` may be called again without :meth:`close`, with the groups of before
-            and more; the same on all workers.
         in_one_order: whether a collective of one group waits for those of other groups that were begun before.
     """
 
     connect_seconds: float
-    keeps_connections: bool
 
     @property
     def in_one_order(self) -> bool: ...
@@ -189,7 +186,6 @@ class GlooTransport:
     """
 
     connect_seconds = 0.0
-    keeps_connections = True
     in_one_order = False
 
     def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
@@ -258,14 +254,14 @@ class GlooTransport:
 
 def send_all(group: Group, tensors: Sequence[Tensor], destination: int, base: int) -> list[tuple[Any, Tensor]]:
     """Starts to send ``tensors`` and an empty message as one, under the tags from ``base`` on."""
-    process_group, rank = group.places[destination]
-    return [(process_group.send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+    send, rank = group.process_group.send, group.places[destination]
+    return [(send([t], rank, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
 
 
 def receive_all(group: Group, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
     """The counterpart of :func:`send_all`; the last must be waited for first."""
-    process_group, rank = group.places[source]
-    return [process_group.recv([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
+    receive, rank = group.process_group.recv, group.places[source]
+    return [receive([t], rank, base + part) for part, t in enumerate([*tensors, _NOTHING])]
 
 
 class HostMemory:

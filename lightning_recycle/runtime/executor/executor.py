@@ -361,12 +361,7 @@ class Executor:
         transfers = {other for pair in exchanges if rank in pair for other in pair} | self._moving.partners(resume)
         with self._client.waiting("connections"):
             self._communicator.configure(
-                resume.generation,
-                {*program.neighbours, *transfers},
-                peers,
-                tie_rosters,
-                announced.check_links,
-                announced.keeps_connections,
+                resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, announced.check_links
             )
             self._runner.drop_reductions()
         self._runner.follow(program)

@@ -122,7 +122,6 @@ class NcclTransport:
     """
 
     connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
-    keeps_connections = False
 
     def __init__(
         self,
