@@ -32,8 +32,8 @@ SOURCE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 
 # ---------------------------------------------------------------------- python
 
-RUN_PAGES = ["checkpoints.md", "choosing_a_grid.md", "faults.md", "getting_started.md", "index.md", "operations.md"]
-RUN_PAGES += ["porting.md"]
+RUN_PAGES = ["checkpoints.md", "choosing_a_grid.md", "data.md", "faults.md", "getting_started.md", "index.md"]
+RUN_PAGES += ["machines.md", "operations.md", "ordinary_modules.md", "pipeline_modules.md", "several_stages.md"]
 """Pages whose blocks without a title are executed too, each for itself; they build things and start nothing."""
 
 OUTPUTS: dict[str, list[str] | None] = {
@@ -156,9 +156,12 @@ def test_every_installed_command_is_documented() -> None:
     assert {name for name in SCRIPTS if name not in everything} == set()
 
 
-@pytest.mark.parametrize(("table", "command"), [("option", standalone), ("option of recycle-run", recycle_run)])
-def test_the_options_of_the_commands_are_all_there(table: str, command: Any) -> None:
-    documented = {option.split()[0] for row in table_under("operations.md", table) for option in names_in(row[0])}
+@pytest.mark.parametrize(
+    ("page", "table", "command"),
+    [("operations.md", "option", standalone), ("machines.md", "option of recycle-run", recycle_run)],
+)
+def test_the_options_of_the_commands_are_all_there(page: str, table: str, command: Any) -> None:
+    documented = {option.split()[0] for row in table_under(page, table) for option in names_in(row[0])}
     actions = [a for a in command._parser()._actions if a.option_strings and a.help != argparse.SUPPRESS]
     assert documented == {a.option_strings[0] for a in actions if a.option_strings[0] not in ("-h", "--version")}
 
@@ -280,7 +283,7 @@ def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says() -> None
 def test_paths_of_modules_on_internal_pages_exist_and_no_two_modules_share_a_name() -> None:
     modules = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
     assert len({path.name for path in modules}) == len(modules)
-    for page in PAGES:
+    for page in ("architecture.md", "paper.md", *(page for page in PAGES if page.startswith("decisions/"))):
         for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", without_blocks(page)):
             assert (ROOT / name).is_file() or (PACKAGE / name).is_file(), f"{page}: {name}"
 
@@ -292,7 +295,7 @@ def test_the_exit_codes_are_those_of_the_code() -> None:
 
 
 def test_the_hooks_exist() -> None:
-    for row in table_under("porting.md", "in a LightningModule"):
+    for row in table_under("pipeline_modules.md", "in a LightningModule"):
         for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", " ".join(row)):
             assert hasattr(PipelineModule, name) or name in ("train_loss", "val_loss", "test_loss", "batch"), name
 
