@@ -96,7 +96,7 @@ class PlanMonitor(pl.Callback):
     A worker that has become slow gets fewer micro-batches, its peers more; if the times of whole stages have changed,
     the order of operations may change. A process of the lowest priority searches for a better plan, and all workers
     switch to it at the same step boundary, without stopping. The training result stays the same. Noise, and batches
-    that take all workers longer, change nothing. See docs/drift.md.
+    that take all workers longer, change nothing. See docs/layouts.md.
 
     Without this callback the plan does not follow such changes. Each change is an event "replanned" in
     ``strategy.history``; with ``MonitoringOptions(run_metrics=True)`` their number is logged as ``recycle/replans``.

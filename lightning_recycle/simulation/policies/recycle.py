@@ -158,7 +158,7 @@ class Recycle(CommonPolicy):
         return planned_step(self._problem(context, failures, factor), self.effort)
 
     def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
-        """See :class:`Policy`. Peers take over as many of a slow worker's micro-batches as pays (docs/drift.md).
+        """See :class:`Policy`. Peers take over as many of a slow worker's micro-batches as pays (docs/layouts.md).
 
         Not for layers that have been moved: then all wait.
         """
