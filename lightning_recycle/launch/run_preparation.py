@@ -33,7 +33,13 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile, load_profile
 from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import Options, RunSetup
-from lightning_recycle.session.requirements import check_loaders, check_trainer, loaders_in, warn_of_lost_compilation
+from lightning_recycle.session.requirements import (
+    check_loaders,
+    check_loss,
+    check_trainer,
+    loaders_in,
+    warn_of_lost_compilation,
+)
 from lightning_recycle.session.result_policy import FILE_BYTES, LARGE_BYTES, Gathering
 from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
@@ -143,6 +149,7 @@ def prepare(
     check_pruning(trainer, grid.stages)
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
+        check_loss(module)
         check_loaders(call.arguments.get("val_dataloaders"), None)
     stages = parts.cut(grid.stages, options.planning.partition)
     warn_of_lost_compilation(module)
@@ -155,6 +162,13 @@ def prepare(
             grid.pipelines,
             grid.stages,
             grid.microbatches,
+        )
+    if grid.pipelines == 1:
+        log.warning(
+            "%d device(s) in %d stage(s) give each stage one worker: no loss is survived. Use at least devices=%d.",
+            grid.stages,
+            grid.stages,
+            2 * grid.stages,
         )
     listens = "RECYCLE_LISTEN" in os.environ
     local = not listens and options.ray is None

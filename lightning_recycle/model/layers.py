@@ -103,6 +103,17 @@ class AbsentLayer(nn.Module):
         self.dtype: torch.dtype | None = None
         self.kept: dict[str, nn.Parameter] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            place = "belongs to another stage" if self.elsewhere else "has not been built yet"
+            raise AttributeError(
+                f"This layer has no {name!r} here, as it {place}: configure_optimizers() and hooks run on every worker"
+                " and find the parameters of its own stage in self.parameters() and self.named_parameters(), which have"
+                " the names of the whole model."
+            ) from None
+
     def build(self, index: int, seed: int) -> nn.Module:
         """Builds the layer that this one stands for."""
         assert self.spec is not None

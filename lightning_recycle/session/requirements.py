@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.session.interruption import saves_on_exception
 
 __all__ = [
     "check_graphs",
     "check_loaders",
+    "check_loss",
     "check_optimizers",
     "check_trained",
     "check_trainer",
@@ -114,6 +116,15 @@ def check_trained(module: pl.LightningModule, trains: bool) -> None:
         raise ConfigurationError(
             f"No parameter of {type(module).__name__} requires a gradient, so there is nothing to train: set"
             " requires_grad = True for those that are to be trained."
+        )
+
+
+def check_loss(module: pl.LightningModule) -> None:
+    """Raises ConfigurationError for a PipelineModule that cannot be trained, as it has no loss."""
+    if isinstance(module, PipelineModule) and type(module).loss is PipelineModule.loss and "loss" not in vars(module):
+        raise ConfigurationError(
+            f"{type(module).__name__} must implement loss(self, output, target), the mean over a micro-batch, to be"
+            " trained. (A submodule self.loss = ... is hidden by the method: give it another name, and call it there.)"
         )
 
 

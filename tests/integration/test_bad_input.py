@@ -77,6 +77,20 @@ class WrongBatch(Regression):
         return super().split_batch([*batch, 1])
 
 
+class NoLoss(Regression):
+    loss = PipelineModule.loss
+
+
+class AbsentLayers(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.layers[0].weight, self.layers[-1].weight], lr=0.1)
+
+
+class WrongShape(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [*super().configure_pipeline()[:-1], nn.Linear(9, 1)]
+
+
 class NotAPipeline(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return batch[0].sum()
@@ -127,12 +141,21 @@ def test_wrong_grids_are_refused_before_anything_starts(
         (NoOptimizer, ["configure_optimizers()", "exactly one"]),
         (WrongBatch, ["split_batch", "length 3", "(input, target)"]),
         (NotAPipeline, ["PipelineModule", "NotAPipeline"]),
+        (NoLoss, ["NoLoss", "loss(self, output, target)"]),
+        (AbsentLayers, ["'weight'", "another stage", "self.named_parameters()"]),
+        (WrongShape, ["In layers[5]", "Linear(in_features=9", "(2, 4) torch.float64"]),
     ],
 )
 def test_wrong_modules_are_refused_by_name(model: Any, words: list[str]) -> None:
-    with pytest.raises(ReCycleError) as caught:
+    with pytest.raises((ReCycleError, AttributeError, RuntimeError)) as caught:
         trainer(2, 2).fit(model().double(), DataLoader(dataset(), batch_size=12))
-    assert all(word in str(caught.value) for word in words), caught.value
+    shown = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert all(word in shown for word in words), shown
+
+
+def test_a_run_that_can_lose_no_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    trainer(1, 2, max_steps=1).fit(Regression().double(), DataLoader(dataset(), batch_size=12))
+    assert "2 device(s) in 2 stage(s) give each stage one worker" in caplog.text
 
 
 def test_missing_checkpoints_are_refused() -> None:

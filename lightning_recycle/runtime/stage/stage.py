@@ -262,9 +262,14 @@ class Stage:
         if self._sharing is not None:
             layers, first = self._sharing(layers, microbatch if is_one else None)
         with self._randomness(step, microbatch) as draw_for:
-            for index, layer in enumerate(layers, first):
-                draw_for(index)
-                value = layer(*value) if isinstance(value, tuple) else layer(value)
+            try:
+                for index, layer in enumerate(layers, first):
+                    draw_for(index)
+                    value = layer(*value) if isinstance(value, tuple) else layer(value)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"In layers[{index}], {layer}, for {_in_words(value)}.")
+                raise
         return value
 
     def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
@@ -479,3 +484,10 @@ def _nothing(tensor: Tensor) -> None:
 
 def _never(_: None) -> NoReturn:
     raise RuntimeError("The graph of a forward that is computed again has no backward: its R must come first.")
+
+
+def _in_words(value: Any) -> str:
+    """The shapes and types of a layer's arguments."""
+    values = value if isinstance(value, tuple) else (value,)
+    shown = (f"{tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else type(v).__name__ for v in values)
+    return f"an input of {', '.join(shown)}"
