@@ -543,15 +543,8 @@ class ControlClient(ActivityRecorder):
         return self._enrolled is not None and self._patience > 0 and not self._leaving
 
     def _enroll(self, message: messages.Enrolled) -> None:
-        known = self._enrolled
-        if known is None or self.member.assignment is None:
-            self._enrolled = message
-        elif message.run != known.run:
-            return  # it will tell this worker to end
-        elif message.epoch < known.epoch:
-            self._connection.abandon()  # it was started before the one that this worker has met: it must not win
-        else:
-            self._enrolled = message
+        if self._enrolled is None or self.member.assignment is None:
+            self._enrolled = message  # a coordinator of another run will tell this worker to end
 
     def _come_back(self) -> bool:
         """Looks for the coordinator that goes on in the place of the one that is gone; returns whether it is there."""
@@ -587,7 +580,6 @@ class ControlClient(ActivityRecorder):
         return self.member.returned(
             **self._who,
             run=enrolled.run,
-            epoch=enrolled.epoch,
             incarnation=assigned.incarnation,
             joining=assigned.joining,
             wants=None if wants is None else replace(wants, grid=assigned.grid),

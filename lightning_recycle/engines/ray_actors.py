@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
-from lightning_recycle.control.coordinator.journal import Journal, SupersededError, default_path
+from lightning_recycle.control.coordinator.journal import Journal, default_path
 from lightning_recycle.control.coordinator.run_server import Serving
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.joining.reception import Reception
@@ -160,8 +160,6 @@ class _ObservedServing(RayServing):
         self._actor.on_look(coordinator)
 
     def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
-        if self._journal is not None:
-            self._journal.check()  # an actor that was stopped, and has been replaced, reports nothing
         self._actor.on_end(coordinator, outcome)
 
 
@@ -230,7 +228,7 @@ class CoordinatorActor:
         """All is over, and this actor is about to be killed: removes what it wrote down."""
         journal = self._journal
         if journal is not None:
-            journal.path.unlink(missing_ok=True)
+            journal.remove()
 
     def _tell(self, **changes: Any) -> None:
         with self._changed:
@@ -252,8 +250,6 @@ class CoordinatorActor:
                         serving.serve()
                         serving.begin_next()
                     self._go_on(serving)
-        except SupersededError as error:
-            log.error("This actor ends without a word: %s.", error)
         except Exception as error:
             log.exception(what)
             self._end(Failed(f"{what}: {type(error).__name__}: {error}"), [])
@@ -306,7 +302,7 @@ def _journal(address: tuple[str, int], key: bytes) -> Journal | None:
         return None
     log.info("Its state is in %s.", journal.path)
     if journal.is_continued:
-        log.warning("Coordinator %d of run %s: it goes on where the one before was killed.", journal.epoch, journal.run)
+        log.warning("This coordinator goes on with run %s, whose coordinator was killed.", journal.run)
     return journal
 
 

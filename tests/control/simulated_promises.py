@@ -46,7 +46,7 @@ EVICTED = "evicted"
 """The verdict for a worker that raised; the others are :class:`~lightning_recycle.control.protocol.messages.Judged`."""
 
 
-NOBODY: dict[str, Any] = {"pid": 0, "node": "", "token": "", "space": "", "run": "", "epoch": 0}
+NOBODY: dict[str, Any] = {"pid": 0, "node": "", "token": "", "space": "", "run": ""}
 """Whoever asks a member what it would say if it returned."""
 
 

@@ -101,7 +101,8 @@ class Paper:
     """What the coordinator has written down: like a journal."""
 
     def __init__(self) -> None:
-        self.run, self.epoch, self.is_continued = "a run", 0, True
+        self.run, self.is_continued = "a run", True
+        self.epoch = 0  # how many coordinators have had it before
         self.kept: coordinator_restart.Kept | None = None
         self.processes: dict[int, Process] = {}
 
@@ -633,7 +634,7 @@ class Run:
             return
         worker.connection, worker.deaf = epoch, float("inf")
         worker.unread = []
-        who = {"pid": 0, "node": "", "token": str(worker.process), "space": "", "run": "a run", "epoch": epoch}
+        who = {"pid": 0, "node": "", "token": str(worker.process), "space": "", "run": "a run"}
         said = worker.member.returned(**who, joining=worker.joins, incarnation=int(worker.joins))
         arrival = self._up[worker.process] = self.now + self.delay()
         self._at_time(arrival, self._on_return, worker, said, epoch)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
+from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.joining.admission import Place, Readmission
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.protocol.coordinator_restart import Kept, events, order
 from lightning_recycle.control.protocol.member import Member
-from lightning_recycle.control.protocol.messages import EndRun, Hello, Leave, Returned
+from lightning_recycle.control.protocol.messages import EndRun, Leave, Returned
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
 
@@ -33,7 +33,7 @@ def revived(folder: Path, kept: Kept | None, **processes: Process) -> tuple[Read
 
 
 def returned(journal: Journal, rank: int, **fields: Any) -> Returned:
-    fields = {"token": f"token {rank}", "run": journal.run, "epoch": 0, "generation": 2, **fields}
+    fields = {"token": f"token {rank}", "run": journal.run, "generation": 2, **fields}
     return Returned(rank, 1, "a node", space="", **fields)
 
 
@@ -69,7 +69,7 @@ def test_who_returns_is_what_was_written_down(tmp_path: Path, rank: int, fields:
 def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
     member = Member(1, joining=False)
     member.said(wish)
-    again = list(events(member.returned(pid=1, node="", token="", space="", run="", epoch=0)))
+    again = list(events(member.returned(pid=1, node="", token="", space="", run="")))
     assert again == [wish]
     assert order(wish)
 
@@ -87,20 +87,6 @@ def test_before_the_first_generation_workers_keep_the_positions_that_they_have(t
     assert readmission.judge(state, (2,), returned(journal, 2, generation=-1)) is Place.LOST
     assert not readmission.may_place(100.0), "others say first which positions they have"
     assert readmission.may_place(105.0)
-
-
-def test_a_worker_that_has_met_a_newer_coordinator_shows_this_one_that_it_is_outdated(tmp_path: Path) -> None:
-    readmission, journal = revived(tmp_path, KEPT)
-    with pytest.raises(SupersededError, match="has met a newer coordinator"):
-        readmission.judge(readmission.state(), (), returned(journal, 0, epoch=journal.epoch + 1))
-
-
-def test_a_worker_that_has_not_heard_of_its_position_gets_it_again(tmp_path: Path) -> None:
-    readmission, _ = revived(tmp_path, KEPT)
-    state = readmission.state()
-    assert readmission.position(state, Hello(None, 1, token="token 3")) == 3
-    assert readmission.position(state, Hello(None, 1, token="unknown")) is None
-    assert readmission.position(state, Hello(None, 1)) is None
 
 
 def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
-"""What a coordinator writes down: the last whole line counts, and of two coordinators only the newer one can write."""
+"""Journal of a coordinator: what the next one knows, and that there is only one at a time."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError, default_path
+from lightning_recycle.control.coordinator import journal as journal_module
+from lightning_recycle.control.coordinator.journal import Journal, Process, default_path
 from lightning_recycle.control.protocol.coordinator_restart import Kept, Over
 from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopReason
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import temporary_path
 
 KEY = b"the key of this test"
 KEPT = Kept(
@@ -32,10 +37,10 @@ HOLDERS = {rank: Process(f"token {rank}", 100 + rank, "a node", "a space", rank)
 
 def test_the_next_coordinator_knows_what_the_one_before_wrote(tmp_path: Path) -> None:
     first = Journal(tmp_path / "state", KEY)
-    assert (first.kept, first.epoch) == (None, 0)
+    assert (first.kept, first.is_continued) == (None, False)
     first.write(KEPT, {**HOLDERS, 2: Process("of a lost one", 1, "")})
     second = Journal(tmp_path / "state", KEY)
-    assert (second.kept, second.epoch, second.run) == (KEPT, 1, first.run)
+    assert (second.kept, second.is_continued, second.run) == (KEPT, True, first.run)
     assert second.processes == HOLDERS
 
 
@@ -50,18 +55,11 @@ def test_how_a_run_ended_is_known(tmp_path: Path) -> None:
     assert third.run != Journal(tmp_path / "other", KEY).run
 
 
-@pytest.mark.parametrize("cut", [1, 8, 9, 40, 200])
-def test_a_torn_last_line_does_not_count(tmp_path: Path, cut: int) -> None:
+def test_a_writer_that_dies_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    first = Journal(path, KEY)
-    first.write(KEPT, HOLDERS)
-    before = path.read_bytes()
-    first.write(replace(KEPT, generation=4), HOLDERS)
-    path.write_bytes(path.read_bytes()[: len(before) + cut])
-    second = Journal(path, KEY)
-    assert second.kept == KEPT
-    second.write(replace(KEPT, generation=5), HOLDERS)
-    assert Journal(path, KEY).kept == replace(KEPT, generation=5)
+    Journal(path, KEY).write(KEPT, HOLDERS)
+    temporary_path(path).write_bytes(path.read_bytes()[:100])  # as a writer that was killed leaves it
+    assert Journal(path, KEY).kept == KEPT
 
 
 def test_what_was_written_for_another_run_is_not_believed(tmp_path: Path) -> None:
@@ -76,49 +74,33 @@ def test_bytes_that_are_no_journal_are_not_believed(tmp_path: Path) -> None:
     assert Journal(path, KEY).kept is None
 
 
-def test_the_older_of_two_coordinators_can_write_nothing(tmp_path: Path) -> None:
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from lightning_recycle.control.coordinator.journal import Journal
+Journal(Path(sys.argv[1]), b"the key of this test")
+print("has it", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_coordinator_is_refused_while_the_first_one_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "state"
-    old = Journal(path, KEY)
-    old.write(KEPT, HOLDERS)
-    old.check()
-    new = Journal(path, KEY)
-    for attempt in (
-        old.check,
-        lambda: old.begin(()),
-        lambda: old.write(replace(KEPT, generation=9), HOLDERS),
-    ):
-        with pytest.raises(SupersededError, match="another coordinator of this run"):
-            attempt()
-    new.write(replace(KEPT, generation=4), HOLDERS)
-
-
-def test_a_file_that_a_cleaner_removed_is_written_anew(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "state"
-    path.parent.mkdir()
-    journal = Journal(path, KEY)
-    journal.write(KEPT, HOLDERS)
-    path.unlink()
-    path.parent.rmdir()
-    journal.check()
-    assert [found.name for found in path.parent.iterdir()] == ["state"]
-    path.unlink()
-    journal.write(replace(KEPT, generation=4), HOLDERS)
-    path.unlink()
-    journal.check()
-    newer = Journal(path, KEY)
-    assert (newer.kept, newer.epoch, newer.run) == (replace(KEPT, generation=4), 1, journal.run)
-    with pytest.raises(SupersededError):
-        journal.check()
-
-
-def test_of_two_coordinators_the_one_whose_file_was_removed_gives_way(tmp_path: Path) -> None:
-    path = tmp_path / "state"
-    old = Journal(path, KEY)
-    path.unlink()
-    new = Journal(path, KEY)
-    with pytest.raises(SupersededError):
-        old.check()
-    new.check()
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline()
+        holder.send_signal(signal.SIGSTOP)  # it may wake up at any time
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "_LOCK_SECONDS", 0.1)
+            with pytest.raises(ConfigurationError, match="another coordinator has this file, and lives"):
+                Journal(path, KEY)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert Journal(path, KEY).is_continued
 
 
 def test_the_default_place_is_not_one_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +116,7 @@ def test_neither_the_key_nor_anybody_elses_folder(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # no folder can be made there
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert default_path(("::1", 29400)).name == f"coordinator-{socket.gethostname()}-__1-29400.log"
+    assert default_path(("::1", 29400)).name == f"coordinator-{socket.gethostname()}-__1-29400.json"
     monkeypatch.setattr("os.getuid", lambda: 12345)
     (tmp_path / "lightning-recycle-12345").mkdir()
     with pytest.raises(ConfigurationError, match="belongs to somebody else"):
@@ -146,11 +128,12 @@ def test_a_full_disk_leaves_nothing_that_could_be_believed(tmp_path: Path, monke
     journal = Journal(path, KEY)
     journal.write(KEPT, HOLDERS)
 
-    def full(*_: object) -> int:
+    def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("os.write", full)
+        patch.setattr("os.fsync", full)
         journal.write(replace(KEPT, generation=4), HOLDERS)
     journal.write(replace(KEPT, generation=5), HOLDERS)  # the run goes on
+    assert [found.name for found in tmp_path.iterdir()] == ["state.lock"]
     assert Journal(path, KEY).kept is None

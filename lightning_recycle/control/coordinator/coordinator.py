@@ -9,7 +9,6 @@ connections, process exits and clocks into events, and carries out the commands.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import os
@@ -22,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector, StartupTimeouts
-from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
+from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.joining.admission import Admission, Place, Readmission, describe
 from lightning_recycle.control.joining.reception import Reception
@@ -299,8 +298,6 @@ class Coordinator:
                 threading.Timer(_LAST_WORDS_SECONDS, self._done.set).start()
             while not self._closing and not self._deserted:
                 found = self._loop.select(_TICK)
-                if self._journal is not None and time.monotonic() - last_tick > 10 * _TICK:
-                    self._journal.check()  # this process was stopped: another one may have taken its place
                 self._loop.dispatch(found)
                 now = time.monotonic()
                 if now - last_tick > 10 * _TICK:  # this process itself was suspended: nobody's silence counts
@@ -312,10 +309,6 @@ class Coordinator:
                     self._on_messages(self._unread.pop())
                 self._deserted = self._is_left()
             self._loop.flush_all(_LAST_WORDS_SECONDS)  # the answer with the results, and that the run is over
-        except SupersededError as error:
-            log.error("This coordinator ends without a word to its workers: %s.", error)
-            self._state = self._state.updated(outcome=protocol.Failed(str(error)))
-            self._done.set()
         except Exception as error:
             self._fail(error)
         finally:
@@ -422,15 +415,6 @@ class Coordinator:
         self.admit(rank, connection, process, place is Place.CANDIDATE, returned)
         for message in said:
             self._on_message(rank, message)
-
-    def assign_again(self, rank: int, connection: NonBlockingConnection, hello: messages.Hello) -> None:
-        """A worker was given a position by an earlier coordinator, and has not heard of it."""
-        assert self._readmission is not None
-        enrolled = self._readmission.enrolled
-        said = messages.Returned(rank, hello.pid, hello.node, hello.token, hello.space, enrolled.run, enrolled.epoch)
-        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-            connection.send(self._assignment(rank, 0, joining=False))
-        self.admit(rank, connection, describe(hello), False, said)
 
     def admit(
         self,
@@ -539,8 +523,6 @@ class Coordinator:
         except BadMessageError as error:
             log.warning("Closed the connection of worker %s: %s.", self.grid.worker(rank), error)
             self._gone(rank, f"it sent a message that no worker sends ({error})")
-        except SupersededError:
-            raise
         except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
             log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
             self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
@@ -616,8 +598,6 @@ class Coordinator:
                 return
             case messages.Confirm():
                 if rank in self._state.roster.live:
-                    if self._journal is not None:
-                        self._journal.check()
                     self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
                     self._evict_unreachable()
                 return

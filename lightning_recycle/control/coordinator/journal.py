@@ -1,16 +1,13 @@
-"""Journal of a coordinator: a small append-only file for its restart.
+"""Journal of a coordinator: a small file from which another process goes on with its run.
 
-Concept: each line is all that must be known at that moment
-(:class:`~lightning_recycle.control.protocol.coordinator_restart.Kept`, and which process holds which position), with a
-checksum. The last whole line counts; a torn one, after a crash in the middle of writing, is cut off. A line is written
-when the roster changes, when the run ends, and for a few other events that are as rare; it is on the disk before
-anybody is told.
+Concept: the file holds all that must be known (:class:`~lightning_recycle.control.protocol.coordinator_restart.Kept`,
+and which process holds which position). It is replaced as a whole when the roster changes, when the run ends, and for a
+few other events that are as rare; it is on the disk before anything is announced.
 
-Contract: a file that was written under another key is not believed: it begins anew. Whoever opens the file
-takes it over: it writes its *epoch*, one higher than the last, and from then on :meth:`Journal.write` and
-:meth:`Journal.check` of the one before raise :class:`SupersededError`. So of two coordinators only the newer one
-can change anything, also when the older one was merely stopped and wakes up. If the file cannot be written, it is
-emptied, and the run goes on without it: what is outdated must not be believed.
+Contract: one process at a time has the file: it holds a lock as long as it lives, also while it is stopped, and whoever
+finds the lock taken is refused. So there are never two coordinators of one run. A file that was written under another
+key is not believed: it begins anew. If it cannot be written it is removed, and the run goes on without it: what is
+outdated must not be believed.
 
 The key of the run is not in the file, only a digest by which the same key is recognized.
 """
@@ -18,31 +15,29 @@ The key of the run is not in the file, only a digest by which the same key is re
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import logging
 import os
 import socket
 import tempfile
-import zlib
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from lightning_recycle.control.protocol.coordinator_restart import Kept
-from lightning_recycle.errors import ConfigurationError, ControlPlaneError
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import replacing
 
-__all__ = ["Journal", "Process", "SupersededError", "default_path"]
+__all__ = ["Journal", "Process", "default_path"]
 
 log = logging.getLogger(__name__)
 
-_CHECKSUM_BYTES = 8  # in hexadecimal
-
-
-class SupersededError(ControlPlaneError):
-    """Another coordinator of the same run was started after this one."""
+_LOCK_SECONDS = 5.0  # for a process that was killed a moment ago to let go
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +52,11 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """A line of the journal: all that is known at a moment.
-
-    ``statuses``: those of the runs before this one.
-    """
+class _Content:
+    """Content of the file. ``proof``: a digest of the key; ``statuses``: those of the runs before this one."""
 
     proof: str
     run: str
-    epoch: int
     statuses: tuple[int, ...] = ()
     kept: Kept | None = None
     processes: Mapping[int, Process] = field(default_factory=dict)
@@ -88,7 +79,7 @@ def default_path(address: tuple[str, int]) -> Path:
         raise ConfigurationError(f"{folder} belongs to somebody else: give --state another file, or --state none.")
     machine = f"{socket.gethostname()}-{address[0]}"
     name = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in machine)
-    return folder / f"coordinator-{name}-{address[1]}.log"
+    return folder / f"coordinator-{name}-{address[1]}.json"
 
 
 def _state_folder() -> Path:
@@ -109,196 +100,118 @@ class Journal:
     """The file of one coordinator.
 
     Args:
-        path: the file; it is made if it does not exist.
+        path: the file; it is made if it does not exist. Beside it lies the lock.
         key: the key of the run.
 
     Attributes:
         run: a random name of the run.
-        epoch: how many coordinators it has had before.
         statuses: how the runs before it have ended.
         kept: what was written down of the run; None at its beginning.
         processes: who held which position then.
         is_continued: whether another coordinator has begun the run.
 
     Raises:
-        ConfigurationError: if the file cannot be opened.
+        ConfigurationError: if the file cannot be written, or belongs to a coordinator that lives.
     """
 
     def __init__(self, path: Path, key: bytes) -> None:
         self.path = path
         self._proof = hmac.digest(key, b"recycle journal", "sha256").hex()[:32]
+        self._lock_path = path.with_name(f"{path.name}.lock")
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigurationError(f"--state {path}: {error.strerror}.") from error
         self._is_broken = False
-        self.is_continued = False
-        with self._locked():
-            data = _read_all(self._fd)
-            line, size = _last_line(data)
-            if line is not None and line.proof != self._proof:
-                log.warning("%s was written by a coordinator of another run: it begins anew.", path)
-                line, size = None, 0
-            if size < len(data):
-                os.ftruncate(self._fd, size)
-            self._size = size
-            if line is None:
-                line = _Line(self._proof, os.urandom(8).hex(), -1)
-            self.is_continued = line.epoch >= 0
-            self._line = replace(line, epoch=line.epoch + 1)
-            self._append()
+        try:
+            self._take_lock()
+            found = self._read()
+            self.is_continued = found is not None
+            self._content = _Content(self._proof, os.urandom(8).hex()) if found is None else found
+            self._replace()
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     @property
     def run(self) -> str:
-        return self._line.run
-
-    @property
-    def epoch(self) -> int:
-        return self._line.epoch
+        return self._content.run
 
     @property
     def statuses(self) -> tuple[int, ...]:
-        return self._line.statuses
+        return self._content.statuses
 
     @property
     def kept(self) -> Kept | None:
-        return self._line.kept
+        return self._content.kept
 
     @property
     def processes(self) -> Mapping[int, Process]:
-        return self._line.processes
+        return self._content.processes
 
     def write(self, kept: Kept, processes: Mapping[int, Process]) -> None:
-        """Writes down ``kept`` and who holds the positions of its roster, if that is news.
-
-        Raises:
-            SupersededError: if another coordinator has taken over.
-        """
-        if kept == self._line.kept:
-            return
-        holders = {rank: processes[rank] for rank in kept.live if rank in processes}
-        with self._locked():
-            self._check()
-            self._line = replace(self._line, kept=kept, processes=holders)
-            self._append()
-
-    def adopt(self, run: str, epoch: int, kept: Kept | None, processes: Mapping[int, Process]) -> None:
-        """Goes on with ``run``, of which this file does not know, after a coordinator of ``epoch``.
-
-        Raises:
-            SupersededError: if another coordinator has taken over.
-        """
-        with self._locked():
-            self._check()
-            self._line = replace(self._line, run=run, epoch=epoch + 1, kept=kept, processes=dict(processes))
-            self.is_continued = True
-            self._append()
+        """Writes down ``kept`` and who holds the positions of its roster, if that is news."""
+        if kept != self._content.kept:
+            holders = {rank: processes[rank] for rank in kept.live if rank in processes}
+            self._content = replace(self._content, kept=kept, processes=holders)
+            self._replace()
 
     def begin(self, statuses: tuple[int, ...]) -> None:
-        """Another run begins.
+        """Another run begins; ``statuses``: those of the runs before."""
+        self._is_broken = self.is_continued = False
+        self._content = _Content(self._proof, os.urandom(8).hex(), statuses)
+        self._replace()
 
-        Args:
-            statuses: those of the runs before.
-
-        Raises:
-            SupersededError: if another coordinator has taken over.
-        """
-        with self._locked():
-            self._check()
-            os.ftruncate(self._fd, 0)
-            self._size, self._is_broken, self.is_continued = 0, False, False
-            self._line = _Line(self._proof, os.urandom(8).hex(), self.epoch, statuses)
-            self._append()
-
-    def check(self) -> None:
-        """Raises:
-        SupersededError: if another coordinator has taken over.
-        """
-        with self._locked():
-            self._check()
+    def remove(self) -> None:
+        """Nothing is left to be continued."""
+        for path in (self.path, self._lock_path):
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self._lock)
 
-    def _check(self) -> None:
-        if self._is_broken:
-            return
-        if os.fstat(self._fd).st_size == self._size:
+    def _take_lock(self) -> None:
+        """Of this process alone: the kernel releases it whatever ends it, and processes forked from it have none."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
             try:
-                if os.path.samestat(os.fstat(self._fd), self.path.stat()):
-                    return
-            except FileNotFoundError:  # removed, as cleaners of temporary files do: nobody has taken over
-                return self._write_anew()
-        raise SupersededError(f"another coordinator of this run was started meanwhile; it writes to {self.path}")
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    return  # a file system without locks
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"--state {self.path}: another coordinator has this file, and lives, or is stopped. Kill it first,"
+                    " or give another file."
+                )
+            time.sleep(0.05)
 
-    def _write_anew(self) -> None:
-        """Puts a whole file at the path, unless another coordinator has made its own there meanwhile."""
-        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+    def _read(self) -> _Content | None:
+        """What an earlier coordinator has written under the same key."""
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            os.close(self._fd)
-            self._fd, self._size = fd, 0
-            self._append()
-            os.link(draft, self.path)
-        except FileExistsError:
-            raise SupersededError(f"another coordinator of this run was started; it writes to {self.path}") from None
+            found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
+        except FileNotFoundError:
+            return None
         except OSError as error:
-            self._is_broken = True
-            log.warning("%s is gone and cannot be written anew (%s).", self.path, error)
-            return
-        finally:
-            with contextlib.suppress(OSError):  # not made, then
-                draft.unlink()
-        log.warning("%s was removed while the run goes on: it is written anew.", self.path)
+            raise ConfigurationError(f"--state {self.path}: {error.strerror}.") from error
+        except (ValueError, msgspec.MsgspecError):
+            log.warning("%s is no file of a coordinator: it begins anew.", self.path)
+            return None
+        if found.proof != self._proof:
+            log.warning("%s was written by a coordinator of another run: it begins anew.", self.path)
+            return None
+        return found
 
-    def _append(self) -> None:
+    def _replace(self) -> None:
         if self._is_broken:
             return
-        body = msgspec.json.encode(self._line)
-        data = f"{zlib.crc32(body):0{_CHECKSUM_BYTES}x} ".encode() + body + b"\n"
         try:
-            if os.write(self._fd, data) < len(data):
-                raise OSError("the disk is full")
-            os.fsync(self._fd)
+            with replacing(self.path) as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(msgspec.json.encode(self._content))
         except OSError as error:
             self._is_broken = True
             log.warning("%s cannot be written (%s): this run does not survive its coordinator.", self.path, error)
-            with contextlib.suppress(OSError):  # emptying a file needs no room; there is nothing else left to try
-                os.ftruncate(self._fd, 0)
-            return
-        self._size += len(data)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """For the milliseconds of a look or a line: a coordinator that was stopped in between cannot be waited for."""
-        with contextlib.suppress(OSError):  # held by one that was stopped, or a file system without locks
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-
-def _read_all(fd: int) -> bytes:
-    os.lseek(fd, 0, os.SEEK_SET)
-    pieces = []
-    while piece := os.read(fd, 1 << 20):
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
-def _last_line(data: bytes) -> tuple[_Line | None, int]:
-    """The last whole line before the first that is none, and the bytes until its end."""
-    last, size = None, 0
-    for text in data.splitlines(keepends=True):
-        try:
-            checksum, body = int(text[:_CHECKSUM_BYTES], 16), text[_CHECKSUM_BYTES + 1 :].rstrip(b"\n")
-            if not text.endswith(b"\n") or zlib.crc32(body) != checksum:
-                break
-            last = msgspec.json.decode(body, type=_Line)
-        except (ValueError, msgspec.MsgspecError):
-            break
-        size += len(text)
-    return last, size
+            with contextlib.suppress(OSError):  # there is nothing else left to try
+                self.path.unlink(missing_ok=True)

@@ -16,17 +16,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
 from lightning_recycle.control.coordinator.journal import Journal
-from lightning_recycle.control.joining.admission import NOBODY_SECONDS, describe
+from lightning_recycle.control.joining.admission import NOBODY_SECONDS
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
 from lightning_recycle.control.plans.run_planner import RunPlanner
-from lightning_recycle.control.protocol.coordinator_restart import Kept, adopted
-from lightning_recycle.control.protocol.message_validation import objection_to_return
-from lightning_recycle.control.protocol.messages import Enrolled, Returned, RunRequest, Stop, StopReason, Unfit
+from lightning_recycle.control.protocol.messages import Enrolled, RunRequest, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.processes import has_ended
@@ -36,7 +34,6 @@ __all__ = ["Serving"]
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
-_RETURN_SECONDS = 1.0  # for those who have lost a coordinator of which this one knows nothing; others come first
 _OVER_SECONDS = 3.0  # for those who return to a run whose end is known
 
 
@@ -68,7 +65,6 @@ class Serving:
         self._reception = reception
         reception.listener.start()
         self._journal = journal
-        self._knows_nothing = journal is not None and not journal.is_continued
         self._takes_results = takes_results
         self._on_positions = on_positions
 
@@ -76,21 +72,12 @@ class Serving:
         """Waits for the first worker of the next run, or of the one that was going on here; returns False if nobody
         returns to that one, which is over.
         """
-        journal = self._journal
-        if journal is None:
-            self._reception.first()
-            return True
-        adopts, self._knows_nothing = self._knows_nothing, False
-        self._reception.run = None if adopts else journal.run
-        self._reception.enrolled = Enrolled(journal.run, journal.epoch)
-        if self._is_gone(journal):
-            self.statuses[:] = journal.statuses
-            return False
+        if (journal := self._journal) is not None:
+            self._reception.run, self._reception.enrolled = journal.run, Enrolled(journal.run)
+            if self._is_gone(journal):
+                self.statuses[:] = journal.statuses
+                return False
         self._reception.first()
-        if adopts:
-            self._adopt(journal)
-            self._reception.run = journal.run
-            self._reception.first()
         return True
 
     def serve(self) -> tuple[RunConfig, Outcome] | None:
@@ -137,11 +124,7 @@ class Serving:
             coordinator.close()  # which takes a while: the workers are told
 
     def begin_next(self) -> None:
-        """Forgets the run that is over: who comes from now on is of another one.
-
-        Raises:
-            SupersededError: if another process has taken over.
-        """
+        """Forgets the run that is over: who comes from now on is of another one."""
         if self._journal is not None:
             self._journal.begin(tuple(self.statuses))
 
@@ -169,44 +152,6 @@ class Serving:
         """The run is over, or was none; its workers are about to be told."""
 
     # ------------------------------------------------------------------ an earlier process
-
-    def _adopt(self, journal: Journal) -> None:
-        """If workers have lost their coordinator, and this one knows nothing of their run, finds out what they know of
-        it: it goes on if that is enough.
-        """
-        reception, began = self._reception, time.monotonic()
-        while not reception.has_returned and time.monotonic() - began < _RETURN_SECONDS:
-            reception.look()
-        if not reception.has_returned:
-            return
-        while isinstance(found := self._found(reception.returned), str) and time.monotonic() - began < NOBODY_SECONDS:
-            reception.look()
-        if isinstance(found, str):
-            log.error(
-                "Workers of a run return, of which %s says nothing, and they do not know enough to go on: %s. They end."
-                " Start the run again from its newest checkpoint; with the file of their coordinator it would have gone"
-                " on.",
-                journal.path,
-                found,
-            )
-            reception.send_away(Stop(StopReason.LOST), returned_only=True)
-            return
-        kept, members = found
-        epoch = max(one.epoch for one in reception.returned)
-        log.warning("%s says nothing of the run whose workers return: it goes on from what they know.", journal.path)
-        processes = {rank: describe(one, one.incarnation) for rank, one in members.items()}
-        journal.adopt(reception.returned[0].run, epoch, kept, processes)
-
-    def _found(self, said: Sequence[Returned]) -> tuple[Kept | None, dict[int, Returned]] | str:
-        if not said:
-            return "they have gone again"
-        grid = None if said[0].wants is None else said[0].wants.grid
-        if grid is None or any(objection_to_return(grid, one) is not None for one in said):
-            return "what they say contradicts itself"
-        found = adopted(said)
-        if not isinstance(found, str) and found[0] is None and len(said) < grid.num_workers:
-            return "some have not returned"
-        return found
 
     def _is_gone(self, journal: Journal) -> bool:
         """Waits for workers that return to the run of an earlier process; whether there are none, and it is over."""

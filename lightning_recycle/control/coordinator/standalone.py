@@ -29,7 +29,7 @@ from pathlib import Path
 
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.coordinator.journal import Journal, SupersededError, default_path
+from lightning_recycle.control.coordinator.journal import Journal, default_path
 from lightning_recycle.control.coordinator.run_server import Serving
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import GROUPS, Overrides, RunConfig, settings_of
@@ -130,17 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not finished:
                     raise
                 break
-            try:
-                ended = serving.serve()
-                if ended is not None:  # otherwise it did not begin
-                    _tell(*ended)
-                    settle_end()
-                serving.begin_next()
-            except SupersededError as error:
-                print(f"recycle-coordinator: {error}", file=sys.stderr)
-                return 1
+            ended = serving.serve()
+            if ended is not None:  # otherwise it did not begin
+                _tell(*ended)
+                settle_end()
+            serving.begin_next()
     if journal is not None:
-        journal.path.unlink(missing_ok=True)  # nothing is left to be continued
+        journal.remove()
         journal.close()
     return max(finished, default=0)
 
@@ -153,7 +149,7 @@ def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal
     journal = Journal(default_path(address) if state is None else Path(state), key)
     log.info("Its state is in %s.", journal.path)
     if journal.kept is not None:
-        log.warning("Coordinator %d of run %s: it goes on where the one before was killed.", journal.epoch, journal.run)
+        log.warning("This coordinator goes on with run %s, whose coordinator was killed.", journal.run)
     return journal
 
 

@@ -24,7 +24,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
-from lightning_recycle.control.coordinator.journal import Journal, Process, SupersededError
+from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, First, described
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
@@ -67,9 +67,6 @@ class Inside(Protocol):
 
     def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
         """A worker has returned to what it was."""
-
-    def assign_again(self, rank: int, connection: NonBlockingConnection, hello: messages.Hello) -> None:
-        """A worker was given a position by an earlier coordinator, and has not heard of it."""
 
 
 class Admission:
@@ -133,11 +130,7 @@ class Admission:
         if outcome is not None:
             with contextlib.suppress(OSError):  # it is gone already
                 connection.send(messages.Stop(StopReason.of(outcome)))
-        rank = None if self._readmission is None else self._readmission.position(self._inside.state, hello)
-        if self._readmission is not None and rank is not None and rank not in self._inside.connections:
-            self._readmission.heard(time.monotonic())
-            self._inside.assign_again(rank, connection, hello)
-        elif hello.rank is None:
+        if hello.rank is None:
             connection.inbox.expects = messages.FROM_SPARES
             self._vacancies.spares.append((connection, describe(hello)))
             self._loop.watch(connection, partial(self._on_spare, connection))
@@ -238,19 +231,13 @@ class Readmission:
     @property
     def enrolled(self) -> messages.Enrolled:
         """The first message to every worker."""
-        return messages.Enrolled(self._journal.run, self._journal.epoch)
+        return messages.Enrolled(self._journal.run)
 
     def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> Place:
-        """What ``returned`` is. ``taken``: the positions whose worker is connected.
-
-        Raises:
-            SupersededError: if it has met a newer coordinator of this run.
-        """
+        """What ``returned`` is. ``taken``: the positions whose worker is connected."""
         rank = returned.rank
         if returned.run != self._journal.run or not 0 <= rank < self._grid.num_workers:
             return Place.LOST
-        if returned.epoch > self._journal.epoch:
-            raise SupersededError(f"worker {self._grid.worker(rank)} has met a newer coordinator of this run")
         is_free = rank not in taken
         if state.generation.number < 0:
             return Place.STARTER if is_free and rank in state.roster.live and returned.generation < 0 else Place.LOST
@@ -270,14 +257,6 @@ class Readmission:
             return (messages.Stop(StopReason.LEFT if place is Place.LEFT else StopReason.LOST),)
         answer, stop = journal.kept.over.answer, messages.Stop(journal.kept.over.reason)
         return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
-
-    def position(self, state: MembershipState, hello: messages.Hello) -> int | None:
-        """The position that the worker was given, which it has not heard of; None if there is none."""
-        if state.returned is None or not hello.token:
-            return None
-        return next(
-            (r for r, one in self._written.items() if one.token == hello.token and r in state.roster.live), None
-        )
 
     def _holds(self, rank: int, token: str) -> bool:
         return rank in self._written and self._written[rank].token == token

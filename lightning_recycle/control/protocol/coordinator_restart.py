@@ -15,11 +15,6 @@ moment: until the new generation is in the journal, the workers have heard nothi
 a worker keeps is bounded: workers are never more than one step and one control collective apart, so all of them have
 older answers. What counts in one generation only is not kept: a revival begins another one.
 
-If the journal is lost, the workers know enough of it (:func:`adopted`) where all members of the newest generation
-return. A worker that was given up before that generation is not in its roster, and generations that none of them has
-heard of have had no effect. Missed are the exceptions that were raised before, reasons of losses, and how earlier runs
-ended. A decision to stop that only some have heard cannot be found out, so such a run does not go on.
-
 Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
 boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
 getting ready for; a better plan; the record, which begins anew, but for its counters.
@@ -27,7 +22,7 @@ getting ready for; a better plan; the record, which begins anew, but for its cou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +54,6 @@ __all__ = [
     "Kept",
     "Memory",
     "Over",
-    "adopted",
     "durable",
     "events",
     "kept",
@@ -207,39 +201,6 @@ def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
         has_resumed=written.has_resumed,
         returned={},
     )
-
-
-def adopted(said: Collection[messages.Returned]) -> tuple[Kept | None, dict[int, messages.Returned]] | str:
-    """What an earlier coordinator of a run knew, without its file, and its members by rank; or what is missing.
-
-    Args:
-        said: what workers of one run say that have lost their coordinator.
-
-    Returns:
-        None instead of :class:`Kept` if the run has not begun.
-    """
-    newest = max(said, key=lambda one: one.generation)
-    if newest.generation < 0:
-        return None, {}
-    # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
-    current = (one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1)
-    members = {one.rank: one for one in sorted(current, key=lambda one: (one.incarnation, one.generation))}
-    missing = [rank for rank in newest.roster if rank not in members]
-    if missing:
-        return f"the workers of ranks {', '.join(map(str, missing))} have not returned"
-    wishes = {one.request.point if one.request is not None else -1 for one in members.values()}
-    if len(wishes) > 1:
-        return "some workers wait to stop early, and nobody knows what the others were told"
-    knows = max(members.values(), key=lambda one: one.resumed)
-    return Kept(
-        newest.generation,
-        newest.roster,
-        newest.leader,
-        joining=tuple(rank for rank, one in sorted(members.items()) if one.joining and one.applied < 0),
-        has_resumed=any(one.applied >= 0 for one in members.values()),
-        cuts=knows.cuts,
-        newcomers=tuple(rank for rank, one in sorted(members.items()) if one.incarnation > 0),
-    ), members
 
 
 def rebuilt(state: MembershipState) -> Next:

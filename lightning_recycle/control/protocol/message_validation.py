@@ -77,10 +77,6 @@ def objection_to_return(grid: Grid, returned: messages.Returned) -> str | None:
         return "it tells of other steps than those it has applied"
     if returned.losses and grid.worker(rank).stage != grid.stages - 1:
         return "it has no losses: it is not of the last stage"
-    if not all(0 <= other < grid.num_workers for other in returned.roster):
-        return f"there is no roster {returned.roster}"
-    if returned.cuts and not layout_change.is_layout(returned.cuts, grid.stages):
-        return f"there is no layout {returned.cuts}"
     indices = {index for losses in returned.losses for index in (*losses.losses, *losses.outputs)}
     if not all(0 <= index < grid.global_microbatches for index in indices):
         return f"there are no micro-batches {sorted(indices)}"

@@ -580,14 +580,10 @@ class Returned:
         rank: its position.
         pid, node, token, space: as in :class:`Hello`.
         run: the run that it is in, see :class:`Enrolled`.
-        epoch: the highest of a coordinator that it has met.
         incarnation: that of its :class:`Assign`.
         joining: whether the training had begun without it then.
         wants: what its script wants, with the grid that it was told.
         generation: the newest that was announced to it; -1 before the first.
-        roster, leader: of that generation.
-        resumed: the newest generation in which it was told where all go on; -1 for none.
-        cuts: the layout of that one.
         applied: the newest step that it has applied, or got with its state; -1 for none.
         joins_after: the step after which the newest generation gives it its state; -1 for none.
         restored: the steps of the checkpoint that it goes on from; 0 without one.
@@ -613,7 +609,6 @@ class Returned:
     token: str
     space: str
     run: str
-    epoch: int
     incarnation: int = 0
     joining: bool = False
     wants: RunRequest | None = None
@@ -638,10 +633,6 @@ class Returned:
     measured: Measured | None = None
     layers: LayerFacts | None = None
     tried: Tried | None = None
-    roster: tuple[int, ...] = ()
-    leader: int = -1
-    resumed: int = -1
-    cuts: Cuts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -661,13 +652,10 @@ class FaultInjected:
 class Enrolled:
     """The first message of a coordinator that may be started again: a worker that loses it waits for it, and returns.
 
-    Args:
-        run: a random name of the run.
-        epoch: how many coordinators the run has had before; one with a lower number than another one is outdated.
+    ``run``: a random name of the run.
     """
 
     run: str
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
