@@ -47,7 +47,7 @@ from lightning_recycle.control.protocol import coordinator_restart, membership, 
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.fault_attribution import Pair
 from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
-from lightning_recycle.control.protocol.message_validation import objection, objection_to_return
+from lightning_recycle.control.protocol.membership import objection
 from lightning_recycle.control.protocol.state import (
     CandidateLost,
     EndWanted,
@@ -643,8 +643,6 @@ class Run:
         if not worker.alive or worker.process in self._cut or epoch != self._paper.epoch or self._is_down:
             return
         self._burn()
-        if why := objection_to_return(self.grid, said):
-            raise Violation(f"{worker} cannot return: {why}")
         if self.state.outcome is not None:
             over = self._paper.kept and self._paper.kept.over
             assert over is not None

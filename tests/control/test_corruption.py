@@ -26,7 +26,6 @@ from lightning_recycle.control.protocol.corruption import (
     judge,
 )
 from lightning_recycle.control.protocol.corruption_response import who_made_it
-from lightning_recycle.control.protocol.message_validation import objection
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.grid import Grid
 
@@ -470,11 +469,3 @@ def test_a_model_that_often_has_such_values_is_not_asked_any_more() -> None:
         if resume.excused < EXCUSES_ALL:
             state, _, _ = resumed(state)
     assert resume.excused == EXCUSES_ALL
-
-
-@pytest.mark.parametrize("change", [{"microbatch": 6}, {"microbatch": -2}, {"step": 9}, {"generation": 7}, {"rank": 5}])
-def test_what_no_worker_can_have_met_is_refused(change: dict[str, int]) -> None:
-    state = inspecting()
-    met = m.NotFinite(1, state.generation.number, 0, "loss", 3)
-    assert objection(state, 1, met) is None
-    assert objection(state, 1, replace(met, **change)) is not None

@@ -95,13 +95,6 @@ def test_what_cannot_be_sent_is_an_error_of_the_sender(message: Any) -> None:
         encode(message)
 
 
-def test_a_hello_of_many_bytes_is_refused_before_they_are_read() -> None:
-    with pytest.raises(BadMessageError, match="Hello of 5000 bytes is too long"):
-        parse_header(bytes(encode(messages.Hello(0, 1)))[:2] + (5000).to_bytes(8, "big"))
-    with pytest.raises(ReCycleError, match="cannot be sent: at most"):
-        encode(messages.Hello(0, 1, node="x" * 5000))
-
-
 def test_a_message_of_deeply_nested_lists_is_refused() -> None:
     with pytest.raises(BadMessageError):
         decode(messages.Heartbeat, b"\x91" * 1_000_000)

@@ -35,4 +35,3 @@ def test_a_new_generation_forgets_the_one_before() -> None:
     assert rendezvous.publish(Publish(1, 4, "b", b"2")) == []
     assert rendezvous.publish(Publish(1, 3, "a", b"2")) == [], "it is late"
     assert rendezvous.look_up(LookUp(1, 3, ("b",))) == [], "likewise"
-    assert rendezvous.published_bytes(1) == 2

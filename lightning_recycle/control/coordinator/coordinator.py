@@ -40,7 +40,6 @@ from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.control_collectives import Rendezvous
 from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
-from lightning_recycle.control.protocol.message_validation import objection
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
@@ -59,7 +58,6 @@ _FROM_OTHER_THREADS = (
     messages.Publish,
     messages.LookUp,
 )
-_PUBLISHED_BYTES = 4 << 20  # that a worker may publish in a generation
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
 _SIGNS = 4  # of life, in the time after which workers give this coordinator up
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
@@ -516,7 +514,7 @@ class Coordinator:
                 message = connection.inbox.take()
                 if message is None:
                     return
-                why = objection(self._state, rank, message)
+                why = membership.objection(self._state, rank, message)
                 if why is not None:
                     raise BadMessageError(f"{type(message).__name__}: {why}")
                 self._on_message(rank, message)
@@ -583,8 +581,6 @@ class Coordinator:
                 self._plans.tried(message)
                 return
             case messages.Publish():
-                if self._rendezvous.published_bytes(rank) > _PUBLISHED_BYTES:
-                    raise BadMessageError(f"it has published more than {_PUBLISHED_BYTES} bytes in a generation")
                 self._answer(self._rendezvous.publish(message))
                 return
             case messages.LookUp():

@@ -32,7 +32,6 @@ from lightning_recycle.control.network.connection import NonBlockingConnection
 from lightning_recycle.control.network.event_loop import EventLoop
 from lightning_recycle.control.protocol import coordinator_restart, messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
-from lightning_recycle.control.protocol.message_validation import objection_to_return
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.state import MembershipState, initial_state
 from lightning_recycle.planning.grid import Grid
@@ -153,11 +152,9 @@ class Admission:
                 connection, rank, "this coordinator does not survive its end", messages.Stop(StopReason.LOST)
             )
             return
-        why = objection_to_return(self._grid, returned)
-        taken = self._inside.connections.keys()
-        place = Place.LOST if why is not None else readmission.judge(state, taken, returned)
+        place = readmission.judge(state, self._inside.connections.keys(), returned)
         if state.outcome is not None or place in (Place.LEFT, Place.LOST):
-            self._send_off(connection, rank, why or place.value, *readmission.farewell(returned, place))
+            self._send_off(connection, rank, place.value, *readmission.farewell(returned, place))
             return
         self.has_met = True
         readmission.heard(time.monotonic())

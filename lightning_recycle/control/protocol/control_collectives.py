@@ -242,20 +242,17 @@ class Rendezvous:
         self._generation = -1
         self._values: dict[str, bytes] = {}
         self._awaited: dict[str, list[_Question]] = defaultdict(list)
-        self._published: dict[int, int] = defaultdict(int)
 
     def begin(self, generation: int) -> None:
         """From now on only ``generation`` counts."""
         self._generation = generation
         self._values.clear()
         self._awaited.clear()
-        self._published.clear()
 
     def publish(self, message: Publish) -> list[tuple[int, Found]]:
         """The answers that are complete with it, by rank. A key that is published again has its newest value."""
         if message.generation != self._generation:
             return []
-        self._published[message.rank] += len(message.key) + len(message.value)
         self._values[message.key] = message.value
         answers = []
         for question in self._awaited.pop(message.key, ()):
@@ -275,10 +272,6 @@ class Rendezvous:
         for key in missing:
             self._awaited[key].append(question)
         return []
-
-    def published_bytes(self, rank: int) -> int:
-        """How much worker ``rank`` has published in the generation."""
-        return self._published.get(rank, 0)
 
     def _answer(self, message: LookUp) -> Found:
         return Found(self._generation, {key: self._values[key] for key in message.keys})

@@ -4,12 +4,10 @@ Concept: a *frame* is a header (which message, how many bytes follow) and a body
 nothing but data of the declared types: no byte from the network names a class or a function, so none can run anything.
 
 Contract: :func:`decode` inverts :func:`encode` for every dataclass of
-:mod:`~lightning_recycle.control.protocol.messages`, and raises :class:`BadMessageError` for every other input. How long
-a message may be is known from its header, before its body is read. Both sides have the same :data:`SCHEMA`, which the
-handshake compares.
+:mod:`~lightning_recycle.control.protocol.messages`, and raises :class:`BadMessageError` for every other input. Both
+sides have the same :data:`SCHEMA`, which the handshake compares.
 
-Must not know: sockets, and what a message means. Whether it may be said is for
-:mod:`~lightning_recycle.control.protocol.message_validation`.
+Must not know: sockets, and what a message means.
 """
 
 from __future__ import annotations
@@ -17,16 +15,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import json
 import numbers
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, get_args, get_type_hints
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.errors import ControlPlaneError, ReCycleError
-from lightning_recycle.planning.program import Program
 
 __all__ = ["HEADER_BYTES", "SCHEMA", "BadMessageError", "decode", "encode", "parse_header"]
 
@@ -38,64 +36,17 @@ class BadMessageError(ControlPlaneError):
 _HEADER = struct.Struct(">HQ")  # number of the message's type, bytes of its body
 HEADER_BYTES = _HEADER.size
 
-_HELLO_BYTES = 4096  # before it nobody knows who is there
-_DATA_BYTES = 16 << 20  # numbers and names; a million losses fit
-_PROGRAM_BYTES = 1 << 28  # of one worker; a task takes about a hundred
-_OPAQUE_BYTES = 1 << 40  # checkpoints and results pass through: what the sender's memory holds
-
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """Frame format of messages of one type.
-
-    Args:
-        message: the type.
-        limit: the most bytes that the body may have.
-        decoder: of the body.
-    """
-
-    message: type[Any]
-    limit: int
-    decoder: msgspec.msgpack.Decoder[Any]
-
-
-def _form(message: type[Any]) -> _Form:
-    hints = get_type_hints(message).values()
-    limit = _PROGRAM_BYTES if any(_mentions(Program, hint) for hint in hints) else _DATA_BYTES
-    if any(_mentions(bytes, hint) for hint in hints):
-        limit = _OPAQUE_BYTES
-    if message is messages.Hello:
-        limit = _HELLO_BYTES
-    return _Form(message, limit, msgspec.msgpack.Decoder(message))
-
-
-def _mentions(kind: type[Any], hint: Any) -> bool:
-    return hint is kind or any(_mentions(kind, part) for part in get_args(hint))
-
-
-def _describe(kind: type[Any]) -> Iterator[str]:
-    """A line for each field of a dataclass and of the dataclasses in it."""
-    for name, hint in get_type_hints(kind).items():
-        yield f"{kind.__qualname__}.{name}: {hint!r}"
-        yield from _describe_parts(hint)
-
-
-def _describe_parts(hint: Any) -> Iterator[str]:
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        yield from _describe(hint)
-    for part in get_args(hint):
-        yield from _describe_parts(part)
-
-
 _TYPES: tuple[type[Any], ...] = tuple(
     value
     for value in vars(messages).values()
     if inspect.isclass(value) and dataclasses.is_dataclass(value) and value.__module__ == messages.__name__
 )
-_FORMS = tuple(_form(message) for message in _TYPES)
 _NUMBERS = {message: number for number, message in enumerate(_TYPES)}
+_DECODERS = {message: msgspec.msgpack.Decoder(message) for message in _TYPES}
 
-SCHEMA: bytes = hashlib.sha256("\n".join(line for kind in _TYPES for line in _describe(kind)).encode()).digest()[:16]
+SCHEMA: bytes = hashlib.sha256(
+    json.dumps(msgspec.json.schema_components(_TYPES), sort_keys=True, default=repr).encode()
+).digest()[:16]
 """A digest of all messages, their fields and types: equal on two sides that understand each other."""
 
 
@@ -105,17 +56,12 @@ def encode(message: Any) -> bytearray:
     Raises:
         ReCycleError: if a field holds what its type does not allow.
     """
-    number = _NUMBERS[type(message)]
-    form = _FORMS[number]
     frame = bytearray(HEADER_BYTES)
     try:
         _ENCODER.encode_into(message, frame, HEADER_BYTES)
     except (TypeError, OverflowError, ValueError) as error:
         raise ReCycleError(f"{message!r:.500} cannot be sent: {error}. Give plain numbers and strings.") from error
-    size = len(frame) - HEADER_BYTES
-    if size > form.limit:
-        raise ReCycleError(f"A {form.message.__name__} of {size} bytes cannot be sent: at most {form.limit} are read.")
-    _HEADER.pack_into(frame, 0, number, size)
+    _HEADER.pack_into(frame, 0, _NUMBERS[type(message)], len(frame) - HEADER_BYTES)
     return frame
 
 
@@ -123,15 +69,12 @@ def parse_header(header: bytes | bytearray | memoryview) -> tuple[type[Any], int
     """The type of the message that follows, and the bytes of its body.
 
     Raises:
-        BadMessageError: for an unknown type, or more bytes than a message of that type may have.
+        BadMessageError: for an unknown type.
     """
     number, size = _HEADER.unpack(header)
-    if number >= len(_FORMS):
+    if number >= len(_TYPES):
         raise BadMessageError(f"message type {number} does not exist")
-    form = _FORMS[number]
-    if size > form.limit:
-        raise BadMessageError(f"a {form.message.__name__} of {size} bytes is too long: at most {form.limit} are read")
-    return form.message, size
+    return _TYPES[number], size
 
 
 def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
@@ -140,9 +83,8 @@ def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
     Raises:
         BadMessageError: if the body is no such message.
     """
-    form = _FORMS[_NUMBERS[kind]]
     try:
-        return form.decoder.decode(body)
+        return _DECODERS[kind].decode(body)
     # RecursionError: nested too deeply. ReCycleError: a grid that cannot be.
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ReCycleError) as error:
         raise BadMessageError(f"no {kind.__name__}: {error}") from error

@@ -57,7 +57,32 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["transition"]
+__all__ = ["objection", "transition"]
+
+_OF_OTHERS = (
+    messages.Heartbeat,
+    messages.Ready,
+    messages.Leave,
+    messages.EndRun,
+    messages.Confirm,
+    messages.Crash,
+    messages.FaultInjected,
+)
+"""Messages that may also come from a worker that is about to join, or has just been lost."""
+
+
+def objection(state: MembershipState, rank: int, message: Any) -> str | None:
+    """Why the worker at ``rank`` cannot have sent ``message``; None if it can. Never objects to a worker that follows
+    the protocol, however late its messages arrive.
+    """
+    if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
+        return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
+    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live:
+        return "it is not a member"
+    generation = getattr(message, "generation", None)
+    if generation is not None and not -1 <= generation <= state.generation.number:
+        return f"generation {generation} has not begun"
+    return None
 
 
 def transition(state: MembershipState, event: MembershipEvent) -> Next:
