@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from lightning_recycle.control.activity import ActivityRecorder, is_debugged
+from lightning_recycle.control.activity import ActivityRecorder
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, connect, connections
 from lightning_recycle.control.payload import in_words, pack, unpack_all
@@ -115,7 +115,6 @@ class ControlClient(ActivityRecorder):
         self._status = 0  # of a process that leaves
         self._was_asked_to_leave = False
         self._is_over = False  # the run has finished, and this process goes on
-        self._main_thread = threading.main_thread().ident
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
         self._who: dict[str, Any] = {
@@ -587,13 +586,12 @@ class ControlClient(ActivityRecorder):
 
     def _beat(self) -> None:
         while not self._leaving:
-            debugged = is_debugged(self._main_thread)
             try:
                 while self._requests:
                     self.send(self._requests.popleft())
                 activity = self.activity
                 seconds = time.monotonic() - activity.since
-                beat = messages.Heartbeat(self.rank, self.generation, activity, seconds, debugged, self.member.begun)
+                beat = messages.Heartbeat(self.rank, self.generation, activity, seconds, self.member.begun)
                 self._connection.send(beat)
             except OSError:
                 if not self._may_return:

@@ -49,8 +49,7 @@ class RecoveryOptions(OptionGroup):
             lost or return. :meth:`~lightning_recycle.ReCycleStrategy.move_layers` works with all three.
         shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
             none are kept.
-        start_timeout: the seconds that workers have to connect, and replacements to be ready. A worker that takes much
-            longer than the others is given up before.
+        start_timeout: the seconds that workers have to connect, and replacements to be ready.
         machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
             :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
             function that takes any exception and returns whether it is one; it decides alone.

@@ -125,13 +125,6 @@ class LocalWorker:
     def kill(self) -> None:
         self._send(signal.SIGKILL)
 
-    def show_stack(self) -> None:
-        """Lets the process write to stderr where it is; to be called right before it is killed, as it may not survive
-        that. A stopped process writes nothing.
-        """
-        if self._forked:
-            self._send(signal.SIGUSR2)
-
     def _send(self, signum: signal.Signals) -> None:
         if self.describe_exit(0.0) is None:
             with contextlib.suppress(ProcessLookupError):

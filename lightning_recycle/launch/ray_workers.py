@@ -114,9 +114,6 @@ class RayWorkerProcess:
     def kill(self) -> None:
         ray_cluster.import_ray().kill(self._actor, no_restart=True)
 
-    def show_stack(self) -> None:
-        """Ray's dashboard shows where an actor is; nothing is written here."""
-
     def release(self) -> None:
         """Lets the group forget it once it has ended."""
         self._released = True

@@ -54,8 +54,6 @@ class FakeProcess:
         self.killed.set()
         self.die("it was killed by SIGKILL")
 
-    def show_stack(self) -> None: ...
-
     def die(self, cause: str) -> None:
         if self._cause is None:
             self._cause = cause

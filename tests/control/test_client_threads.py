@@ -1,9 +1,7 @@
 """A worker without its receiver or its heartbeat would be deaf, or seem dead: the end of such a thread is its end."""
 
 import errno
-import os
 import socket
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ from support.thread_client import ThreadClient
 from lightning_recycle.control import client as client_module
 from lightning_recycle.control.network.connection import Inbox, MessageConnection
 from lightning_recycle.control.payload import in_words
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import encode
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS, Crash, Heartbeat, Hello, Regroup
 
@@ -54,27 +53,14 @@ def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: Mess
 def test_a_worker_whose_heartbeat_stops_ends_and_says_why(
     theirs: MessageConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def debugged(_: Any) -> bool:
+    def beat(*_: Any) -> Heartbeat:
         raise MemoryError
 
-    monkeypatch.setattr(client_module, "is_debugged", debugged)
+    monkeypatch.setattr(messages, "Heartbeat", beat)
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=0.1)
     crash = last_words(theirs)
     assert (crash.fault, crash.summary) == (True, "its thread recycle-beat raised MemoryError: ")
     assert client.exited.wait(10.0)
-
-
-def test_the_heartbeat_goes_on_without_descriptors(theirs: MessageConnection, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setitem(sys.modules, "bdb", os)  # as if a debugger had been imported
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    client = ThreadClient(0, ("", 0), b"", heartbeat_interval=0.05)
-    beats = 0
-    while beats < 3:
-        beats += isinstance(theirs.receive(), Heartbeat)
-    client.leave()
 
 
 def test_an_exception_is_told_even_if_its_words_are_no_unicode() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.coordinator.failure_detector import FailureDetector, StartupTimeouts, late_to_connect
+from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.detection import (
@@ -25,8 +25,8 @@ TIMEOUT = 5.0
 USUAL = {"F": 0.1, "B": 1.0}  # seconds
 
 
-def working(seconds: float, kind: str = "F", debugged: bool = False) -> Observation:
-    return Observation(f"{kind or 'hooks'} at work", kind, False, seconds, debugged)
+def working(seconds: float, kind: str = "F") -> Observation:
+    return Observation(f"{kind or 'hooks'} at work", kind, False, seconds)
 
 
 def waiting(seconds: float, kind: str = "F", coordinated: bool = False) -> Observation:
@@ -52,8 +52,6 @@ def exceeds(seen: Observation, usual: Mapping[str, float] = USUAL, timeout: floa
         pytest.param(working(4.9, "RECOVER"), False, id="a recovery may take the timeout"),
         pytest.param(working(5.1, "RECOVER"), True, id="and needs no usual duration"),
         pytest.param(waiting(1e6), False, id="who waits is never to blame"),
-        pytest.param(working(1e6, debugged=True), False, id="nor who is looked at with a debugger"),
-        pytest.param(working(1e6, "", debugged=True), False, id="even in a hook"),
     ],
 )
 def test_a_worker_is_suspected_when_it_is_at_work_for_longer_than_its_work_can_take(
@@ -88,7 +86,6 @@ def test_where_no_peer_is_well_any_work_has_the_patience_of_what_has_no_usual_du
         pytest.param({0: waiting(9.0), 1: waiting(30.0)}, USUAL, False, id="one has begun to wait only now"),
         pytest.param({0: waiting(60.0), 1: working(1.0)}, USUAL, False, id="one is at work"),
         pytest.param({0: waiting(60.0), 1: working(60.0, "")}, USUAL, False, id="one is in a hook"),
-        pytest.param({0: waiting(60.0), 1: working(1e6, debugged=True)}, USUAL, False, id="one is being debugged"),
         pytest.param({0: waiting(15.0), 1: waiting(15.0)}, {"B": 2.0}, False, id="the others' operations take long"),
         pytest.param({0: waiting(21.0), 1: waiting(21.0)}, {"B": 2.0}, True, id="but not as long as that"),
         pytest.param(
@@ -136,11 +133,9 @@ def regrouping(*reported: int) -> MembershipState:
     return state(regrouping=True, reports={r: Report(r, 1, WorkerStatus(r % 2, 0, False)) for r in reported})
 
 
-def beat(
-    rank: int, seconds: float, *, waits: bool = False, kind: str = "F", debugged: bool = False, generation: int = 1
-) -> Heartbeat:
+def beat(rank: int, seconds: float, *, waits: bool = False, kind: str = "F", generation: int = 1) -> Heartbeat:
     activity = Activity(3, "F(0, 0)@3", "rank 0" if waits else "", 0.0, kind)
-    return Heartbeat(rank, generation, activity, seconds, debugged)
+    return Heartbeat(rank, generation, activity, seconds)
 
 
 def all_wait_but(watch: FailureDetector, culprit: int | None, seconds: float, at: float = 10.0, **more: Any) -> None:
@@ -395,12 +390,6 @@ def test_what_a_worker_said_in_the_end_of_a_silence_says_nothing_of_the_time_bef
     assert found == {2}
 
 
-def test_a_worker_that_is_debugged_is_not_stuck(watch: FailureDetector) -> None:
-    all_wait_but(watch, 2, seconds=1000.0, debugged=True)
-    assert ruling(watch, 11.0, state(), SECONDS) == Ruling()
-    assert not watch.everybody_waits(11.0, state(), SECONDS)
-
-
 def test_what_has_no_usual_duration_gets_the_patience_of_the_options(watch: FailureDetector) -> None:
     all_wait_but(watch, 2, seconds=199.0)
     assert stuck(watch, 10.0, state(), {}) == set()
@@ -461,53 +450,3 @@ def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: F
     assert judged(15.1, seconds=5.0) == set()  # it began after the announcement: another one will end it
     assert judged(15.1, seconds=7.0, waits=False) == set()  # it reads data, or is in a hook
     assert judged(15.1, seconds=7.0) == {1}
-
-
-# ---------------------------------------------------------------------- startup
-
-START_GRID = Grid(2, 2, 4)  # ranks 0, 2 hold stage 0; 1, 3 stage 1
-
-
-@pytest.mark.parametrize(
-    ("waits", "took", "late"),
-    [
-        ({3: 31.0}, {0: 1.0, 1: 2.0, 2: 3.0}, {3}),
-        ({3: 29.0}, {0: 1.0, 1: 2.0, 2: 3.0}, set()),  # imports take what they take
-        ({3: 49.0}, {0: 1.0, 1: 2.0, 2: 10.0}, set()),  # on a slow machine everything takes longer
-        ({3: 51.0}, {0: 1.0, 1: 2.0, 2: 10.0}, {3}),
-        ({2: 99.0, 3: 99.0}, {0: 1.0, 1: 1.0}, set()),  # not one process hangs, the machine is slow
-        ({3: 99.0}, {}, set()),
-    ],
-)
-def test_who_takes_much_longer_than_the_others_is_late(
-    waits: dict[int, float], took: dict[int, float], late: set[int]
-) -> None:
-    assert late_to_connect(START_GRID, waits, took).keys() == late
-
-
-def test_whom_a_stage_cannot_do_without_is_not_given_up() -> None:
-    assert late_to_connect(Grid(1, 3, 4), {2: 1000.0}, {0: 1.0, 1: 1.0}) == {}
-
-
-def test_the_reason_names_the_times() -> None:
-    starts = StartupTimeouts(START_GRID)
-    for rank in range(4):
-        starts.began(rank, 100.0)
-    for rank in (0, 1, 2):
-        starts.connected(rank, 102.5)
-    assert starts.late(130.0, (0, 1, 2)) == {}
-    expected = {3: "it did not connect within 30 s, though the slowest of 3 others took 2.5 s"}
-    assert starts.late(131.0, (0, 1, 2)) == expected
-    assert starts.late(131.0, (0, 2)) == {}, "no other of its stage lives"
-    starts.forget(3)
-    assert starts.late(1000.0, (0, 1, 2)) == {}
-
-
-def test_a_replacement_is_measured_by_those_that_live() -> None:
-    starts = StartupTimeouts(START_GRID)
-    for rank in range(4):
-        starts.began(rank, 0.0)
-        starts.connected(rank, 8.0)
-    starts.began(1, 100.0)
-    assert starts.late(139.0, (0, 2, 3)) == {}
-    assert starts.late(141.0, (0, 2, 3)).keys() == {1}

@@ -143,13 +143,6 @@ def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == 143
 
 
-@pytest.mark.long
-def test_a_worker_that_hangs_before_it_connects_does_not_hold_up_the_others(tmp_path: Path) -> None:
-    output = output_of(HERE / "hanging.py", tmp_path / "hangs")
-    assert "1 it did not connect within" in output
-    assert 'hanging.py", line 19' in output, "where it hung"
-
-
 def test_a_stopped_launching_process_goes_on_where_it_was(tmp_path: Path) -> None:
     """As by Ctrl-Z, or in a debugger: the workers wait for it, and nobody is declared dead."""
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.coordinator.failure_detector import FailureDetector, StartupTimeouts
+from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.joining.admission import Admission, Place, Readmission, describe
@@ -137,9 +137,7 @@ class Coordinator:
         self._written = coordinator_restart.durable(self._state)
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._watch = FailureDetector(grid, self.options, self._workers.thread_states)
-        self._starts = StartupTimeouts(grid)
         self._rendezvous = Rendezvous()
-        self._shown: set[int] = set()  # were asked where they are, and are given up at the next tick
         self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
         self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, self._readmission)
         self._connected: set[int] = set()
@@ -219,8 +217,6 @@ class Coordinator:
         without a process. The positions ``absent`` stay empty; it says why.
         """
         self._started, self._absent = dict(processes), dict(absent)
-        for rank in processes:
-            self._starts.began(rank, time.monotonic())
         if processes:
             self._watch.begin_start(time.monotonic())
         if self._owns_reception:
@@ -350,15 +346,9 @@ class Coordinator:
             self._gone(rank, cause)
 
     def _give_up_late(self, now: float) -> None:
-        """Evicts who is not where it should be by now; one that is late to connect first shows where it is."""
+        """Evicts who is not where it should be by now."""
         for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
             self._evict(rank, cause)
-        for rank, cause in self._starts.late(now, self._workers.connections.keys()).items():
-            if rank in self._shown:
-                self._evict(rank, cause)
-            else:
-                self._shown.add(rank)
-                self._workers.processes[rank].show_stack()
 
     def _review(self, now: float) -> None:
         """Looks at who is silent or makes no progress, and does what follows."""
@@ -383,8 +373,6 @@ class Coordinator:
             if process is None:
                 self._candidate_gone(rank)
             else:
-                if rank not in self._workers.connections:  # it may have been quicker than this thread
-                    self._starts.began(rank, time.monotonic())
                 self._workers.watch_exit(rank, process)
         held, self._held = self._held, None
         if held is not None:
@@ -426,7 +414,6 @@ class Coordinator:
         self._history.introduce(rank, process.node, process.pid)
         self._unread.append(rank)
         self._watch.heard(rank, time.monotonic())
-        self._starts.connected(rank, time.monotonic())
         if joining:
             self._watch.expect(rank, time.monotonic())
         elif self._state.generation.number < 0:
@@ -529,8 +516,6 @@ class Coordinator:
         """A worker or a candidate for a position is gone. Makes sure of it: it must not return and write."""
         was_there = self._workers.drop(rank)
         self._watch.forget(rank)
-        self._starts.forget(rank)
-        self._shown.discard(rank)
         self._vacancies.leave_node(rank)
         if rank in self._state.roster.live:
             self._handle(protocol.Lost(rank, cause))

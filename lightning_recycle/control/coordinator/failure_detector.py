@@ -1,17 +1,12 @@
 """Failure detector: the coordinator's clocks for heartbeats, progress, startup.
 
 Silence and slowness are judged by :mod:`~lightning_recycle.control.protocol.detection`.
-
-Startup is measured by the processes that have connected: processes of one machine that are started for the same run
-import the same modules, so one that takes much longer than the others hangs, in the user's imports or at a file system,
-or was stopped. It holds nothing yet, so giving it up costs its replica, no more. A process that its stage cannot do
-without gets all the time that there is, and so do several at once: then the machine is slow.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
@@ -31,8 +26,6 @@ from lightning_recycle.planning.grid import Grid
 
 __all__ = [
     "FailureDetector",
-    "StartupTimeouts",
-    "late_to_connect",
 ]
 
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
@@ -233,7 +226,6 @@ class FailureDetector:
             activity.kind,
             (state.generation.regrouping and rank in state.generation.reports) or bool(activity.waiting_for),
             min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
-            beat.debugged,
             activity.coordinated,
             (activity.step, activity.kind if activity.microbatch < 0 else f"micro-batch {activity.microbatch}"),
         )
@@ -254,7 +246,7 @@ class FailureDetector:
         """Whether it still waits although a generation was announced, which ends any wait within milliseconds."""
         beat, received = self._beats[rank]
         passed = received - self._regroup_began
-        if not beat.activity.waiting_for or beat.debugged or beat.seconds <= passed:
+        if not beat.activity.waiting_for or beat.seconds <= passed:
             return None
         limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
         cause = (
@@ -271,54 +263,3 @@ class FailureDetector:
         if rank not in self._have_applied or not known:
             return None
         return known.get(kind, 2 * max(known.values()))
-
-
-_FACTOR = 5.0  # times the slowest of the others
-_LEAST_SECONDS = 30.0
-
-
-def late_to_connect(grid: Grid, waits: Mapping[int, float], took: Mapping[int, float]) -> dict[int, str]:
-    """Who is given up, with the reason, by rank.
-
-    Args:
-        grid: the grid of the run.
-        waits: for each process that has not connected, how long ago it was started, in seconds.
-        took: for each worker that lives, the seconds that it took to connect.
-    """
-    if len(waits) >= len(took):
-        return {}
-    slowest = max(took.values())
-    limit = max(_LEAST_SECONDS, _FACTOR * slowest)
-    stages = {grid.worker(rank).stage for rank in took}
-    return {
-        rank: f"it did not connect within {limit:.0f} s, though the slowest of {len(took)} others took {slowest:.1f} s"
-        for rank, seconds in waits.items()
-        if seconds > limit and grid.worker(rank).stage in stages
-    }
-
-
-class StartupTimeouts:
-    """Start and connection times of processes, in seconds of one monotonic clock."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._began: dict[int, float] = {}
-        self._took: dict[int, float] = {}
-
-    def began(self, rank: int, now: float) -> None:
-        """A process for ``rank`` was started."""
-        self._began[rank] = now
-
-    def connected(self, rank: int, now: float) -> None:
-        """It has connected; one that was started elsewhere says nothing about those here."""
-        if rank in self._began:
-            self._took[rank] = now - self._began.pop(rank)
-
-    def forget(self, rank: int) -> None:
-        """The process is gone."""
-        self._began.pop(rank, None)
-
-    def late(self, now: float, live: Collection[int]) -> dict[int, str]:
-        """Who is late, with the reason, by rank; ``live``: the ranks that are not lost."""
-        waits = {rank: now - began for rank, began in self._began.items()}
-        return late_to_connect(self._grid, waits, {rank: took for rank, took in self._took.items() if rank in live})

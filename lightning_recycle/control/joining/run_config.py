@@ -260,9 +260,6 @@ class WorkerProcess(Protocol):
 
     def kill(self) -> None: ...
 
-    def show_stack(self) -> None:
-        """Lets the process write to its stderr where it is, if it can; called right before it is killed."""
-
     def release(self) -> None:
         """It is not needed any more: its resources in this process may be freed once it has ended."""
 

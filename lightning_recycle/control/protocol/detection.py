@@ -17,7 +17,7 @@ Where workers wait for each other the culprit is the one that does not: it has b
 that operation can take. So only workers that do *not* wait are suspected (:func:`sign_of_work`), each by the usual time
 of its own operation (as measured in this run), times a factor, with the heartbeat's timeout as a floor. What has no
 usual time is given ``patience``, half an hour: the first steps, reading data, the optimizer, hooks and callbacks,
-validation, checkpoints. A process that is being debugged is never suspected. If all workers wait and none works, a
+validation, checkpoints. If all workers wait and none works, a
 message was lost (:func:`everybody_waits`): the same workers connect again. If all wait for the coordinator, however, it
 is merely busy, for example with the parts of a large checkpoint.
 
@@ -346,7 +346,6 @@ class Observation:
         kind: the operation's kind, if it has a usual duration: that of an operation of the schedule, or "RECOVER".
         waiting: whether it waits for another process.
         seconds: how long it has been doing so.
-        debugged: whether a debugger may have stopped it.
         coordinated: whether it waits for the coordinator, not for another worker.
         place: what it is at, the same for all that do the same work; None if that is not known.
     """
@@ -355,13 +354,12 @@ class Observation:
     kind: str
     waiting: bool
     seconds: float
-    debugged: bool = False
     coordinated: bool = False
     place: Place | None = None
 
 
 def sign_of_work(seen: Observation, usual: float | None, timeout: float, patience: float = PATIENCE) -> Sign | None:
-    """For how long a worker has been at the same work; None if it waits for others or is being debugged.
+    """For how long a worker has been at the same work; None if it waits for others.
 
     Args:
         seen: what the worker does.
@@ -369,7 +367,7 @@ def sign_of_work(seen: Observation, usual: float | None, timeout: float, patienc
         timeout: seconds that every operation may take.
         patience: seconds for what has no usual duration.
     """
-    if seen.waiting or seen.debugged:
+    if seen.waiting:
         return None
     limit = _limit(seen.kind, usual, timeout, patience)
     cause = (

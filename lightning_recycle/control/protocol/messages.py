@@ -112,7 +112,6 @@ class Heartbeat:
         generation: the generation that it has entered.
         activity: what its main thread does.
         seconds: for how long.
-        debugged: whether a debugger is attached, which may have stopped its main thread.
         begun: the newest step that it has begun.
     """
 
@@ -120,7 +119,6 @@ class Heartbeat:
     generation: int
     activity: Activity
     seconds: float = 0.0
-    debugged: bool = False
     begun: int = -1
 
 
