@@ -19,7 +19,6 @@ from support.growth import Marks, Meanwhile, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import descendants, is_alive, worker_processes
 from support.sampling import sampled
-from support.scripts import output_of
 from support.training import exact_fit, trainer, undisturbed
 from support.waiting import wait_for
 from test_failures import Slow
