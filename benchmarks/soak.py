@@ -36,7 +36,7 @@ __all__ = ["Footprint", "Sample", "main", "measure"]
 
 PIPELINES, STAGES = 4, 2
 KINDS = ("kill", "exit", "exception", "preempt")
-SUSPICIONS = ("corruption", "disputed", "incomparable", "healed", "not_finite")
+SUSPICIONS = ("corruption", "disputed", "incomparable", "not_finite")
 
 
 class SmallModel(PipelineModule):

@@ -116,8 +116,7 @@ class VerificationOptions(OptionGroup):
 
     Args:
         on_corruption: what happens to a worker that is found to hold other bits than the majority of its peers: "evict"
-            it, as if it had failed; "heal" it with a peer's parameters and optimizer state, at most twice; or "raise"
-            an error.
+            it, as if it had failed, or "raise" an error.
         checksum_every: after how many steps the workers of a stage compare the bits of their parameters and optimizer
             states: "auto", so that this takes a thousandth of the time; 0 for never.
         verify: the share of the time in which the workers of a stage may compute each other's micro-batches once more
@@ -128,7 +127,7 @@ class VerificationOptions(OptionGroup):
         ConfigurationError: for values that cannot work.
     """
 
-    on_corruption: Literal["evict", "heal", "raise"] = option(
+    on_corruption: Literal["evict", "raise"] = option(
         "evict", choice(*POLICIES), shared="what follows for a worker with wrong bits"
     )
     checksum_every: Literal["auto"] | int = option(

@@ -16,7 +16,6 @@ from typing import Any
 from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.joining.run_config import WorkerProcess
-from lightning_recycle.control.joining.vacancies import FILE_NAME, Quarantine
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
@@ -24,7 +23,6 @@ from lightning_recycle.control.network.addresses import (
     address_from,
     http_address,
     http_address_from_environment,
-    machine_name,
 )
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
@@ -74,7 +72,6 @@ class RunAttempt:
         self._run, self._number, self._signals = run, number, signals
         self._profile_path, self._profile = run.find_profile()
         self._setup = replace(run.setup, profiles=self._profile_path is not None and self._profile is None)
-        self._devices = _Devices(run)
         self._group: WorkerGroup
         self._coordinator: Coordinator
 
@@ -83,7 +80,6 @@ class RunAttempt:
         options = self._run.options
         planner = self._planner()
         planner.prepare()
-        self._devices.assign(self._setup.grid.num_workers)
         monitor = Monitor(Path(sys.argv[0]).name, self._run.samples_per_step)
         shows, http = _shown_at(options.monitoring.status)
         with (
@@ -94,7 +90,7 @@ class RunAttempt:
             self._coordinator = self._make_coordinator(planner)
             outcome: Outcome | None = None
             try:
-                self._coordinator.start(self._start_workers(), self._devices.absent)
+                self._coordinator.start(self._start_workers())
                 group.attend(self._coordinator)
                 monitor.show(self._coordinator)
                 outcome = self._await_end()
@@ -162,13 +158,11 @@ class RunAttempt:
             on_profile=partial(_write_profile, self._profile_path),
             start_worker=self._start_worker,
             setup=pack(self._setup),
-            quarantine=self._devices.quarantine,
         )
 
     def _start_workers(self) -> dict[int, WorkerProcess]:
-        """The first worker of each position that has a device."""
-        ranks = (rank for rank in range(self._setup.grid.num_workers) if rank not in self._devices.absent)
-        return {rank: self._start_worker(rank, 0, rank, joining=False) for rank in ranks}
+        """The first worker of each position."""
+        return {rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(self._setup.grid.num_workers)}
 
     def _start_worker(self, rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
         """Starts the worker of position ``rank``; ``device``: the position whose device it gets."""
@@ -177,7 +171,7 @@ class RunAttempt:
         if self._setup.outsiders and address[0] in _ALL_INTERFACES:
             host = _ALL_INTERFACES[address[0]] if self._group.host == _HOST else self._group.host
             address = (host, address[1])
-        place = Place(rank, incarnation, self._devices.of_positions[device])
+        place = Place(rank, incarnation, device)
         start = WorkerStart(place, joining, self._setup, address, self._coordinator.authkey, self._group.payload)
         return self._group.start(start, f"recycle-worker-{rank}")
 
@@ -200,48 +194,13 @@ class RunAttempt:
         self.history, self.schedules = list(self._coordinator.history), list(self._coordinator.schedules)
 
 
-class _Devices:
-    """The devices that the positions of a run get.
-
-    Attributes:
-        quarantine: the devices that are kept out of runs.
-        names: the name of each device.
-        usable: the devices that the quarantine does not hold.
-        of_positions: the device of each position.
-        absent: why positions stay empty, as their devices are out and there are no others.
-    """
-
-    def __init__(self, run: PreparedRun) -> None:
-        trainer = run.call.trainer
-        keeps = run.options.ray is None and run.call.fits
-        self.quarantine = Quarantine(Path(trainer.default_root_dir) / FILE_NAME if keeps else None)
-        kind = trainer.strategy.root_device.type
-        self.names = {device: f"{kind}:{device}" for device in range(run.num_devices)}
-        machine = machine_name()
-        self.usable = [device for device, name in self.names.items() if not self.quarantine.holds(machine, name)]
-        self.of_positions: dict[int, int] = {}
-        self.absent: dict[int, str] = {}
-
-    def assign(self, count: int) -> None:
-        """Gives ``count`` positions their devices."""
-        out = sorted(self.names.keys() - set(self.usable))
-        why = {device: self.quarantine.why(self.names[device]) for device in out}
-        for device in out:
-            log.warning("No worker is started on %s: %s.", self.names[device], why[device])
-        if len(self.usable) >= count:
-            self.of_positions = dict(enumerate(self.usable[:count]))
-        else:
-            self.of_positions = {rank: rank for rank in range(count)}
-            self.absent = {rank: reason for rank, reason in why.items() if rank < count}
-
-
 def devices_left(run: PreparedRun) -> int:
     """How many workers of ``run`` can be started when none are left; devices of this machine do not go."""
     if run.options.ray is not None:
         from lightning_recycle.launch.ray_workers import free_slots
 
         return free_slots(_needs(run), run.setup.grid.num_workers)
-    return len(_Devices(run).usable)
+    return run.num_devices
 
 
 def _needs(run: PreparedRun) -> dict[str, float]:

@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.runtime.checks.checksums import checksum
 
-__all__ = ["FIRST_INTERVAL", "StageState", "StateChecks", "load_stage_state", "optimizer_options", "stage_state"]
+__all__ = ["FIRST_INTERVAL", "StateChecks", "optimizer_options", "stage_state"]
 
 FIRST_INTERVAL = 50
 """Steps between two checks as long as it is not known what they cost."""
@@ -30,32 +29,18 @@ _SHARE = 1e-3  # of the time of a step
 _MOST_STEPS = 10_000
 
 
-StageState = dict[str, list[Any]]
-"""State that the workers of a stage have in common, by the names of its checksums; in a fixed order."""
-
-
-def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> StageState:
-    """The parameters of ``module`` and the states of ``optimizers``, not copied."""
+def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Any]]:
+    """State that the workers of a stage have in common, by the names of its checksums, in a fixed order: the parameters
+    of ``module`` and the states of ``optimizers``, not copied.
+    """
     return {
         "parameters": [parameter.detach() for parameter in module.parameters()],
-        "optimizer state": [leaf for _, _, leaf in _leaves(optimizers)],
+        "optimizer state": list(_leaves(optimizers)),
     }
 
 
-@torch.no_grad()
-def load_stage_state(module: nn.Module, optimizers: Iterable[Optimizer], state: StageState) -> None:
-    """Takes over what :func:`stage_state` returned on a peer, in place."""
-    for parameter, value in zip(module.parameters(), state["parameters"], strict=True):
-        parameter.copy_(value)
-    for (owner, key, leaf), value in zip(list(_leaves(optimizers)), state["optimizer state"], strict=True):
-        if isinstance(leaf, Tensor):
-            leaf.copy_(value)
-        else:
-            owner[key] = value
-
-
-def _leaves(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any, Any]]:
-    """The tensors and numbers in the optimizers' states with where they are, in the order of the parameters."""
+def _leaves(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
+    """The tensors and numbers in the optimizers' states, in the order of the parameters."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -63,14 +48,14 @@ def _leaves(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any, Any]]:
                     yield from _in(optimizer.state[parameter])
 
 
-def _in(owner: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _in(owner: Any) -> Iterator[Any]:
     keys = sorted(owner, key=str) if isinstance(owner, Mapping) else range(len(owner))
     for key in keys:
         value = owner[key]
         if isinstance(value, (dict, list)):
             yield from _in(value)
         elif isinstance(value, (Tensor, bool, int, float)):
-            yield owner, key, value
+            yield value
 
 
 class StateChecks:

@@ -31,13 +31,7 @@ from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopR
 from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
 from lightning_recycle.session.outputs import OutputRecorder
-from lightning_recycle.session.replica_checks import (
-    StageState,
-    StateChecks,
-    load_stage_state,
-    optimizer_options,
-    stage_state,
-)
+from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.slot_values import untrained_marks
 from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
@@ -306,12 +300,6 @@ class TrainingSteps:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
     # ------------------------------------------------------------------ for the executor: state of peers
-
-    def stage_state(self) -> StageState:
-        return stage_state(self._module, self._optimizers)
-
-    def load_stage_state(self, state: StageState) -> None:
-        load_stage_state(self._module, self._optimizers, state)
 
     def take_snapshot(self) -> WorkerSnapshot:
         return self.transfer.take()

@@ -15,7 +15,6 @@ from lightning_recycle.control.protocol.corruption import (
     FINITE,
     IS_FINITE,
     MAX_EXCUSED,
-    MAX_HEALS,
     NOT_FINITE,
     Checks,
     Culprit,
@@ -142,49 +141,6 @@ def at_boundary(state: s.MembershipState, step: int) -> tuple[s.MembershipState,
     state, _ = feed(state, *(told(rank, step - 1, None) for rank in state.roster.ranks))
     state, _ = feed(state, *(m.Reached(rank, generation, m.Milestone.AT_BOUNDARY, step) for rank in state.roster.ranks))
     return feed(state, *(status_report(rank, state.generation.number, step) for rank in state.roster.ranks))
-
-
-def test_a_worker_is_healed_by_a_peer_at_the_next_boundary_and_holds_no_stage_before() -> None:
-    state, commands = checked(running(Checks("heal")), 0, {0: B})
-    assert not any(isinstance(command, s.Evict) for command in commands)
-    assert len(messages(commands, m.Pause)) == 1
-    assert state.holders(0) == {2, 4}
-    state, commands = at_boundary(state, 2)
-    (resume,) = messages(commands, m.Resume)
-    assert (resume.heals, resume.donors, resume.decision.version) == ({0: 2}, {}, 2)
-    assert records(commands, "healed")[0].rank == 0
-    assert state.holders(0) == {0, 2, 4}
-    assert state.checks.healing == frozenset()
-
-
-def test_a_loss_before_the_boundary_heals_as_well_but_only_between_two_steps() -> None:
-    state, _ = checked(running(Checks("heal")), 0, {0: B})
-    state, _ = feed(state, s.Lost(5, "gone"), *(status_report(rank, 1, 1, rank in (0, 2, 4)) for rank in (0, 1, 2, 3)))
-    state, commands = feed(state, status_report(4, 1, 1, True))
-    (resume,) = messages(commands, m.Resume)
-    assert resume.heals == {}
-    assert state.checks.healing == {0}
-    assert len(messages(commands, m.Pause)) == 1
-    state, _ = feed(state, s.Lost(3, "gone"))
-    _, commands = feed(state, *(status_report(rank, 2, 1) for rank in state.roster.ranks))
-    assert messages(commands, m.Resume)[0].heals == {0: 2}
-
-
-def test_who_errs_again_and_again_is_evicted() -> None:
-    state, version = running(Checks("heal")), 0
-    for _ in range(MAX_HEALS):
-        state, _ = checked(state, version, {4: B})
-        version += 2
-        state, _ = at_boundary(state, version)
-    _, commands = checked(state, version, {4: C})
-    assert [command.rank for command in commands if isinstance(command, s.Evict)] == [4]
-
-
-def test_if_all_right_ones_are_lost_before_it_is_healed_the_stage_is() -> None:
-    state, _ = checked(running(Checks("heal"), live=(0, 1, 2, 3, 4)), 0, {0: B})
-    state, _ = feed(state, s.Lost(2, "gone"), s.Lost(4, "gone"))
-    state, _ = feed(state, *(status_report(rank, state.generation.number, 1) for rank in state.roster.ranks))
-    assert isinstance(state.outcome, s.StageLost)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, 5), (7, 7)])

@@ -36,7 +36,7 @@ OTHERS: dict[str, Any] = {
     "recovery.rebalance": "never",
     "recovery.start_timeout": 30.0,
     "recovery.machine_error_retries": 0,
-    "verification.on_corruption": "heal",
+    "verification.on_corruption": "raise",
     "verification.checksum_every": 7,
     "verification.verify": 0.01,
     "heartbeat.timeout": 2.0,
@@ -68,7 +68,7 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
     assert (options.heartbeat_timeout, options.last_holder_timeout) == (2.0, 60.0)
     assert options.coordinator_timeout == 20.0
     assert options.recovery == RecoveryOptions(rebalance="never", start_timeout=30.0, machine_error_retries=0)
-    assert options.verification == VerificationOptions("heal", 7, 0.01)
+    assert options.verification == VerificationOptions("raise", 7, 0.01)
     assert options.drift == DriftOptions(0.1, 10, 100)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from support.training import TOLERANCE, failures, fit, plain_loop
 from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a quarantine of its own, in the folder that it runs in."""
-    monkeypatch.chdir(tmp_path)
 
 
 class Turning(nn.Module):

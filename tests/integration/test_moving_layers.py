@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -124,10 +123,7 @@ def test_layers_that_draw_move_among_three_stages() -> None:
 
 
 @pytest.mark.parametrize("culprit", [(1, 0), (1, 1)])
-def test_computations_are_checked_after_layers_have_moved(
-    culprit: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # for the quarantine
+def test_computations_are_checked_after_layers_have_moved(culprit: tuple[int, int]) -> None:
     run = exact_fit(
         Regression().double(),
         3,

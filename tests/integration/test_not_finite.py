@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,12 +12,6 @@ from support.training import TOLERANCE, committed_steps, difference, fit, plain_
 from torch import Tensor, nn
 
 STEP = 4
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a quarantine of its own, in the folder that it runs in."""
-    monkeypatch.chdir(tmp_path)
 
 
 def told(run: L.Trainer) -> list[tuple[int, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,12 +16,6 @@ from lightning_recycle.callbacks import Fault
 TOLERANCE = 1e-10
 LENGTH = 14  # steps
 DATA = dataset(GLOBAL_BATCH * LENGTH)
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a quarantine of its own, in the folder that it runs in."""
-    monkeypatch.chdir(tmp_path)
 
 
 class WrongReplacement(L.Callback):

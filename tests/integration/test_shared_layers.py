@@ -185,8 +185,7 @@ def test_checkpoints_go_on_on_any_grid(tmp_path: Path, name: str, sharded: bool)
 
 @pytest.mark.long
 @pytest.mark.parametrize("culprit", [(1, 0), (1, 1)])
-def test_computations_are_checked(culprit: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # for the quarantine
+def test_computations_are_checked(culprit: tuple[int, int]) -> None:
     run = exact_fit(
         Regression().double(),
         3,

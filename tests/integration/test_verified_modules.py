@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -26,12 +25,6 @@ from lightning_recycle.runtime.checks import verification
 
 VERIFY = {"verify": 1.0, "checksum_every": 1}
 WRONG = Fault("bitflip", 1, 0, step=3, microbatch=checked_microbatch(3, 3), target="activation")
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a quarantine of its own, in the folder that it runs in."""
-    monkeypatch.chdir(tmp_path)
 
 
 def events(run: L.Trainer, kind: str) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Checks cost a thousandth of the time, and what they compare is what a heal copies."""
+"""Checks cost a thousandth of the time, and find a wrong bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.control.protocol.messages import Checked
-from lightning_recycle.session.replica_checks import FIRST_INTERVAL, StateChecks, load_stage_state, stage_state
+from lightning_recycle.session.replica_checks import FIRST_INTERVAL, StateChecks
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -41,7 +41,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> Checked:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_who_takes_over_a_peers_state_holds_its_bits_and_goes_on_like_it(make: object, dtype: torch.dtype) -> None:
+def test_a_wrong_bit_of_parameters_or_optimizer_states_is_seen(make: object, dtype: torch.dtype) -> None:
     right, wrong = trained(make, 3, dtype), trained(make, 3, dtype)
     assert check(*right) == check(*wrong)
     with torch.no_grad():
@@ -51,8 +51,6 @@ def test_who_takes_over_a_peers_state_holds_its_bits_and_goes_on_like_it(make: o
     state = next(iter(wrong[1].state.values()))
     next(value for value in state.values() if isinstance(value, torch.Tensor)).add_(1)
     assert check(*right).sums["optimizer state"] != check(*wrong).sums["optimizer state"]
-    load_stage_state(wrong[0], [wrong[1]], stage_state(right[0], [right[1]]))
-    assert check(*right) == check(*wrong)
 
 
 def clock(times: Iterator[float]) -> object:

@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.joining.admission import Admission, Place, Readmission, describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
-from lightning_recycle.control.joining.vacancies import Quarantine, Vacancies
+from lightning_recycle.control.joining.vacancies import Vacancies
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import Place as ShownPlace
@@ -62,6 +63,7 @@ _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its la
 _SIGNS = 4  # of life, in the time after which workers give this coordinator up
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
+_WRONG_STATES = 2  # at a position, after which its device is not used again: a bit of a good memory flips now and then
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
 Positions: TypeAlias = Mapping[int, tuple[str, int] | None]
@@ -90,7 +92,6 @@ class Coordinator:
             the machine and process id of who is there, or is about to join; None where a position is empty. For whoever
             brings workers and must be asked for them.
         takes_results: whether somebody takes the results from the outcome of the run.
-        quarantine: the devices that are out, and which of them are found wrong.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -113,7 +114,6 @@ class Coordinator:
         journal: Journal | None = None,
         on_positions: Callable[[Positions], None] | None = None,
         takes_results: bool = True,
-        quarantine: Quarantine | None = None,
     ) -> None:
         self.grid = grid
         self.options = options or CoordinatorOptions()
@@ -155,8 +155,7 @@ class Coordinator:
         self._done = threading.Event()
         self._closing = False
         self._deserted = False
-        self._quarantine = quarantine or Quarantine(None)
-        self._absent: dict[int, str] = {}  # positions whose device is out
+        self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
         self._started: dict[int, WorkerProcess] = {}  # of the first roster
         self._end_wanted = False
         self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
@@ -212,11 +211,11 @@ class Coordinator:
             **self._history.counters,
         }
 
-    def start(self, processes: Mapping[int, WorkerProcess], absent: Mapping[int, str] = MappingProxyType({})) -> None:
+    def start(self, processes: Mapping[int, WorkerProcess]) -> None:
         """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
-        without a process. The positions ``absent`` stay empty; it says why.
+        without a process.
         """
-        self._started, self._absent = dict(processes), dict(absent)
+        self._started = dict(processes)
         if processes:
             self._watch.begin_start(time.monotonic())
         if self._owns_reception:
@@ -284,8 +283,6 @@ class Coordinator:
         try:
             for rank, process in self._started.items():
                 self._workers.watch_exit(rank, process)
-            for rank, cause in self._absent.items():
-                self._handle(protocol.Lost(rank, cause))
             self._reception.serve(self._entrance.greet, self._on_wake)
             last_tick = time.monotonic()
             if self._entrance.has_ended_before:
@@ -466,7 +463,11 @@ class Coordinator:
         if self._state.generation.number < 0:
             return
         for rank in self._state.vacant:
-            if self._has_candidate(rank) or rank in self._absent or not self._vacancies.may_start(rank, now):
+            if (
+                self._has_candidate(rank)
+                or self._wrong[rank] >= _WRONG_STATES
+                or not self._vacancies.may_start(rank, now)
+            ):
                 continue
             if self.options.recovery.max_restarts:
                 self._history.add("restarting", self._state, rank)
@@ -770,16 +771,9 @@ class Coordinator:
             record = replace(record, details={**record.details, "plan": self._plans.source, **self._plans.reasons()})
         self._history.record(record, self._state)
         if record.kind == "corruption" and record.rank is not None:
-            self._isolate(record.rank, record)
+            self._wrong[record.rank] += _WRONG_STATES if record.details["proof"] == "computation" else 1
         if record.kind == "step":
             self._plans.stepped(self._history.step_seconds)
-
-    def _isolate(self, rank: int, record: protocol.Record) -> None:
-        """Puts the device of a worker that was found wrong into quarantine; its position stays empty if it is out."""
-        host, device = self._history.process_at(rank)[0], str(record.details["device"])
-        self._quarantine.add(host, device, record.step, record.details)
-        if self._quarantine.holds(host, device):
-            self._absent[rank] = self._quarantine.why(device)
 
     def _finish(self, outcome: protocol.Outcome) -> None:
         if self._state.outcome is None:

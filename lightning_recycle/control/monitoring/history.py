@@ -71,8 +71,8 @@ class Event:
             ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of
             tensors on CUDA, else of its process), or None. "corruption": a worker (None if nothing says which) holds
             other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
-            wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``. "healed": it has
-            taken over a peer's state. "disputed": a worker got other bits than the peer that it checked.
+            wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``.
+            "disputed": a worker got other bits than the peer that it checked.
             "outvoted": it had joined the training, and most others hold another value of what must be the same:
             ``details["cause"]``; ``details["stays_empty"]``: whether nobody takes its position any more.
             "incomparable": computations cannot be compared in this run. "not_finite": a loss or a gradient is not

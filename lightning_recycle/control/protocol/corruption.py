@@ -9,7 +9,6 @@ A worker also computes a micro-batch of a peer once more now and then, and must 
 workers of the stage compute it, and vote (:func:`decide`).
 
 Contract: workers are compared only by what they told of one step, so it does not matter how far apart they are.
-Whoever is found wrong counts as no holder of its stage from then on, until it has a peer's state.
 
 Must not know: how checksums are made, what a device is.
 """
@@ -29,7 +28,6 @@ __all__ = [
     "FINITE",
     "IS_FINITE",
     "MAX_EXCUSED",
-    "MAX_HEALS",
     "NOT_FINITE",
     "POLICIES",
     "Checks",
@@ -42,12 +40,8 @@ __all__ = [
     "own_error",
 ]
 
-POLICIES = ("evict", "heal", "raise")
+POLICIES = ("evict", "raise")
 """What follows for a worker that holds wrong bits."""
-
-MAX_HEALS = 2
-"""How often a position takes over a peer's state because its own was wrong; a device that errs again is not well."""
-
 
 FINITE = "finite"
 """The name under which a worker tells whether what it computed is finite, where that is the question."""
@@ -200,8 +194,6 @@ class Checks:
         told: checksums that were not compared yet: step -> rank -> what it told.
         planned: the step after which workers check next, as far as it was decided; -1 if it was not.
         agreed: the newest step after which all workers that told of it held the same bits as their peers; -1 for none.
-        healing: live ranks that hold wrong bits and are to take over a peer's state.
-        heals: how often each rank has been found wrong and healed.
         dispute: the computation that two workers got different bits for, until it is decided who was wrong.
         comparable: whether computations can be compared bit by bit in this run.
         inspects: the step in which workers look where values begin that are not finite; -1 for none.
@@ -214,8 +206,6 @@ class Checks:
     told: Mapping[int, Mapping[int, Checked]] = field(default_factory=dict)
     planned: int = -1
     agreed: int = -1
-    healing: frozenset[int] = frozenset()
-    heals: Mapping[int, int] = field(default_factory=dict)
     dispute: Dispute | None = None
     comparable: bool = True
     inspects: int = -1
@@ -240,17 +230,3 @@ class Checks:
     def is_announced_by(self, step: int) -> bool:
         """Whether the loss of ``step`` announces a check at the end of the next step."""
         return self.planned == step + 1
-
-    def may_heal(self, rank: int) -> bool:
-        """Whether ``rank`` may take over a peer's state once more."""
-        return self.policy == "heal" and self.heals.get(rank, 0) < MAX_HEALS
-
-    def heal(self, rank: int) -> Checks:
-        """With ``rank`` to be healed at the next step boundary."""
-        if rank in self.healing:
-            return self
-        return replace(self, healing=self.healing | {rank}, heals={**self.heals, rank: self.heals.get(rank, 0) + 1})
-
-    def without(self, ranks: Collection[int]) -> Checks:
-        """Without ``ranks``, which are lost or have the right state."""
-        return replace(self, healing=self.healing.difference(ranks)) if not self.healing.isdisjoint(ranks) else self

@@ -1,9 +1,8 @@
 """Response to wrong bits and to values that are not finite. Pure.
 
 Checks: a check is over when all live workers have applied its step: then their checksums are compared
-(:mod:`~lightning_recycle.control.protocol.corruption`). A worker that is found wrong is evicted; or it takes over the
-state of a peer at the next step boundary, in a generation of the same workers; or the run ends. If nothing says who is
-right, the stage has no state that can be trusted, and counts as lost.
+(:mod:`~lightning_recycle.control.protocol.corruption`). A worker that is found wrong is evicted, or the run ends. If
+nothing says who is right, the stage has no state that can be trusted, and counts as lost.
 
 Values that are not finite: a worker that meets a NaN or an infinity (NotFinite) stops, so the step is not committed. In
 the next generation the step is *inspected*: a worker that makes such a value of finite ones disputes its own result,
@@ -48,7 +47,6 @@ from lightning_recycle.control.protocol.state import (
 __all__ = [
     "add_checked",
     "call_vote",
-    "choose_healers",
     "compare",
     "on_disputed",
     "on_incomparable",
@@ -96,21 +94,18 @@ def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) ->
     rank, what = culprit.rank, " and ".join(culprit.kinds)
     peers = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
     cause = f"after step {step} its {what} differ from those of its peers {peers}, which are equal"
-    heals = state.checks.may_heal(rank)
     details = {
         "cause": cause,
         "kind": what,
         "proof": "state",
         "device": culprit.device,
         "since": since,
-        "then": "healed" if heals else "ended" if state.checks.policy == "raise" else "evicted",
+        "then": "ended" if state.checks.policy == "raise" else "evicted",
     }
     record = Record("corruption", step, rank, details)
     if state.checks.policy == "raise":
         outcome = Failed(f"Worker {state.grid.worker(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
         return state.updated(outcome=outcome), (record, outcome)
-    if heals:
-        return state.updated(checks=state.checks.heal(rank)), (record,)
     return state, (record, Evict(rank, cause))
 
 
@@ -137,8 +132,7 @@ def _contaminated(since: int, step: int) -> str:
         f"{before[0].upper()}{before[1:]}, so what was computed since, up to step {step}, may be wrong. A device whose"
         " memory or arithmetic errs does this, and so do hooks or callbacks that change weights on some workers only,"
         " or optimizers that are not deterministic. Start again from a checkpoint that is older than that;"
-        " VerificationOptions(on_corruption='evict') or 'heal' goes on without the worker, or with a peer's state,"
-        " where a majority says what is right."
+        " VerificationOptions(on_corruption='evict') goes on without the worker where a majority says what is right."
     )
 
 
@@ -176,22 +170,6 @@ def _begin_if_decided(state: MembershipState, found: Next | None) -> Next:
     if found is None or is_open or any(isinstance(command, Evict) for command in found[1]):
         return (state, ()) if found is None else found
     return begin_unless_over(state, found)
-
-
-# ---------------------------------------------------------------------- healing
-
-
-def choose_healers(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> dict[int, int]:
-    """For each worker that can be healed in this generation, a peer with the right state. All of them are between two
-    steps; otherwise they wait for the next boundary.
-    """
-    between = {rank for rank, status in statuses.items() if (status.version, status.tells_of) == (version, None)}
-    found: dict[int, int] = {}
-    for rank in state.checks.healing & between:
-        healers = state.holders(state.stage_of(rank)) & between
-        if healers:
-            found[rank] = min(healers)
-    return found
 
 
 # ---------------------------------------------------------------------- computations

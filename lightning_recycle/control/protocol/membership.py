@@ -187,13 +187,12 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
         donors[rank] = min(holders)
     commits, settled = _known_commits(state, statuses, decision.version)
-    heals = corruption_response.choose_healers(state, statuses, decision.version)
     state, vote, excused = corruption_response.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     step = decision.version if settled else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
     state = state.with_generation(regrouping=False, committed=step if settled else -1).with_steps(answered=answered)
-    state = state.updated(has_resumed=True, checks=state.checks.without(heals))
+    state = state.updated(has_resumed=True)
     cuts, roster = state.layout.cuts, state.roster.ranks
     resume = messages.Resume(
         state.generation.number,
@@ -206,7 +205,6 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         cuts=cuts,
         becomes=state.generation.becomes,
         strangers=tuple(sorted(rank for rank in joining if cuts and reports[rank].cuts != cuts)),
-        heals=heals,
         vote=vote,
         inspects=state.checks.inspects,
         excused=state.checks.excused,
@@ -217,8 +215,7 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         "redone": any(report.begun >= decision.version for report in reports.values()),
     }
     resumed = Record("resumed", decision.version, None, details)
-    healed = tuple(Record("healed", decision.version, rank, {"donor": donor}) for rank, donor in sorted(heals.items()))
-    return state, (Send(roster, resume), resumed, *healed, *excused)
+    return state, (Send(roster, resume), resumed, *excused)
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:

@@ -797,8 +797,6 @@ class Resume:
     """If not empty: no step runs in this generation. All get what they lack of this layout, besides what they have."""
     strangers: tuple[int, ...] = ()
     """The ranks that join with another layout."""
-    heals: Mapping[int, int] = field(default_factory=dict)
-    """For each rank whose state is wrong, the peer whose parameters and optimizer state it takes over."""
     vote: Vote | None = None
     """What some compute before anything else, while the others wait for the next generation."""
     inspects: int = -1

@@ -508,7 +508,7 @@ class MembershipState(_Updatable):
 
     def without(self, ranks: Collection[int]) -> MembershipState:
         """The state without the workers ``ranks``."""
-        return self.updated(roster=self.roster.without(ranks), checks=self.checks.without(ranks))
+        return self.updated(roster=self.roster.without(ranks))
 
     def stage_of(self, rank: int) -> int:
         return self.grid.worker(rank).stage
@@ -525,7 +525,7 @@ class MembershipState(_Updatable):
 
     def holders(self, stage: int) -> frozenset[int]:
         """The live ranks that have the state of ``stage``."""
-        with_state = self.roster.live - self.roster.joining - self.checks.healing
+        with_state = self.roster.live - self.roster.joining
         return frozenset(rank for rank in with_state if self.stage_of(rank) == stage)
 
 

@@ -79,7 +79,7 @@ def pause_if_wanted(state: MembershipState) -> Next:
     if now.number < 0 or now.regrouping or now.pause is not None or now.becomes or state.roster.joining:
         return state, ()
     is_layout_due = state.layout.wanted is not None
-    if not any(_wanted(state)) and now.plan is None and not is_layout_due and not state.checks.healing:
+    if not any(_wanted(state)) and now.plan is None and not is_layout_due:
         return state, ()
     state = state.with_generation(pause=Pause(now.pauses))
     return state, (Send(state.roster.ranks, messages.Pause(now.number, now.pauses)),)
@@ -137,7 +137,7 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
         return state, ()
     enter, leave = _wanted(state)
     commands: list[Command] = [Record("paused", event.step)]
-    if layout is not None and not (enter or leave or state.checks.healing):
+    if layout is not None and not (enter or leave):
         return after(tuple(commands), generation.begin(state, layout.cuts))
     if plan is not None and not (enter or leave):
         commands.append(Record("replanned", event.step, None, plan.details))

@@ -305,29 +305,12 @@ class Executor:
             else:
                 self._carry_out(action, resume, commits)
         runner.finite.follow(resume.inspects, resume.excused)
-        self._repair_states(resume.heals)
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
         if runner.guesses is not None and runner.guesses.unsettled:  # the others have yet to report the step
             runner.guesses.tell(self.version - 1, runner.payload, guesses=True)
         if resume.becomes:
             self._get_ready(resume)
-
-    def _repair_states(self, heals: Mapping[int, int]) -> None:
-        """This worker's part in ``heals``: by rank of each worker that holds wrong bits, the peer that gives it its
-        parameters and optimizer state. All of them hold the parameters of the same step.
-        """
-        rank = self._client.rank
-        if rank in heals:
-            with self._client.waiting("the state of a peer"):
-                state = receive_object(self._communicator, heals[rank])
-            with self._client.busy("taking over the state of a peer"):
-                self._callbacks.load_stage_state(state)
-            log.warning("This worker held wrong bits, and has taken over the state of rank %d.", heals[rank])
-        with self._client.waiting("the transfer of state"):
-            for wrong, donor in sorted(heals.items()):
-                if donor == rank:
-                    send_object(self._communicator, self._callbacks.stage_state(), wrong)
 
     def _get_ready(self, resume: messages.Resume) -> None:
         """Exchanges layers with the workers of other stages; ends with another generation, which has the layout that
@@ -355,7 +338,7 @@ class Executor:
             if self.worker.stage in tied
         }
         rank = self._client.rank
-        exchanges: list[tuple[int, ...]] = [*resume.donors.items(), *resume.heals.items()]
+        exchanges: list[tuple[int, ...]] = [*resume.donors.items()]
         if resume.vote is not None:
             exchanges += [(resume.vote.recorder, voter) for voter in resume.vote.voters]
         transfers = {other for pair in exchanges if rank in pair for other in pair} | self._moving.partners(resume)

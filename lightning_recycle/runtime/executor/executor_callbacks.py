@@ -90,9 +90,3 @@ class ExecutorCallbacks(Protocol):
 
     def restore_snapshot(self, snapshot: Any) -> None:
         """Takes over what a peer's :meth:`take_snapshot` returned."""
-
-    def stage_state(self) -> Any:
-        """Returns what peers hold the same bits of: parameters and optimizer state."""
-
-    def load_stage_state(self, state: Any) -> None:
-        """Takes over what a peer's :meth:`stage_state` returned."""
