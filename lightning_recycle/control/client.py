@@ -108,7 +108,6 @@ class ControlClient(ActivityRecorder):
         self._address, self._authkey, self._patience = address, authkey, patience
         self._enrolled: messages.Enrolled | None = None
         self._is_away, self._came_back = False, 0.0  # whether there is no coordinator; when it was found again
-        self._silence: float | None = None
         self._connection = connect(address, authkey)
         self._changed = threading.Condition()
         self._leaving = False
@@ -425,15 +424,6 @@ class ControlClient(ActivityRecorder):
         )
         return verdict.agreed
 
-    def limit_silence(self, seconds: float) -> None:
-        """From now on this worker ends when the coordinator's machine has not answered for ``seconds``.
-
-        A coordinator that is merely stopped or busy does not count: its machine still answers.
-        """
-        with self._changed:
-            self._silence = seconds
-            self._connection.limit_silence(seconds)
-
     def leave(self, status: int = 0) -> None:
         """From now on a closed connection is no failure, and the heartbeat ends.
 
@@ -561,8 +551,6 @@ class ControlClient(ActivityRecorder):
             with self._changed:  # nothing is said in between: it would be said twice, or not at all
                 self._connection = connection
                 try:
-                    if self._silence is not None:
-                        connection.limit_silence(self._silence)
                     connection.send(self._first_words())
                 except OSError:
                     continue  # it is gone again

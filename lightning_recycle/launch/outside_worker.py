@@ -120,7 +120,6 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
     if patience:
         client.on_lost = partial(start_afresh, patience)
     assignment = client.await_assignment()
-    client.limit_silence(assignment.timeout)
     describe_process(partial(log_fields, client))
     returned = None
     with crashes_reported(client, shows=True):

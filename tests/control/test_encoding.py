@@ -104,7 +104,7 @@ def test_a_message_of_deeply_nested_lists_is_refused() -> None:
 
 
 def test_a_message_with_a_grid_that_cannot_be_is_refused() -> None:
-    body = bytes(encode(messages.Assign(0, 0, False, messages.Grid(2, 2, 2), 5.0)))[HEADER_BYTES:]
+    body = bytes(encode(messages.Assign(0, 0, False, messages.Grid(2, 2, 2))))[HEADER_BYTES:]
     with pytest.raises(BadMessageError, match=r"no Assign: .*pipelines"):
         decode(messages.Assign, body.replace(b"pipelines\x02", b"pipelines\x00"))
 

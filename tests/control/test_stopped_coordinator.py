@@ -16,7 +16,6 @@ from support.thread_client import ThreadClient
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
 KEY = "the key of this test"
-LIMIT = 1.0  # seconds without an answer of the coordinator's machine
 STOPPED = 4.0  # seconds
 QUIET = 3.0  # seconds of silence until workers give a coordinator up
 
@@ -46,8 +45,6 @@ def begun(address: tuple[str, int]) -> tuple[list[ThreadClient], list[Member]]:
     """Four workers after their first step."""
     clients = [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(4)]
     assert sorted(found.rank for found in together(*(client.await_assignment for client in clients))) == [0, 1, 2, 3]
-    for client in clients:
-        client.limit_silence(LIMIT)
     members = [Member(client, 2) for client in clients]
     together(*(member.join for member in members))
     together(*(member.step for member in members))

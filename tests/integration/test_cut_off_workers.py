@@ -62,7 +62,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     """A run that has begun its fifth step; the parameter is for how long the workers try to rejoin, in seconds."""
     near, far = Machine("n", "10.77.30.1"), Machine("f", "10.77.30.2")
     with with_a_cable(near, far):
-        served = coordinator(near, 1, "--timeout", str(TIMEOUT), "--start-timeout", "90")
+        served = coordinator(near, 1, "--timeout", str(TIMEOUT), "--coordinator-timeout", "8", "--start-timeout", "90")
         output = tmp_path / "trained.pt"
         environment = {
             "RECYCLE_COORDINATOR": f"{near.address}:{PORT}",

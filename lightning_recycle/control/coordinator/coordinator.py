@@ -449,9 +449,8 @@ class Coordinator:
             self.admit(rank, connection, replace(process, incarnation=incarnation), joining)
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
-        timeout = self.options.heartbeat_timeout
         told = self._setup, self._staggered, self._takes_results
-        return messages.Assign(rank, incarnation, joining, self.grid, timeout, *told)
+        return messages.Assign(rank, incarnation, joining, self.grid, *told)
 
     def _has_candidate(self, rank: int) -> bool:
         return self._workers.has(rank) or self._vacancies.is_starting(rank)

@@ -7,23 +7,20 @@ workers, so a worker that stops in the middle of a message, or takes none, must 
 next one by :func:`connections`.
 
 Contract: what breaks a connection is an OSError or EOFError, what is no message a
-:class:`~lightning_recycle.control.protocol.encoding.BadMessageError`; after either it is to be closed. A peer whose
-machine does not answer breaks it too, in the time of :meth:`MessageConnection.set_answer_timeout`: the kernel of a
-process that is merely stopped still answers. So a worker also counts how long the coordinator has been silent: it
+:class:`~lightning_recycle.control.protocol.encoding.BadMessageError`; after either it is to be closed. The coordinator
 sends a sign of life to all at least every :data:`SIGN_SECONDS`, and with it for how long it may be silent
-(:meth:`MessageConnection.limit_quiet`).
+(:meth:`MessageConnection.limit_quiet`). The machine of a worker that does not answer breaks the connection, too: the
+kernel of a process that is merely stopped still answers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import random
 import select
 import socket
 import struct
-import termios
 import threading
 import time
 from collections import deque
@@ -53,9 +50,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 30.0  # until a machine that does not answer counts as gone, if nobody knows better
-_LONG_ANSWER_SECONDS = 600.0  # likewise, while so much is under way that a stopped process cannot take it
-_LARGE = 32 << 10  # bytes; less than any receive buffer
+_ANSWER_SECONDS = 30.0  # until a worker's machine that does not answer counts as gone
 _READ = 64 << 10  # bytes
 _LONG_READ = 1 << 20  # bytes, of a message that is known to have as many
 
@@ -75,28 +70,13 @@ class _Socket:
     def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
         self.inbox = inbox
         self._socket = sock
-        self._over_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-        if self._over_tcp:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def local_host(self) -> str:
         """The address of this end."""
         return str(self._socket.getsockname()[0])
-
-    def set_answer_timeout(self, seconds: float) -> None:
-        """Breaks the connection when the other machine has not answered for ``seconds``.
-
-        Also when nothing is sent, and whatever its processes do: the kernel answers.
-        """
-        if not self._over_tcp:
-            return
-        options = {"TCP_USER_TIMEOUT": max(1, int(seconds * 1000)), "TCP_KEEPIDLE": max(1, int(seconds / 2))}
-        options["TCP_KEEPINTVL"] = max(1, int(seconds / 6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in options.items():
-            if hasattr(socket, name):  # not on every system; there the connection breaks later
-                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -107,34 +87,36 @@ class _Socket:
         self._socket.close()
 
 
+def _break_without_answer(sock: socket.socket) -> None:
+    """Breaks the connection when the other machine has not answered for a while, also when nothing is sent, and
+    whatever its processes do: the kernel answers.
+    """
+    options = {"TCP_USER_TIMEOUT": 1000 * _ANSWER_SECONDS, "TCP_KEEPIDLE": _ANSWER_SECONDS / 2}
+    options["TCP_KEEPINTVL"] = _ANSWER_SECONDS / 6
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):  # not on every system; there the connection breaks later
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
+
+
 class MessageConnection(_Socket):
     """A worker's end; :meth:`send` may be called from any thread, :meth:`receive` from one.
 
     Args:
         sock: a connected socket, which blocks.
         inbox: what may arrive.
-        answer_timeout: seconds, see :meth:`set_answer_timeout`.
         quiet: seconds, see :meth:`limit_quiet`.
 
     Attributes:
         heard: when something last arrived, in seconds of the monotonic clock.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        inbox: Inbox,
-        answer_timeout: float = _ANSWER_SECONDS,
-        quiet: float = _QUIET_SECONDS,
-    ) -> None:
+    def __init__(self, sock: socket.socket, inbox: Inbox, quiet: float = _QUIET_SECONDS) -> None:
         super().__init__(sock, inbox)
         self.heard = time.monotonic()
         self._quiet = 0.0
         self.limit_quiet(quiet)
         self._send_lock = threading.Lock()
-        self._answer_timeout = answer_timeout
-        self._is_patient = False
-        self.set_answer_timeout(answer_timeout)
 
     def limit_quiet(self, seconds: float) -> None:
         """From now on :meth:`receive` gives the other side up when nothing has arrived for ``seconds``."""
@@ -143,15 +125,6 @@ class MessageConnection(_Socket):
         self._quiet, look = seconds, max(1e-3, seconds / _LOOKS)
         option = struct.pack("ll", int(look), int(look % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, option)
-
-    def limit_silence(self, seconds: float) -> None:
-        """Sets the answer timeout of this end. It does not count while a large message is under way: a stopped process
-        takes nothing once its buffer is full, and the kernel then treats it like a machine that is gone.
-        """
-        with self._send_lock:
-            self._answer_timeout = seconds
-            self._is_patient = False
-            self.set_answer_timeout(seconds)
 
     def abandon(self) -> None:
         """Closes it, also while another thread uses it."""
@@ -167,18 +140,7 @@ class MessageConnection(_Socket):
     def send_bytes(self, frame: bytes | bytearray) -> None:
         """Sends the bytes of one or more frames; raises OSError when the other side is gone."""
         with self._send_lock:
-            if len(frame) > _LARGE and not self._is_patient:
-                self._is_patient = True
-                self.set_answer_timeout(max(_LONG_ANSWER_SECONDS, self._answer_timeout))
-            elif self._is_patient and len(frame) <= _LARGE and not self._unacknowledged():
-                self._is_patient = False
-                self.set_answer_timeout(self._answer_timeout)
             self._socket.sendall(frame)
-
-    def _unacknowledged(self) -> int:
-        """Bytes that the other machine has not confirmed."""
-        found = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
-        return int(struct.unpack("i", found)[0])
 
     def receive(self) -> Any:
         """Blocks for the next message; raises EOFError or OSError when the other side is gone, and BadMessageError."""
@@ -210,7 +172,8 @@ class NonBlockingConnection(_Socket):
     def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
         super().__init__(sock, inbox)
         sock.setblocking(False)
-        self.set_answer_timeout(_ANSWER_SECONDS)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            _break_without_answer(sock)
         self.unsent_since: float | None = None
         self._unsent: deque[memoryview] = deque()
 

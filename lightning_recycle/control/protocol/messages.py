@@ -663,7 +663,6 @@ class Assign:
         incarnation: how many processes held it before.
         joining: whether the training has begun.
         grid: the grid of the run.
-        timeout: seconds without an answer of the coordinator's machine after which the worker is cut off.
         setup: what the launching process passes to it; None from a coordinator without one.
         staggered: whether a stage may step before the others hold their gradients.
         takes_results: whether somebody wants what workers deliver in the end.
@@ -673,7 +672,6 @@ class Assign:
     incarnation: int
     joining: bool
     grid: Grid
-    timeout: float
     setup: Payload | None = None
     staggered: bool = True
     takes_results: bool = False
