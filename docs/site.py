@@ -14,7 +14,11 @@ from mkdocs.structure.files import File, Files
 __all__ = ["on_files", "on_page_markdown", "on_post_build"]
 
 _ROOT = Path(__file__).parents[1]
-_ELSEWHERE = {"results.md": "benchmarks/RESULTS.md", "changelog.md": "CHANGELOG.md"}
+_ELSEWHERE = {
+    "results.md": "benchmarks/RESULTS.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+}
 """Pages of the site whose source is not in docs/, by their name in the site."""
 
 _LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}

@@ -7,7 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = ["../README.md", *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
+PAGES = [
+    "../README.md",
+    "../CONTRIBUTING.md",
+    *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")),
+]
 
 _FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
 

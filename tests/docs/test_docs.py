@@ -32,8 +32,9 @@ SOURCE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 
 # ---------------------------------------------------------------------- python
 
-RUN_PAGES = ["checkpoints.md", "choosing_a_grid.md", "data.md", "faults.md", "getting_started.md", "index.md"]
-RUN_PAGES += ["machines.md", "operations.md", "ordinary_modules.md", "pipeline_modules.md", "several_stages.md"]
+RUN_PAGES = ["../README.md", "../CONTRIBUTING.md", "checkpoints.md", "choosing_a_grid.md", "data.md", "faults.md"]
+RUN_PAGES += ["index.md", "machines.md", "operations.md", "ordinary_modules.md", "pipeline_modules.md"]
+RUN_PAGES += ["several_stages.md", "tutorial.md"]
 """Pages whose blocks without a title are executed too, each for itself; they build things and start nothing."""
 
 OUTPUTS: dict[str, list[str] | None] = {
