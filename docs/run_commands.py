@@ -23,6 +23,8 @@ ELSEWHERE = {
     r"make test\b": "what CI runs",
     r"make chaos$": "half an hour; benchmarks/RESULTS.md has its results",
     r"lightning_suite|pytorch-lightning": "needs a clone of Lightning: tests/benchmarks/test_lightning_suite.py",
+    r"^pip install": "tests/test_packaging.py",
+    r"kubectl|pdsh": "needs the machines that it names",
     r"make install": "a clone without an environment makes it: CI's first step",
     r"10\.0\.0\.1|recycle-run|RECYCLE_COORDINATOR|RECYCLE_KEY|torchrun|srun|SBATCH|#!/bin/bash": "needs the machines "
     "that it names: tests/integration/test_workers_from_outside.py and test_several_machines.py",
