@@ -240,22 +240,23 @@ class TrainingSteps:
 
     def describe_step(self, step: int) -> Facts:
         trainer = self._trainer
-        everywhere: dict[str, float] = {
+        counters: dict[str, float] = {
             "trainer.global_step": trainer.global_step,
             "trainer.current_epoch": trainer.current_epoch,
         }
+        inputs: dict[str, float] = {}
         if digest_of_data := self._handle.loader.digest(self._handle):
-            everywhere["the digest of the samples read so far, the same for every process that reads,"] = digest_of_data
+            inputs["the digest of the samples read so far, the same for every process that reads,"] = digest_of_data
         if self.stop_requests.agreed:
-            everywhere["trainer.should_stop"] = trainer.should_stop
+            counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
         if (scaler := scaler_of(trainer)) is not None:
-            everywhere["loss scale"] = scaler.get_scale()
+            inputs["loss scale"] = scaler.get_scale()
         checked = None
         if self._checks.is_due(step) and self.executor.is_settled:
             with self._client.busy("a check of the parameters"):
                 checked = self._checks.check(step, self._module, self._optimizers)
-        return Facts(everywhere, options, checked)
+        return Facts(counters, options, checked, inputs)
 
     def must_know(self, step: int) -> bool:
         return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)

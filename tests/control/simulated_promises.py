@@ -425,6 +425,9 @@ class Promises:
                 self._check_irreparable(state.generation.broken_pairs, state)
             if self._cannot_be_repaired:
                 return
+            strayed = [w for w in self.members.values() if w.strayed is not None and w.rank in state.roster.live]
+            if any(sum(rank % self.grid.stages == w.stage for rank in state.roster.live) < 3 for w in strayed):
+                return  # nothing says who is right
         if isinstance(outcome, Crashed) and self._is_own:
             return
         if isinstance(outcome, Finished) and 0 <= self.bug_step < self.steps:

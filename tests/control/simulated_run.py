@@ -119,6 +119,7 @@ class Run:
         plans_late: whether the last report of a generation is held while its plan is made.
         layouts: whether layers move.
         checks: whether workers check each other's computations in some steps, of which some are wrong.
+        strays: whether workers that join have other values than the others after some step.
     """
 
     def __init__(
@@ -131,11 +132,14 @@ class Run:
         plans_late: bool = False,
         layouts: bool = False,
         checks: bool = False,
+        strays: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
         self.trace = trace
         self.grid = self.chance.choice(GRIDS)
+        if strays:  # somebody must be right
+            self.grid = random.Random(f"grid {seed}").choice([grid for grid in GRIDS if grid.pipelines > 2])
         self.commits = self.random() < 0.3
         self.whole = self.grid.stages == 1 and random.Random(f"whole {seed}").random() < 0.5
         self.commits = self.commits or self.whole
@@ -149,9 +153,10 @@ class Run:
         self.guesses = self.guesses and not checks
         self._checked = frozenset(step for step in range(4) if self._checking and self._checking.random() < 0.7)
         self._spoiled: set[tuple[int, int]] = set()  # generations and steps in which a worker has erred
+        self._straying = random.Random(f"strays {seed}") if strays else None
         self.steps = self.chance.choice((2, 3, 3, 4))
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
-        self.duplicates = self.random() < 0.5
+        self.duplicates = self.random() < 0.5 and not strays  # losses count in whichever generation they come
         self.now = 0.0
         self.state: MembershipState = initial_state(self.grid, random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)))
         self.facts: dict[Fact, Any] = {}
@@ -178,7 +183,7 @@ class Run:
         self._workers: list[SimulatedWorker] = []
         self._connections: dict[int, SimulatedWorker] = {}
         self.promises = Promises(self.grid, self.steps, self._connections)
-        self._spawns_left = self.chance.choice((0, 2, 4))
+        self._spawns_left = self.chance.choice((0, 2, 4)) + 2 * strays
         self._up: dict[int, float] = defaultdict(float)  # when the newest message of a connection arrives, by process
         self._down: dict[int, float] = defaultdict(float)
         self._cut: set[int] = set()  # processes whose connection is broken
@@ -476,7 +481,12 @@ class Run:
             self._told_at_the_end = self.state.outcome
         self._burn()
         has_revived = was_returning and self.state.returned is None
-        if evicted := [command.rank for command in commands if isinstance(command, Evict)]:
+        outvoted = {command.rank for command in commands if isinstance(command, Record) and command.kind == "outvoted"}
+        for rank in outvoted:
+            if rank in self._connections and self._connections[rank].strayed is None:
+                raise Violation(f"{self._connections[rank]} is evicted, and has the values of the others")
+        ranks = [command.rank for command in commands if isinstance(command, Evict)]
+        if evicted := [rank for rank in ranks if rank not in outvoted]:
             self.met["evicted"] += len(evicted)
             if isinstance(event, messages.Raised) or has_revived:
                 self.met["evicted after an exception"] += 1
@@ -489,7 +499,7 @@ class Run:
                 self.promises.on_all_returned(self.state)
             judged = command.message if isinstance(command, Send) else None
             is_raised = isinstance(event, messages.Raised) or has_revived
-            if isinstance(command, Evict) and is_raised:
+            if isinstance(command, Evict) and is_raised and command.rank not in outvoted:
                 self.promises.on_verdict(self._raised_by(command.rank, event), EVICTED, self.state)
             elif isinstance(command, Send) and isinstance(judged, messages.Judged):
                 self.promises.on_verdict(self._raised_by(command.ranks[0], event), judged, self.state)
@@ -933,6 +943,20 @@ class Run:
     def is_spoiled(self, worker: SimulatedWorker, step: int) -> bool:
         return (worker.generation, step) in self._spoiled
 
+    def strays(self, worker: SimulatedWorker, step: int) -> bool:
+        """Whether it has other values than the others from ``step`` on; only where a majority is left."""
+        if self._straying is None or not worker.joins or self._straying.random() > 0.5:
+            return False
+        peers = [w for w in self._workers if w.alive and w.stage == worker.stage and w.has_state]
+        if len(peers) < 3 or any(w.strayed is not None for w in self._workers if w.alive):
+            return False
+        self._say(f"fault: {worker} has other values after step {step}")
+        self.met["strayed"] += 1
+        return True
+
+    def spoil(self, worker: SimulatedWorker, step: int) -> None:
+        self._spoiled.add((worker.generation, step))
+
     def has_bug(self, worker: SimulatedWorker, step: int) -> bool:
         return (worker.stage, step) == self._bug
 
@@ -1008,6 +1032,7 @@ def check_histories(
     plans_late: bool = False,
     layouts: bool = False,
     checks: bool = False,
+    strays: bool = False,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -1019,6 +1044,7 @@ def check_histories(
         plans_late: whether the last report of a generation may be held while its plan is made.
         layouts: whether layers move.
         checks: whether workers check each other's computations in some steps, of which some are wrong.
+        strays: whether workers that join have other values than the others after some step.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
@@ -1026,7 +1052,7 @@ def check_histories(
     met: Counter[str] = Counter()
     for seed in seeds:
         options = {"ends": ends, "stops": stops, "kills": kills, "plans_late": plans_late, "layouts": layouts}
-        run = Run(seed, checks=checks, **options)
+        run = Run(seed, checks=checks, strays=strays, **options)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:

@@ -112,6 +112,10 @@ class Network(Protocol):
 
     def is_spoiled(self, worker: SimulatedWorker, step: int) -> bool: ...
 
+    def strays(self, worker: SimulatedWorker, step: int) -> bool: ...
+
+    def spoil(self, worker: SimulatedWorker, step: int) -> None: ...
+
     def wants_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
 
     def may_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
@@ -231,6 +235,7 @@ class SimulatedWorker:
         self.is_told_to_wait = False
         self.just_joined = joins
         self.has_state = not joins
+        self.strayed: int | None = None  # the step since which it has other values than the others
         self.open = -1  # the step that all must have passed
         self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
         self.guesses = False  # whether it goes on without the answer to its commit of this step
@@ -600,6 +605,7 @@ class SimulatedWorker:
             case recovery.Give():
                 assert self.has_state, "it gives a state that it does not have"
                 assert self.version == version, "it gives the state of another step"
+                assert self.strayed is None, "it gives a state that is wrong"
                 assert not self.unsettled, "it gives a state that is a guess"
                 member = self.member
                 state = (list(self.parameters), self.position, member.next_collective, self.version, self.stop_agreed)
@@ -660,6 +666,8 @@ class SimulatedWorker:
         assert self.linked.issuperset((*plan.before, *plan.after, *plan.peers)), "it has no connection to some of them"
         self.place = (step, "program")
         self.network.begins(self, step)
+        if self.strayed is not None and step > self.strayed:
+            self.network.spoil(self, step)
         if self.network.has_bug(self, step):
             raise Mishap
         if part.awaits_peers:
@@ -843,7 +851,10 @@ class SimulatedWorker:
         self.shadow, self.version, self.reduced = step, step + 1, False
         self.payload, self.unsettled = (self.payload, True) if guess else (None, False)
         self.burn()
-        self.send(messages.Applied(self.rank, step, {}, {}, messages.Facts({"lr": 1.0}, {"lr": 1.0})))
+        if self.strayed is None and self.network.strays(self, step):
+            self.strayed = step
+        options = {"lr": 1.0 if self.strayed is None else 2.0}
+        self.send(messages.Applied(self.rank, step, {}, {}, messages.Facts(options, options)))
         self.is_past = False
 
     def gradient_of(self, step: int) -> int:

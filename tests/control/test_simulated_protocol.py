@@ -148,6 +148,13 @@ def test_no_stage_keeps_what_it_made_of_a_wrong_result(kills: bool) -> None:
     assert met["evicted after an error"] > SAMPLE / 20
 
 
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(kills: bool) -> None:
+    met = check_histories(range(SAMPLE), kills=kills, strays=True)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
+    assert met["outvoted"] > SAMPLE / 100
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("more", [{}, {"layouts": True}, {"stops": True}], ids=lambda more: "".join(more) or "checks")
@@ -425,6 +432,17 @@ CHECKS: list[tuple[str, Any, str, str, str]] = [
 ]
 """As above, in histories in which workers check each other's computations."""
 
+STRAYS: list[tuple[str, Any, str, str, str]] = [
+    ("a step is applied before the one before is compared", step_commit, "_sum_up",
+     "state.roster.newcomers and steps.version < step", "False"),
+    ("what a worker with other values took part in is kept", step_commit, "_vote", "doubt(state)", "state"),
+    ("what a lost one took part in is kept", membership, "_lose", "step_commit.doubt(state)", "state"),
+    ("nobody is told to drop that", generation, "begin",
+     "state.steps.unproven if state.steps.unproven >= state.steps.summed else -1", "-1"),
+    ("the wrong worker stays", step_commit, "_vote", "if not wrong:", "if True:"),
+]
+"""As above, in histories in which workers that join have other values than the others."""
+
 LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("the layout is forgotten", restart, "revived", "cuts=written.cuts", ""),
 ]
@@ -462,12 +480,13 @@ def assert_noticed(mutation: str) -> None:
     kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL)]
     layouts = mutation in [name for name, *_ in (*LAYOUTS, *LAYOUTS_REVIVAL)]
     checks = mutation in [name for name, *_ in CHECKS]
-    options = {"stops": stops, "kills": kills, "layouts": layouts, "checks": checks}
+    strays = mutation in [name for name, *_ in STRAYS]
+    options = {"stops": stops, "kills": kills, "layouts": layouts, "checks": checks, "strays": strays}
     with pytest.raises(Violation, match="history"):
         check_histories(range(first, first + HUNT), **options)
 
 
-ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *LAYOUTS, *LAYOUTS_REVIVAL, *CHECKS)
+ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *LAYOUTS, *LAYOUTS_REVIVAL, *CHECKS, *STRAYS)
 
 
 @pytest.mark.long

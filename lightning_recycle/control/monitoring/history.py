@@ -73,6 +73,8 @@ class Event:
             other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
             wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``.
             "disputed": a worker got other bits than the peer that it checked.
+            "outvoted": it had joined the training, and most others hold another value of what must be the same:
+            ``details["cause"]``; ``details["stays_empty"]``: whether nobody takes its position any more.
             "incomparable": computations cannot be compared in this run. "not_finite": a loss or a gradient is not
             finite; ``details`` have the ``cause``, and what ``then`` becomes of the step. Where a failure is being
             recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
@@ -242,6 +244,9 @@ class History:
             case "corruption":
                 self.counters["corruptions"] += 1
                 log.error("%s", corruption_line(self._grid, record))
+            case "outvoted":
+                stays = " Its position stays empty: a replacement would differ, too." if details["stays_empty"] else ""
+                log.error("Worker %s is evicted: %s.%s", self._grid.worker(record.rank or 0), details["cause"], stays)
             case "disputed":
                 log.warning(
                     "Worker %s got another %s of micro-batch %d of step %d than worker %s: all of their stage compute"

@@ -115,6 +115,8 @@ class Kept:
     after_step: AfterStep = AfterStep.GO_ON
     over: Over | None = None
     cuts: messages.Cuts = ()
+    newcomers: tuple[int, ...] = ()
+    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
@@ -125,6 +127,8 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
         roster.live,
         roster.leader,
         roster.joining,
+        roster.newcomers,
+        roster.outvoted,
         roster.causes,
         state.has_resumed,
         state.faults.raised,
@@ -154,6 +158,8 @@ def kept(state: MembershipState) -> Kept:
         state.steps.after_step,
         None if state.outcome is None else _over(state, state.outcome),
         state.layout.cuts,
+        tuple(sorted(state.roster.newcomers)),
+        state.roster.outvoted,
     )
 
 
@@ -183,6 +189,8 @@ def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
             joined=live,
             leader=written.leader,
             joining=frozenset(written.joining),
+            newcomers=frozenset(written.newcomers),
+            outvoted=written.outvoted,
             causes=written.causes,
         ),
         Generation(number, regrouping=True),
@@ -214,6 +222,7 @@ def rebuilt(state: MembershipState) -> Next:
         default=None,
     )
     summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
+    doubted = max((steps[-1] + 1 for steps in roster.outvoted.values()), default=-1)
     unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
     state = state.updated(
         generation=state.generation.updated(number=generation),
@@ -223,6 +232,7 @@ def rebuilt(state: MembershipState) -> Next:
             applied=applied,
             answered=state.steps.answered if known is None else (known.step, known.payloads),
             summed=summed,
+            unproven=summed if state.steps.unproven >= 0 else doubted,
         ),
         collectives=state.collectives.updated(next=max(one.next_collective for one in members.values())),
         faults=state.faults.updated(

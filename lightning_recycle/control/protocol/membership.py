@@ -121,6 +121,8 @@ def _begin_if_complete(state: MembershipState) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
+    if event.rank in state.roster.newcomers:
+        state = step_commit.doubt(state)
     state = state.without({event.rank}).with_faults(disturbances=0)
     state = state.with_roster(causes={**state.roster.causes, event.rank: event.cause})
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)

@@ -278,7 +278,8 @@ class Facts:
     """Numbers that a worker holds after a step, by name, to be compared.
 
     Args:
-        everywhere: equal on all workers, such as counters and the samples of the step.
+        everywhere: equal on all workers, such as counters.
+        inputs: equal on all workers, and the gradients of the step depend on them, such as the samples.
         stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
         checked: checksums that are equal within a stage, after some steps.
     """
@@ -286,6 +287,7 @@ class Facts:
     everywhere: Mapping[str, Number] = field(default_factory=dict)
     stage: Mapping[str, Number] = field(default_factory=dict)
     checked: Checked | None = None
+    inputs: Mapping[str, Number] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.schedule import Schedule
 
+MAX_OUTVOTED = 2
+"""Evictions for other values, after which a position stays empty: each replacement would be evicted, too."""
+
 RESULT = "result"
 """Name of the collective that delivers the results of the run; the coordinator keeps its payloads."""
 
@@ -254,10 +257,12 @@ class Roster(_Updatable):
         joined: the ranks that said hello.
         leader: the rank that speaks for the run; it does not change while that worker lives.
         joining: live ranks that do not have the state of their stage yet.
+        newcomers: live ranks that joined while the training was going on.
         ready: ranks of workers that wait to be let in.
         leaving: live ranks that want to leave.
         ending: those of them after which the run may end: once all live ranks are among them, it does.
         moves: for each rank that is to join, the live rank that leaves for it.
+        outvoted: by position, the steps after which workers were evicted because most others held other values.
         causes: why workers were lost, by rank.
     """
 
@@ -265,10 +270,12 @@ class Roster(_Updatable):
     joined: frozenset[int] = frozenset()
     leader: int = -1
     joining: frozenset[int] = frozenset()
+    newcomers: frozenset[int] = frozenset()
     ready: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
     ending: frozenset[int] = frozenset()
     moves: Mapping[int, int] = field(default_factory=dict)
+    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     causes: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -276,12 +283,18 @@ class Roster(_Updatable):
         """The live ranks in order."""
         return tuple(sorted(self.live))
 
+    @property
+    def barred(self) -> frozenset[int]:
+        """Positions that stay empty: their workers were wrong again and again."""
+        return frozenset(rank for rank, steps in self.outvoted.items() if len(steps) >= MAX_OUTVOTED)
+
     def without(self, ranks: Collection[int]) -> Roster:
         """The roster without the workers ``ranks``."""
         return self.updated(
             live=self.live.difference(ranks),
             joined=self.joined.difference(ranks),
             joining=self.joining.difference(ranks),
+            newcomers=self.newcomers.difference(ranks),
             leaving=self.leaving.difference(ranks),
             ending=self.ending.difference(ranks),
             moves={rank: mover for rank, mover in self.moves.items() if mover not in ranks},
@@ -352,11 +365,12 @@ class Steps(_Updatable):
         applied: the newest step that each worker has applied, by rank; -1 before the first.
         answered: step and payloads, by stage, of the newest commit that was answered.
         facts: for steps that not every live worker has applied: step -> stage, or None for what must be the same on
-            all -> values by the rank that reported them; only the first of equal ones.
+            all -> values by the rank that reported them; only the first of equal ones, while there are no newcomers.
         losses: for steps that are not complete: step -> global micro-batch -> loss.
         outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
         summed: the number of steps whose loss is known.
-        unproven: the newest step with losses that count once all live workers have passed it; -1 for none.
+        unproven: the newest step with losses that count once all live workers have passed it, or that a worker with
+            wrong values has taken part in; -1 for none.
         after_step: what all are to do after the next step whose losses become complete.
     """
 
@@ -489,7 +503,7 @@ class MembershipState(_Updatable):
     @property
     def vacant(self) -> tuple[int, ...]:
         """Ranks that no worker holds and none is ready to take, and that may be taken."""
-        out = self.roster.live | self.roster.ready
+        out = self.roster.live | self.roster.ready | self.roster.barred
         return tuple(rank for rank in range(self.grid.num_workers) if rank not in out)
 
     def without(self, ranks: Collection[int]) -> MembershipState:

@@ -158,6 +158,7 @@ def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> Members
         live=roster.live | enter,
         joined=roster.joined | enter,
         joining=enter,
+        newcomers=roster.newcomers | enter,
         ready=roster.ready - enter,
         moves={rank: mover for rank, mover in roster.moves.items() if rank not in enter},
     )
