@@ -1,6 +1,8 @@
 """Both sides prove that they know the key and speak the same version; strangers cost a bounded time and number."""
 
 import contextlib
+import re
+import select
 import socket
 import threading
 import time
@@ -14,9 +16,10 @@ from support.waiting import wait_for
 from lightning_recycle import __version__
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.network import connection as connection_module
+from lightning_recycle.control.network import listener as listener_module
 from lightning_recycle.control.network.connection import connect
 from lightning_recycle.control.network.handshake import Handshake, Refused, Role, VersionMismatch
-from lightning_recycle.control.network.listener import Listener
+from lightning_recycle.control.network.listener import _STRANGERS_PER_ADDRESS, Listener
 from lightning_recycle.control.protocol.encoding import SCHEMA
 from lightning_recycle.control.protocol.messages import Hello
 from lightning_recycle.errors import ConfigurationError
@@ -122,8 +125,8 @@ class Door:
         self.listener = Listener(("127.0.0.1", 0), KEY, 4, self.woken.set, **bounds)  # type: ignore[arg-type]
         self.strangers: list[socket.socket] = []
 
-    def stranger(self) -> socket.socket:
-        self.strangers.append(socket.create_connection(self.listener.address))
+    def stranger(self, source: str = "127.0.0.1") -> socket.socket:
+        self.strangers.append(socket.create_connection(self.listener.address, source_address=(source, 0)))
         return self.strangers[-1]
 
 
@@ -199,6 +202,55 @@ def test_who_has_spoken_stays_while_others_come_and_say_nothing(doors: list[Door
     assert all(is_closed(stranger) for stranger in silent[:14])
     sock.sendall(proof)
     assert door.listener.accepted.get(timeout=10)
+
+
+def test_an_address_that_is_not_known_has_few_connections_and_those_of_others_stay(doors: list[Door]) -> None:
+    door = open_door(doors)
+    door.listener._known["127.0.0.2"] = door.listener._known["127.0.0.3"] = False  # as if they were elsewhere
+    others = [door.stranger("127.0.0.3") for _ in range(3)]
+    flood = [door.stranger("127.0.0.2") for _ in range(200)]
+    assert all(is_closed(stranger) for stranger in flood[_STRANGERS_PER_ADDRESS:])
+    kept = [*others, *flood[:_STRANGERS_PER_ADDRESS]]
+    assert not select.select(kept, [], [], 0.3)[0], "some were closed"
+    connect(door.listener.address, KEY).close()
+
+
+def test_a_known_address_is_not_bounded_by_who_else_comes_from_there(doors: list[Door]) -> None:
+    door = open_door(doors)
+    door.listener._known["127.0.0.2"] = False
+
+    def knock() -> None:
+        worker, sock = side(Role.WORKER, version=__version__), door.stranger("127.0.0.2")
+        sock.sendall(worker.greeting)
+        sock.sendall(worker.receive(sock.recv(4096)))
+        assert door.listener.accepted.get(timeout=10)
+
+    knock()
+    flood = [door.stranger("127.0.0.2") for _ in range(2 * _STRANGERS_PER_ADDRESS)]
+    assert not select.select(flood, [], [], 0.3)[0], "some were closed"
+    knock()
+
+
+def test_refusals_are_counted_and_do_not_fill_the_log(
+    doors: list[Door], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener_module, "_LOG_SECONDS", 2.0)
+    door = open_door(doors)
+    for _ in range(300):
+        door.stranger().close()
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+
+    def count() -> int:
+        return sum(int(found[1]) if (found := re.search(r"refused (\d+) more", line)) else 1 for line in lines())
+
+    assert wait_for(lambda: count() == 300, 10)
+    assert len(lines()) < 60
+    assert any(
+        re.search(r"refused \d+ more connections in .* the newest from 127\.0\.0\.1:\d+: it left", line)
+        for line in lines()
+    )
 
 
 def test_a_worker_of_another_version_says_which_versions_differ(

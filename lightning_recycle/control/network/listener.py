@@ -1,20 +1,25 @@
 """Listener: accepts connections, and hands out those that know the key.
 
 One thread serves all strangers, so they cost a descriptor each and no more: each has a bounded time for the whole
-handshake, however slowly it speaks, and their number is bounded. Where there are too many, the one goes that has waited
-longest, of those that have said nothing if there are any: who knows the key speaks at once and is done within
-milliseconds.
+handshake, however slowly it speaks, and their number is bounded. An address is *known* if a worker has come from there,
+or if it is a loopback address. Any other may have a few connections in the handshake; one too many is closed at once,
+which costs microseconds. Where there are too many in all, one goes that comes from an address that is not known, or has
+said nothing yet, and of these the one that has waited longest: who knows the key speaks at once and is done within
+milliseconds. The log has a few refusals, and then their number now and then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import queue
 import selectors
 import socket
+import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from lightning_recycle.control.network.addresses import accept, listen_at, shown
@@ -28,9 +33,14 @@ __all__ = ["Listener"]
 log = logging.getLogger(__name__)
 
 _STRANGERS = 64  # at the same time, besides one for each worker
+_STRANGERS_PER_ADDRESS = 16  # of an address that is not known
 _BACKLOG = 4096  # connections that wait to be accepted; more than that, systems seldom allow
+_ADDRESSES = 4096  # that are remembered as not known
 _ACCEPTS = 128  # at a time, before those that speak are heard again
 _LONGEST_SELECT = 1.0  # seconds
+_LOG_SECONDS = 10.0  # in which so many refusals are logged one by one, and the others counted:
+_LOGGED = 8
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: nothing is left of the connection
 
 
 class _Stranger:
@@ -42,6 +52,41 @@ class _Stranger:
         self.handshake = handshake
         self.deadline = deadline
         self.speaks = False
+
+
+class _RefusalLog:
+    """Logs refusals: some of them as they are, of the others how many there were."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._logged = 0
+        self._uncounted = 0
+        self._newest: tuple[tuple[str, int], str] = (("", 0), "")
+
+    def add(self, address: tuple[str, int], why: str, level: int = logging.WARNING) -> None:
+        self.tick()
+        if self._logged < _LOGGED:
+            self._logged += 1
+            log.log(level, "The coordinator refused a connection from %s: %s.", shown(address), why)
+        else:
+            self._uncounted += 1
+            self._newest = address, why
+
+    def tick(self) -> None:
+        """Tells the number, if it is time."""
+        now = time.monotonic()
+        if now - self._began < _LOG_SECONDS:
+            return
+        if self._uncounted:
+            address, why = self._newest
+            log.warning(
+                "The coordinator refused %d more connections in %.0f s, the newest from %s: %s.",
+                self._uncounted,
+                now - self._began,
+                shown(address),
+                why,
+            )
+        self._began, self._logged, self._uncounted = now, 0, 0
 
 
 class Listener:
@@ -76,6 +121,9 @@ class Listener:
         self._closing = False
         self._lock = threading.Lock()
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
+        self._pending: Counter[str] = Counter()  # how many of them come from an address
+        self._known: dict[str, bool] = {}  # addresses
+        self._refusals = _RefusalLog()
         self._selector = selectors.DefaultSelector()
         self._socket = listen_at(address, backlog=max(_BACKLOG, workers))
         self._socket.setblocking(False)
@@ -119,6 +167,7 @@ class Listener:
             now = time.monotonic()
             while self._strangers and now > (oldest := next(iter(self._strangers.values()))).deadline:
                 self._refuse(oldest, f"it proved nothing within {self._handshake_seconds:g} s")
+            self._refusals.tick()
 
     def _accept(self) -> bool:
         """Accepts a connection; returns whether there was one."""
@@ -127,16 +176,36 @@ class Listener:
             return False
         sock, (host, port, *_) = accepted
         sock.setblocking(False)
+        why = None
+        if not self._knows(host) and self._pending[host] >= _STRANGERS_PER_ADDRESS:
+            why = "too many others came from there"
+        elif _has_left(sock):
+            why = "it left"
+        if why is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            sock.close()
+            self._refusals.add((host, port), why)
+            return True
         if len(self._strangers) >= self._max_strangers:
-            goes = min(self._strangers.values(), key=lambda one: one.speaks)
+            goes = min(self._strangers.values(), key=lambda one: (self._knows(one.address[0]), one.speaks))
             self._refuse(goes, "too many others came after it")
         handshake = Handshake(Role.COORDINATOR, self._key, VERSION, SCHEMA)
         self._strangers[sock.fileno()] = stranger = _Stranger(
             sock, (host, port), handshake, time.monotonic() + self._handshake_seconds
         )
+        self._pending[host] += 1
         self._selector.register(sock, selectors.EVENT_READ)
         self._listen_to(stranger)  # a worker has mostly said something by now
         return True
+
+    def _knows(self, host: str) -> bool:
+        """Whether a worker has come from there, or this machine."""
+        known = self._known.get(host)
+        if known is None:
+            if len(self._known) > _ADDRESSES:
+                self._known = {address: True for address, is_known in self._known.items() if is_known}
+            known = self._known[host] = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return known
 
     def _listen_to(self, stranger: _Stranger) -> None:
         try:
@@ -175,6 +244,7 @@ class Listener:
 
     def _admit(self, stranger: _Stranger) -> None:
         self._forget(stranger)
+        self._known[stranger.address[0]] = True
         try:
             connection = NonBlockingConnection(stranger.socket, Inbox(FIRST, stranger.handshake.rest))
         except OSError:  # it has gone again
@@ -188,7 +258,7 @@ class Listener:
         self.wake()
 
     def _refuse(self, stranger: _Stranger, why: str, level: int = logging.WARNING) -> None:
-        log.log(level, "The coordinator refused a connection from %s: %s.", shown(stranger.address), why)
+        self._refusals.add(stranger.address, why, level)
         self._forget(stranger)
         with contextlib.suppress(OSError):
             stranger.socket.shutdown(socket.SHUT_WR)
@@ -196,4 +266,17 @@ class Listener:
 
     def _forget(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.socket.fileno()]
+        self._pending[stranger.address[0]] -= 1
+        if not self._pending[stranger.address[0]]:
+            del self._pending[stranger.address[0]]
         self._selector.unregister(stranger.socket)
+
+
+def _has_left(sock: socket.socket) -> bool:
+    """Whether the other side has closed the connection without a word."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
