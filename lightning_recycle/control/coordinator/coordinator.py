@@ -127,13 +127,15 @@ class Coordinator:
         )
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
         self._journal = journal
-        self._readmission = None if journal is None else Readmission(journal, grid, self.options)
+        self._readmission = None if journal is None else Readmission(journal, grid, self.options, time.monotonic())
         holders = {} if journal is None else journal.processes
         self._workers = WorkerTable(self._loop, self._on_messages, self._gone, holders)
         self._state = protocol.initial_state(grid, self.options.recovery.machine_error_retries)
         if self._readmission is not None:
             self._state = self._readmission.state()
-        self._state = self._with_policy(self._state)
+        self._state = self._state.updated(
+            checks=Checks(self.options.verification.on_corruption, self.options.verification.steps_asked_for or 0)
+        )
         self._written = coordinator_restart.durable(self._state)
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._watch = FailureDetector(grid, self.options, self._workers.thread_states)
@@ -161,11 +163,6 @@ class Coordinator:
         self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
-
-    def _with_policy(self, state: protocol.MembershipState) -> protocol.MembershipState:
-        return state.updated(
-            checks=Checks(self.options.verification.on_corruption, self.options.verification.steps_asked_for or 0)
-        )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -333,12 +330,8 @@ class Coordinator:
             self._fill_vacancies(now)
 
     def _await_return(self, now: float) -> None:
-        """Gives up who does not return to this coordinator, which was started again; or the whole run."""
+        """Gives up who does not return to this coordinator, which was started again."""
         assert self._readmission is not None
-        if self._readmission.is_deserted(now, bool(self._vacancies.spares)):
-            log.warning("Nobody of the run that was going on here has returned: another one begins.")
-            self._state, self._workers.holders = self._with_policy(self._readmission.begin_anew()), {}
-            return
         for rank, cause in self._readmission.late(now, self._state).items():
             self._gone(rank, cause)
 

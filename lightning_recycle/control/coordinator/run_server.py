@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
 from lightning_recycle.control.coordinator.journal import Journal
-from lightning_recycle.control.joining.admission import NOBODY_SECONDS
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
 from lightning_recycle.control.plans.run_planner import RunPlanner
@@ -34,6 +33,7 @@ __all__ = ["Serving"]
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
+_NOBODY_SECONDS = 20.0  # until a run of which nobody returns is over, if others wait
 _OVER_SECONDS = 3.0  # for those who return to a run whose end is known
 
 
@@ -159,7 +159,7 @@ class Serving:
         if kept is None or kept.generation < 0:
             return False
         since = None if kept.over is None else time.monotonic()
-        limit = NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
+        limit = _NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
         while not self._reception.has_returned:
             if since is None and self._reception.has_met:
                 since = time.monotonic()

@@ -8,8 +8,7 @@ on setting up. Before the first generation nothing is decided but the positions 
 
 Contract: used by the coordinator's thread. A bad first message costs its connection, and no other. A missing member is
 given up after the time for which a silent one is, or at once if its process, on this machine, is gone; the last holder
-of a stage gets as long as a silent one. A run to which no worker returns is over as soon as others want to begin one,
-or all its processes are known to have ended.
+of a stage gets as long as a silent one.
 
 Must not know: messages of members.
 """
@@ -38,7 +37,6 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended
 
 __all__ = [
-    "NOBODY_SECONDS",
     "Admission",
     "Inside",
     "Place",
@@ -178,10 +176,6 @@ class Admission:
             connection.close()
 
 
-NOBODY_SECONDS = 20.0
-"""Until a run of which nobody returns is over, if others wait."""
-
-
 class Place(Enum):
     """Standing of a worker that returns."""
 
@@ -199,15 +193,15 @@ class Readmission:
         journal: what was written down.
         grid: the grid of the run.
         options: the time bounds.
+        now: the time, in seconds of a monotonic clock.
     """
 
-    def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions) -> None:
+    def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions, now: float) -> None:
         self._journal = journal
         self._grid = grid
         self._options = options
         self._written = dict(journal.processes)
-        self._since: float | None = None  # when the newest worker returned
-        self._others_since: float | None = None  # since when others wait, and nobody has returned
+        self._since = now  # or since the newest worker returned
         self._holds_until = float("inf") if journal.is_continued and self.state().generation.number < 0 else 0.0
 
     def state(self) -> MembershipState:
@@ -218,12 +212,6 @@ class Readmission:
             if written is None
             else coordinator_restart.revived(self._grid, written, retries)
         )
-
-    def begin_anew(self) -> MembershipState:
-        """The state of a new run."""
-        self._journal.begin(self._journal.statuses)
-        self._written = {}
-        return self.state()
 
     @property
     def enrolled(self) -> messages.Enrolled:
@@ -268,20 +256,9 @@ class Readmission:
             self._holds_until = now + self._options.heartbeat_timeout
         return now >= self._holds_until
 
-    def is_deserted(self, now: float, others_wait: bool) -> bool:
-        """Whether no worker has returned, and none can, or others want to begin."""
-        if self._since is None and all(has_ended(one.pid, one.space) for one in self._written.values()):
-            return True
-        if self._since is not None or not others_wait:
-            self._others_since = None
-            return False
-        if self._others_since is None:
-            self._others_since = now
-        return now - self._others_since > NOBODY_SECONDS
-
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
         """The workers that are not waited for any more, with the reason."""
-        if state.returned is None or self._since is None:
+        if state.returned is None:
             return {}
         options, late = self._options, {}
         there = {state.stage_of(rank) for rank in state.returned if rank in state.roster.live - state.roster.joining}
