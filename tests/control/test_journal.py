@@ -103,24 +103,21 @@ def test_a_second_coordinator_is_refused_while_the_first_one_lives(
     assert Journal(path, KEY).is_continued
 
 
-def test_the_default_place_is_not_one_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert default_path(("host", 1)).parent == tmp_path / "state" / "lightning_recycle"
+def test_the_default_place_is_the_users_folder_for_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    expected = tmp_path / "lightning_recycle" / f"coordinator-{socket.gethostname()}-__1-29400.json"
+    assert default_path(("::1", 29400)) == expected
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # no folder can be made there
+    with pytest.raises(ConfigurationError, match="Give --state another file, or --state none"):
+        default_path(("localhost", 29400))
 
 
-def test_neither_the_key_nor_anybody_elses_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_not_in_the_file_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "state"
     Journal(path, KEY).write(KEPT, HOLDERS)
     assert KEY not in path.read_bytes()
     assert path.stat().st_mode & 0o777 == 0o600
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # no folder can be made there
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert default_path(("::1", 29400)).name == f"coordinator-{socket.gethostname()}-__1-29400.json"
-    monkeypatch.setattr("os.getuid", lambda: 12345)
-    (tmp_path / "lightning-recycle-12345").mkdir()
-    with pytest.raises(ConfigurationError, match="belongs to somebody else"):
-        default_path(("localhost", 29400))
 
 
 def test_a_full_disk_leaves_nothing_that_could_be_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

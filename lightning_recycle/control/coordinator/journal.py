@@ -21,7 +21,6 @@ import hmac
 import logging
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -63,37 +62,21 @@ class _Content:
 
 
 def default_path(address: tuple[str, int]) -> Path:
-    """Where the coordinator that listens at ``address`` writes by default: in a folder of this user's own.
+    """Where the coordinator that listens at ``address`` writes by default: in the user's folder for state.
 
     The name has this machine's in it, as machines may share the user's home.
 
     Raises:
-        ConfigurationError: if that folder is not the user's own, or cannot be made.
+        ConfigurationError: if that folder cannot be made.
     """
-    folder = _state_folder()
+    folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "lightning_recycle"
     try:
-        found = folder.lstat()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"{folder}: {error.strerror}. Give --state another file, or --state none.") from error
-    if found.st_uid != os.getuid() or folder.is_symlink():
-        raise ConfigurationError(f"{folder} belongs to somebody else: give --state another file, or --state none.")
     machine = f"{socket.gethostname()}-{address[0]}"
     name = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in machine)
     return folder / f"coordinator-{name}-{address[1]}.json"
-
-
-def _state_folder() -> Path:
-    """The user's folder for state, which is not cleaned; one of temporary files where it cannot be written."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    folder = Path(home) / "lightning_recycle"
-    with contextlib.suppress(OSError):  # a read-only home, or none
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    folder = Path(tempfile.gettempdir()) / f"lightning-recycle-{os.getuid()}"
-    with contextlib.suppress(OSError):  # the caller looks at it and says why
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 class Journal:
