@@ -36,6 +36,7 @@ __all__ = [
     "Finding",
     "Undecided",
     "decide",
+    "differing",
     "judge",
     "own_error",
 ]
@@ -101,13 +102,14 @@ def judge(told: Mapping[int, Checked]) -> Verdict:
         return Undecided(tuple(sorted(map(tuple, groups.values()))), kinds)
     right = told[largest[0]].sums
     return tuple(
-        Culprit(rank, _differing(one.sums, right), tuple(largest), one.device)
+        Culprit(rank, differing(one.sums, right), tuple(largest), one.device)
         for rank, one in sorted(told.items())
         if rank not in largest
     )
 
 
-def _differing(mine: Mapping[str, bytes], right: Mapping[str, bytes]) -> tuple[str, ...]:
+def differing(mine: Mapping[str, bytes], right: Mapping[str, bytes]) -> tuple[str, ...]:
+    """The names of the checksums that are not the same."""
     return tuple(sorted(name for name in mine.keys() | right.keys() if mine.get(name) != right.get(name)))
 
 
@@ -146,7 +148,7 @@ class Finding(Enum):
 
 def own_error(told: Disputed) -> Culprit:
     """The worker that got other bits twice than at first."""
-    return Culprit(told.rank, _differing(told.theirs, told.mine), (told.rank,), told.device)
+    return Culprit(told.rank, differing(told.theirs, told.mine), (told.rank,), told.device)
 
 
 def decide(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
@@ -181,7 +183,7 @@ def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums 
     if right is None:
         right = next(claim for other, claim in dispute.claims.items() if other != rank)
     device = dispute.devices.get(rank, "")
-    return Culprit(rank, _differing(claim, right), tuple(sorted(set(others) - {rank})), device)
+    return Culprit(rank, differing(claim, right), tuple(sorted(set(others) - {rank})), device)
 
 
 @dataclass(frozen=True, slots=True)

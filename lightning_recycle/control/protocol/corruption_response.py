@@ -28,10 +28,11 @@ from lightning_recycle.control.protocol.corruption import (
     Finding,
     Undecided,
     decide,
+    differing,
     judge,
     own_error,
 )
-from lightning_recycle.control.protocol.generation import begin_unless_over
+from lightning_recycle.control.protocol.generation import begin, begin_unless_over
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import (
     Command,
@@ -42,6 +43,7 @@ from lightning_recycle.control.protocol.state import (
     Outcome,
     Record,
     StageLost,
+    after,
 )
 
 __all__ = [
@@ -136,68 +138,26 @@ def _contaminated(since: int, step: int) -> str:
     )
 
 
-# ---------------------------------------------------------------------- handlers
-
-
-def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
-    """A worker got other bits than a peer, or than itself before."""
-    if event.other == event.rank and event.mine != event.theirs:
-        return _begin_if_decided(state, _add_own_error(state, event))
-    return begin_unless_over(state, _add_dispute(state, event))
-
-
-def on_voted(state: MembershipState, event: messages.Voted) -> Next:
-    """A worker has computed what is disputed."""
-    return _begin_if_decided(state, _add_vote(state, event))
-
-
-def on_not_finite(state: MembershipState, event: messages.NotFinite) -> Next:
-    """A worker has met a value that is not finite."""
-    return begin_unless_over(state, _add_not_finite(state, event))
-
-
-def on_incomparable(state: MembershipState, event: messages.Incomparable) -> Next:
-    """A worker reports that computations cannot be compared."""
-    if not state.checks.comparable:
-        return state, ()
-    found = _give_up_comparing(state, event.cause)
-    return found if state.generation.regrouping else begin_unless_over(state, found)
-
-
-def _begin_if_decided(state: MembershipState, found: Next | None) -> Next:
-    """Begins a generation after a vote, unless votes are missing, or a loss begins the one that the voters wait for."""
-    is_open = found is not None and found[0].checks.dispute is not None
-    if found is None or is_open or any(isinstance(command, Evict) for command in found[1]):
-        return (state, ()) if found is None else found
-    return begin_unless_over(state, found)
-
-
 # ---------------------------------------------------------------------- computations
 
 
-def _add_dispute(state: MembershipState, event: messages.Disputed) -> Next | None:
-    """A worker got other bits than the peer that it checked. None if that is of no interest any more; else a generation
-    must begin, as the step cannot be committed.
+def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
+    """A worker got other bits than the peer that it checked, or twice others than itself before: no peer has to be
+    asked then. The step cannot be committed, so a generation begins, or a loss begins one.
     """
-    if not state.generation.runs(event.generation) or event.other not in state.roster.live:
-        return None
+    if not state.generation.runs(event.generation):
+        return state, ()
+    if event.other == event.rank and event.mine != event.theirs:
+        dispute = Dispute(event.step, event.microbatch, event.rank, event.rank, {event.rank: event.theirs})
+        return _convict_of_computing(state, dispute, own_error(event))
+    if event.other not in state.roster.live:
+        return state, ()
     claims = {event.rank: event.mine, event.other: event.theirs}
     dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.rank: event.device})
-    details = {
-        "of": state.place(event.other),
-        "microbatch": event.microbatch,
-        "kind": _kinds(event.mine, event.theirs),
-    }
+    kinds = " and ".join(differing(event.mine, event.theirs))
+    details = {"of": state.place(event.other), "microbatch": event.microbatch, "kind": kinds}
     record = Record("disputed", event.step, event.rank, details)
-    return state.with_checks(dispute=dispute), (record,)
-
-
-def _add_own_error(state: MembershipState, event: messages.Disputed) -> Next | None:
-    """A worker got other bits twice than at first: no peer has to be asked. None if that is of no interest any more."""
-    if not state.generation.runs(event.generation):
-        return None
-    dispute = Dispute(event.step, event.microbatch, event.rank, event.rank, {event.rank: event.theirs})
-    return _convict_of_computing(state, dispute, own_error(event))
+    return after((record,), begin(state.with_checks(dispute=dispute)))
 
 
 def call_vote(
@@ -221,18 +181,21 @@ def call_vote(
     return state, messages.Vote(version, dispute.recorder, tuple(voters)), ()
 
 
-def _add_vote(state: MembershipState, event: messages.Voted) -> Next | None:
-    """A worker has computed what is disputed. None if that is of no interest. When all have, a generation must begin,
-    unless a loss begins one: they wait for it.
-    """
+def on_voted(state: MembershipState, event: messages.Voted) -> Next:
+    """A worker has computed what is disputed. When all have, a generation begins, unless a loss begins one."""
     dispute = state.checks.dispute
     if not state.generation.runs(event.generation) or dispute is None:
-        return None
+        return state, ()
     votes = {**dispute.votes, event.rank: (event.sums, event.repeats)}
     dispute = replace(dispute, votes=votes, devices={**dispute.devices, event.rank: event.device})
     if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
         return state.with_checks(dispute=dispute), ()
-    state = state.with_checks(dispute=None)
+    found = _settle(state.with_checks(dispute=None), dispute)
+    return found if any(isinstance(command, Evict) for command in found[1]) else begin_unless_over(*found)
+
+
+def _settle(state: MembershipState, dispute: Dispute) -> Next:
+    """What follows from the votes of all."""
     if is_about_numbers(dispute):
         return _settle_numbers(state, dispute)
     finding = decide(dispute)
@@ -285,7 +248,7 @@ def _convict_of_computing(
 
 def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
     names = " and ".join(str(state.grid.worker(rank)) for rank in sorted(dispute.claims))
-    what = _kinds(*dispute.claims.values())
+    what = " and ".join(differing(*dispute.claims.values()))
     cause = (
         f"In step {dispute.step} workers {names} computed a different {what} of micro-batch {dispute.microbatch}, and"
         " did so again; nothing says which of them is right"
@@ -306,30 +269,33 @@ def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
     return state.updated(outcome=outcome), (Record("corruption", dispute.step, None, details), outcome)
 
 
-def _give_up_comparing(state: MembershipState, why: str) -> Next:
-    """Computations are not compared any more."""
+def on_incomparable(state: MembershipState, event: messages.Incomparable) -> Next:
+    """A worker reports that computations cannot be compared."""
     if not state.checks.comparable:
         return state, ()
+    found = _give_up_comparing(state, event.cause)
+    return found if state.generation.regrouping else begin_unless_over(*found)
+
+
+def _give_up_comparing(state: MembershipState, why: str) -> Next:
+    """Computations are not compared any more."""
     state = state.with_checks(comparable=False, dispute=None)
     return state, (Record("incomparable", state.steps.version, None, {"cause": why}),)
 
 
-def _kinds(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str:
-    return " and ".join(sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)))
+# ---------------------------------------------------------------------- values that are not finite
 
 
-def _add_not_finite(state: MembershipState, event: messages.NotFinite) -> Next | None:
-    """A worker has met a value that is not finite. None if that is of no interest any more; else a generation must
-    begin, as that worker waits for one.
-    """
+def on_not_finite(state: MembershipState, event: messages.NotFinite) -> Next:
+    """A worker has met a value that is not finite, and waits for another generation."""
     if not state.generation.runs(event.generation):
-        return None
+        return state, ()
     if state.checks.inspects == event.step:
-        return excuse(state, event.step, "no worker makes it of finite values")
+        return begin_unless_over(*excuse(state, event.step, "no worker makes it of finite values"))
     which = f"the loss of micro-batch {event.microbatch}" if event.microbatch >= 0 else "the gradient of its stage"
     details = {"cause": f"{which} is not finite", "then": "inspected"}
-    state = state.with_checks(inspects=event.step)
-    return state, (Record("not_finite", event.step, event.rank, details),)
+    record = Record("not_finite", event.step, event.rank, details)
+    return after((record,), begin(state.with_checks(inspects=event.step)))
 
 
 def is_about_numbers(dispute: Dispute) -> bool:

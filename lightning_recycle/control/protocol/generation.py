@@ -76,11 +76,9 @@ def begin(state: MembershipState, becomes: messages.Cuts = ()) -> Next:
     return state, (Send(state.roster.ranks, regroup),)
 
 
-def begin_unless_over(state: MembershipState, found: Next | None) -> Next:
-    """Begins a generation after what was ``found``, unless it ended the run, or is nothing."""
-    if found is None or found[0].outcome is not None:
-        return (state, ()) if found is None else found
-    return after(found[1], begin(found[0]))
+def begin_unless_over(state: MembershipState, commands: tuple[Command, ...]) -> Next:
+    """Begins a generation after ``commands``, unless they ended the run."""
+    return (state, commands) if state.outcome is not None else after(commands, begin(state))
 
 
 def with_leader(state: MembershipState) -> MembershipState:
