@@ -1,4 +1,4 @@
-"""A worker is killed on Ray: RayReCycle, engine="ray" and Ray Train with RayDDPStrategy, on the same model and data.
+"""A worker is killed on Ray: engine="ray" and Ray Train with RayDDPStrategy, on the same model and data.
 
     python benchmarks/on_ray.py                # two workers each: 2 pipelines of 1 stage, and 2 DDP ranks
     python benchmarks/on_ray.py --stages 2     # this package with 2 x 2 workers
@@ -6,7 +6,7 @@
 
 Both train on a Ray of this machine. In step ``KILLED_AT`` one worker kills itself; measured is the time until anybody
 ends a later step, and how many steps ran again. Ray Train restarts all workers from the newest checkpoint, which is
-written every ``CHECKPOINT_EVERY`` steps; RayReCycle needs none.
+written every ``CHECKPOINT_EVERY`` steps; this package needs none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule, RayReCycle, RecoveryOptions, ReCycleStrategy, ray_worker
+from lightning_recycle import PipelineModule, RecoveryOptions, ReCycleStrategy
 
 STEPS, KILLED_AT, CHECKPOINT_EVERY = 60, 29, 20
 STEP_SECONDS, BATCH = 0.3, 16  # Ray Train asks its workers for new checkpoints every other second
@@ -76,19 +76,6 @@ def loader() -> DataLoader[Any]:
     count = 2 * BATCH * STEPS
     x, y = torch.randn(count, 32, generator=generator), torch.randn(count, 1, generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size=BATCH)
-
-
-def recycle(directory: str) -> None:
-    """What a worker of RayReCycle runs."""
-    run = ray_worker()
-    trainer = L.Trainer(
-        strategy=ReCycleStrategy(**run.strategy_arguments),
-        callbacks=[Killed(directory)],
-        enable_checkpointing=False,
-        **QUIET,
-        **run.trainer_arguments,
-    )
-    trainer.fit(Model(), loader())
 
 
 def engine(directory: str, stages: int) -> int:
@@ -147,16 +134,10 @@ def measured(directory: Path) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A worker is killed on Ray.")
     parser.add_argument("--stages", type=int, default=1)
-    parser.add_argument("--only", choices=("recycle", "engine", "ddp"), default=None)
+    parser.add_argument("--only", choices=("engine", "ddp"), default=None)
     options = parser.parse_args()
     ray.init(address="local", num_cpus=6, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
     print(f"{'':28} {'kill to next step s':>20} {'steps run again':>16}")
-    if options.only in (None, "recycle"):
-        directory = Path(tempfile.mkdtemp())
-        result = RayReCycle(2, options.stages, 4).fit(recycle, str(directory))
-        seconds, _ = measured(directory)
-        again = sum(event.kind == "redone" for event in result.history)
-        print(f"{f'RayReCycle 2 x {options.stages}':28} {seconds:20.2f} {again:16d}")
     if options.only in (None, "engine"):
         directory = Path(tempfile.mkdtemp())
         again = engine(str(directory), options.stages)

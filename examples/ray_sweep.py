@@ -3,8 +3,7 @@
     python examples/ray_sweep.py --cpus 10
 
 A trial is the launching process of its run: it needs one CPU itself, and the actors come on top of that. So
-``--concurrent`` says how many trials there is room for: each needs 1 + 4 CPUs. ``--engine strategy`` calls
-``trainer.fit`` in the trial with ``ReCycleStrategy(engine="ray")`` instead of ``RayReCycle``.
+``--concurrent`` says how many trials there is room for: each needs 1 + 4 CPUs.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import lightning as L
 import ray
 from ray import tune
 
-from lightning_recycle import RayReCycle, ReCycleStrategy, ray_worker
+from lightning_recycle import ReCycleStrategy
 
 from convnet import ConvNet
 from digits import Digits
@@ -32,23 +31,8 @@ QUIET: dict[str, Any] = {
 }
 
 
-def train(config: dict[str, Any]) -> None:
-    """What every worker of a trial runs."""
-    run = ray_worker()
-    strategy = ReCycleStrategy(**run.strategy_arguments)
-    trainer = L.Trainer(strategy=strategy, max_epochs=config["epochs"], **run.trainer_arguments, **QUIET)
-    L.seed_everything(0)
-    trainer.fit(ConvNet(learning_rate=config["lr"]), datamodule=Digits(batch_size=16))
-
-
-def try_by_ray_recycle(config: dict[str, Any]) -> dict[str, float]:
-    """A trial: starts a run, and tells Tune what came of it."""
-    result = RayReCycle(num_pipelines=2, pipeline_parallel_size=2, num_microbatches=4).fit(train, config)
-    return {"val_loss": float(result.metrics["val_loss"])}
-
-
-def try_by_strategy(config: dict[str, Any]) -> dict[str, float]:
-    """The same with a Trainer in the trial itself."""
+def attempt(config: dict[str, Any]) -> dict[str, float]:
+    """A trial: trains, and tells Tune what came of it."""
     strategy = ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=4, engine="ray")
     trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=config["epochs"], **QUIET)
     L.seed_everything(0)
@@ -62,13 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--concurrent", type=int, default=1, help="trials at the same time")
     parser.add_argument("--cpus", type=int, default=None, help="CPUs of a cluster on this machine; by default all")
-    parser.add_argument("--engine", choices=("recycle", "strategy"), default="recycle")
     options = parser.parse_args(arguments)
     if options.cpus is not None:
         ray.init(num_cpus=options.cpus)
-    trial = try_by_ray_recycle if options.engine == "recycle" else try_by_strategy
     tuner = tune.Tuner(
-        tune.with_resources(trial, {"CPU": 1}),
+        tune.with_resources(attempt, {"CPU": 1}),
         param_space={"lr": tune.grid_search([1e-3, 1e-2]), "epochs": options.epochs},
         tune_config=tune.TuneConfig(metric="val_loss", mode="min", max_concurrent_trials=options.concurrent),
     )

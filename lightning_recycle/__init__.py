@@ -27,8 +27,7 @@ from lightning_recycle.errors import (
 if TYPE_CHECKING:
     from lightning_recycle.control.monitoring.history import Event
     from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-    from lightning_recycle.engines.ray_placement import RayEngine
-    from lightning_recycle.launch.ray_recycle import RayReCycle, ray_worker
+    from lightning_recycle.engines.ray_cluster import RayEngine
     from lightning_recycle.model.huggingface import CausalLM
     from lightning_recycle.model.module import LayerSpec, PipelineModule
     from lightning_recycle.model.partition import measure_layer_seconds
@@ -49,7 +48,6 @@ __all__ = [
     "PipelineModule",
     "PlanningOptions",
     "RayEngine",
-    "RayReCycle",
     "ReCycleError",
     "ReCycleStrategy",
     "RecoveryOptions",
@@ -58,7 +56,6 @@ __all__ = [
     "VerificationOptions",
     "defer_weight_grad",
     "measure_layer_seconds",
-    "ray_worker",
 ]
 
 _LAZY = {
@@ -70,14 +67,12 @@ _LAZY = {
     "MonitoringOptions": "lightning_recycle.session.configuration",
     "PipelineModule": "lightning_recycle.model.module",
     "PlanningOptions": "lightning_recycle.planning.planning_options",
-    "RayEngine": "lightning_recycle.engines.ray_placement",
-    "RayReCycle": "lightning_recycle.launch.ray_recycle",
+    "RayEngine": "lightning_recycle.engines.ray_cluster",
     "ReCycleStrategy": "lightning_recycle.strategy",
     "RecoveryOptions": "lightning_recycle.control.options",
     "VerificationOptions": "lightning_recycle.control.options",
     "defer_weight_grad": "lightning_recycle.runtime.stage.deferred",
     "measure_layer_seconds": "lightning_recycle.model.partition",
-    "ray_worker": "lightning_recycle.launch.ray_recycle",
 }
 
 

@@ -29,7 +29,7 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.data.steps import StepHandle, StepLoader
-from lightning_recycle.engines.ray_placement import RayEngine
+from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut

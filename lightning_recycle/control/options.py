@@ -36,8 +36,8 @@ class RecoveryOptions(OptionGroup):
 
     Args:
         max_restarts: how many lost workers are replaced in the whole run by new processes, which get their state from a
-            peer; 0 for none, so that the others go on without them. Workers that a cluster manager or Ray's
-            ``RayReCycle`` starts are replaced by these.
+            peer; 0 for none, so that the others go on without them. Workers that a cluster manager starts are replaced
+            by that.
         on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
             checkpoint on all devices that are left, whichever processes were alive: at most ``max_restarts`` times from
             the same checkpoint, or 10 times if that is 0.

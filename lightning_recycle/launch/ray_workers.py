@@ -20,14 +20,11 @@ from typing import Any
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.engines import ray_cluster
-from lightning_recycle.engines.ray_actors import describe_process, environment_of_worker
-from lightning_recycle.engines.ray_cluster import Seat, Seats
-from lightning_recycle.engines.ray_placement import room
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_group import Members
 from lightning_recycle.launch.worker_payload import dump, load, not_sent
 from lightning_recycle.pickling import MainModule
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = ["RayWorkerGroup", "RayWorkerProcess", "free_slots"]
 
@@ -36,6 +33,7 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5  # between two looks at the nodes of the cluster
 _ROOM_SECONDS = 10.0  # for the resources of workers that have ended to be free again
 _TRAVELS = ("RECYCLE_", "PL_")  # beginnings of the variables that workers have from the launching process
+_HOME_SECONDS = 30.0  # for a replacement to start on its node; then it may be anywhere
 _STAYS = ("RECYCLE_LISTEN", "RECYCLE_KEY", "RECYCLE_KEY_FILE", "RECYCLE_COORDINATOR", "RECYCLE_NODE", "RECYCLE_HOST")
 
 
@@ -67,13 +65,21 @@ class RayPayload:
 class TrainerActor:
     """One worker."""
 
-    def introduce(self) -> tuple[str, int]:
-        return describe_process()
+    def node(self) -> str:
+        """Ray's id of its node."""
+        return str(ray_cluster.import_ray().get_runtime_context().get_node_id())
 
     def run(self, target: Callable[[Any], None], argument: Any, environment: Mapping[str, str]) -> Any:
-        """Runs ``target(argument)``; returns the status that a process would have ended with."""
-        os.environ.update({**environment, **environment_of_worker()})
-        place = replace(argument.place, device=0, host=os.environ["RECYCLE_HOST"])
+        """Runs ``target(argument)``; returns the status that a process would have ended with.
+
+        Its device is the first that this process sees: Ray shows it only those that it assigned.
+        """
+        for variable in ("RECYCLE_LISTEN", "RECYCLE_KEY_FILE", "RECYCLE_REJOIN_SECONDS"):
+            os.environ.pop(variable, None)  # of another run; an actor is replaced, and never joins again
+        host = ray_cluster.node_address()
+        own = {"RECYCLE_NODE": self.node(), "RECYCLE_HOST": host, "RECYCLE_ENGINE": "ray", "LOCAL_RANK": "0"}
+        os.environ.update({**environment, **own})
+        place = replace(argument.place, device=0, host=host)
         try:
             target(replace(argument, place=place))
         except SystemExit as error:  # Ray would take it for the wish to end the actor
@@ -85,11 +91,13 @@ class RayWorkerProcess:
     """An actor that runs a worker.
 
     Attributes:
+        rank: the position that it was started for.
+        node: the reference to the id of its node, which is there once it has started.
         sentinel: a descriptor that becomes readable when the worker ends, and not before.
     """
 
-    def __init__(self, actor: Any, seat: Seat, introduction: Any, call: Any) -> None:
-        self.seat, self.introduction = seat, introduction
+    def __init__(self, rank: int, actor: Any, node: Any, call: Any) -> None:
+        self.rank, self.node = rank, node
         self._actor, self._call = actor, call
         self.sentinel, self._ending = os.pipe()
         self._ended = threading.Event()
@@ -142,7 +150,6 @@ class RayWorkerGroup:
 
     Raises:
         ConfigurationError: if the payload cannot be pickled, or Ray is not installed.
-        WorkerStartError: if Ray has no room for the workers in time.
     """
 
     def __init__(
@@ -156,80 +163,93 @@ class RayWorkerGroup:
         self._ray = ray_cluster.connect()
         self.host = ray_cluster.node_address()
         self.payload = RayPayload(payload)
-        self._target, self._resources = target, resources
+        self._target, self._grid, self._resources, self._start_timeout = target, grid, resources, start_timeout
         self._name = uuid.uuid4().hex[:12]
         self._environment = {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _STAYS}
         self._members = Members[RayWorkerProcess]()
         self._started = 0
-        self._seats = Seats(grid, resources)
-        try:
-            if not self._seats.await_room(start_timeout):
-                raise WorkerStartError(
-                    f"Ray had no room for {grid.num_workers} workers with {dict(resources)} each within"
-                    f" {start_timeout:g} s (start_timeout); the cluster has {self._ray.cluster_resources()}, of which"
-                    f" {self._ray.available_resources()} are free."
-                )
-        except BaseException:
-            self._seats.close()
-            raise
+        self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
+        found = ray_cluster.homes(ray_cluster.schedulable_nodes(), resources, grid.pipelines, grid.stages)
+        for pipeline, home in enumerate(found):
+            for stage in range(grid.stages):
+                self._nodes[grid.rank(Worker(pipeline, stage))] = None if home is None else home[stage]
+        if None in found and len(ray_cluster.alive_nodes()) > 1:
+            log.warning(
+                "%d of %d pipelines have no node of their own with room for them now: Ray places these wherever it"
+                " finds room, and the loss of one node may cost several replicas of a stage.",
+                found.count(None),
+                len(found),
+            )
 
     def start(self, argument: Any, name: str) -> RayWorkerProcess:
-        """Starts a worker; callable from any thread. One that joins a training is waited for, until Ray has room.
+        """Starts a worker; callable from any thread. One that joins a training is waited for, until Ray has room; with
+        the last of the first workers, all of these.
 
         Raises:
-            WorkerStartError: if the run is over.
+            WorkerStartError: if the run is over, or Ray has no room for the first workers in time.
         """
-        worker = self._request(argument, name)
-        while argument.joining:
+        rank = argument.place.rank
+        if not argument.joining:
+            worker = self._request(argument, name, self._nodes[rank], waits=False)
+            if self._started == self._grid.num_workers:
+                self._await_room()
+            return worker
+        node = self._node_of_replacement(rank)
+        worker = self._request(argument, name, node, waits=True)
+        wanted_since = time.monotonic()
+        while not self._has_started(worker):
             if self._members.closed.is_set():
                 worker.kill()
                 raise WorkerStartError("The run is over.")
-            if self._has_lost_its_seat(worker):
+            if node is not None and time.monotonic() - wanted_since > _HOME_SECONDS:
+                log.info("%s has found no room on its node; it goes wherever there is room.", name)
                 worker.kill()
                 worker.release()
-                worker = self._request(argument, name)
-            if self._ray.wait([worker.introduction], timeout=_POLL_SECONDS)[0]:
-                with contextlib.suppress(self._ray.exceptions.RayError):
-                    self._ray.get(worker.introduction)
-                    break
-                if not self._has_lost_its_seat(worker):
-                    break  # it has ended, as the coordinator will see
+                node, worker = None, self._request(argument, name, None, waits=True)
         return worker
 
-    def _request(self, argument: Any, name: str) -> RayWorkerProcess:
+    def _request(self, argument: Any, name: str, node: str | None, *, waits: bool) -> RayWorkerProcess:
         with self._members.lock:
             if self._members.closed.is_set():
                 raise WorkerStartError("The run is over.")
             self._members.forget_over()
-            living = self._members.living()
-            used = [self._node_of(worker) for worker in living]
-            seat = self._seats.take(
-                [worker.seat for worker in living], ray_cluster.draining_nodes(), [node for node in used if node]
-            )
             self._started += 1
             actor = ray_cluster.start_actor(
-                TrainerActor, f"recycle-{self._name}-{self._started}", self._resources, seat.group, seat.bundle
+                TrainerActor, f"recycle-{self._name}-{self._started}", self._resources, node, waits
             )
+            place = actor.node.remote()  # before the call that lasts: an actor does one thing after the other
             call = actor.run.remote(self._target, argument, self._environment)
-            worker = RayWorkerProcess(actor, seat, actor.introduce.remote(), call)
+            worker = RayWorkerProcess(argument.place.rank, actor, place, call)
             self._members.add(worker)
         log.debug("%s is actor recycle-%s-%d.", name, self._name, self._started)
         return worker
 
-    def _node_of(self, worker: RayWorkerProcess) -> str | None:
-        if not self._ray.wait([worker.introduction], timeout=0.0)[0]:
-            return None
-        with contextlib.suppress(self._ray.exceptions.RayError):  # it is about to be seen as ended
-            node, _ = self._ray.get(worker.introduction)
-            return str(node)
-        return None
+    def _await_room(self) -> None:
+        """Waits until all of the first workers have started, or one has ended, as the coordinator will see."""
+        deadline = time.monotonic() + self._start_timeout
+        while not all(self._has_started(worker) for worker in self._members.living()):
+            if time.monotonic() > deadline:
+                raise WorkerStartError(
+                    f"Ray had no room for {self._grid.num_workers} workers with {dict(self._resources)} each within"
+                    f" {self._start_timeout:g} s (start_timeout); the cluster has {self._ray.cluster_resources()}, of"
+                    f" which {self._ray.available_resources()} are free."
+                )
 
-    def _has_lost_its_seat(self, worker: RayWorkerProcess) -> bool:
-        with self._members.lock:
-            living = self._members.living()
-            present = [other.seat for other in living if self._node_of(other) is not None]
-            self._seats.review([other.seat for other in living], present)
-            return not self._seats.has(worker.seat)
+    def _has_started(self, worker: RayWorkerProcess) -> bool:
+        """Whether a worker has started, or has ended, within a moment."""
+        if not self._ray.wait([worker.node], timeout=_POLL_SECONDS)[0]:
+            return False
+        with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended
+            self._nodes[worker.rank] = str(self._ray.get(worker.node))
+        return True
+
+    def _node_of_replacement(self, rank: int) -> str | None:
+        """The node of the worker before, or one that no other worker uses if that goes; None if there is none."""
+        before = self._nodes[rank]
+        if before in ray_cluster.alive_nodes() - ray_cluster.draining_nodes():
+            return before
+        used = [node for other, node in self._nodes.items() if node is not None and other != rank]
+        return ray_cluster.stand_in(ray_cluster.schedulable_nodes(), self._resources, used)
 
     def attend(self, coordinator: Coordinator) -> None:
         """Lets the workers of a node that is about to go leave at a step boundary."""
@@ -257,14 +277,13 @@ class RayWorkerGroup:
 
     def __exit__(self, *_: object) -> None:
         self._members.close()
-        self._seats.close()
 
 
 def free_slots(needs: Mapping[str, float], wanted: int) -> int:
     """How many workers that need so much of each resource the cluster has room for now, ``wanted`` at most."""
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:
-        found = min(wanted, sum(room(node, needs) for node in ray_cluster.schedulable_nodes()))
+        found = min(wanted, sum(ray_cluster.room(node, needs) for node in ray_cluster.schedulable_nodes()))
         if found == wanted or time.monotonic() > deadline:
             return found
         time.sleep(_POLL_SECONDS)

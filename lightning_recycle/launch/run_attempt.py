@@ -28,7 +28,7 @@ from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.state import Finished, Outcome
-from lightning_recycle.engines.ray_placement import needs_of_worker
+from lightning_recycle.engines.ray_cluster import needs_of_worker
 from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.signals import EndSignals

@@ -137,7 +137,7 @@ def prepare(
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
     assert trainer.state.fn is not None
-    check_trainer(trainer, outside)
+    check_trainer(trainer, outside, options.ray is not None)
     sizes = [size for loader in loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.engines.ray_placement import RayEngine
+from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.option_table import (

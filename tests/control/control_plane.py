@@ -15,7 +15,7 @@ from typing import Any
 from control_worker import Member
 from support.thread_client import ThreadClient
 
-from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
+from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.network.connection import MessageConnection, connect
@@ -128,10 +128,7 @@ class ControlPlane:
         )
         setup = pack("for who is started by hand")
         start: Any = self._start_worker if all_options.recovery.max_restarts else None
-        self.positions: list[Positions] = []  # as the coordinator has told them, the newest last
-        self.coordinator = Coordinator(
-            grid, self.planner, all_options, start_worker=start, setup=setup, on_positions=self.positions.append
-        )
+        self.coordinator = Coordinator(grid, self.planner, all_options, start_worker=start, setup=setup)
         self.started: list[tuple[int, int, int]] = []
         self.replacements: list[FakeProcess] = []
         self.grid = grid

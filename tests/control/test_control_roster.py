@@ -87,16 +87,6 @@ def on_machines(plane: ControlPlane) -> list[Member]:
     return members
 
 
-def test_whoever_brings_workers_is_told_who_is_where_and_which_positions_are_empty(plane: ControlPlane) -> None:
-    members = on_machines(plane)
-    everybody = {rank: (f"machine {rank // 2}", os.getpid()) for rank in range(4)}
-    plane.until(lambda: plane.positions and plane.positions[-1] == everybody)
-    die(plane, members[3])
-    plane.until(lambda: plane.positions[-1] == {**everybody, 3: None})
-    plane.client(3, joining=True, node="elsewhere")
-    plane.until(lambda: plane.positions[-1] == {**everybody, 3: ("elsewhere", os.getpid())})
-
-
 def test_the_workers_of_a_machine_leave_at_a_step_boundary_when_that_is_asked(plane: ControlPlane) -> None:
     members = on_machines(plane)
     results(run_to(2, members))
@@ -107,7 +97,6 @@ def test_the_workers_of_a_machine_leave_at_a_step_boundary_when_that_is_asked(pl
     results(run_to(5, members[:2]))
     assert sorted(event.worker or () for event in plane.events("left")) == [(1, 0), (1, 1)]
     assert [*plane.events("failure"), *plane.events("redone")] == []
-    plane.until(lambda: [rank for rank, process in plane.positions[-1].items() if process is None] == [2, 3])
 
 
 def test_a_leader_that_was_lost_is_not_leader_again_when_it_comes_back(plane: ControlPlane) -> None:

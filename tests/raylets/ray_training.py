@@ -1,4 +1,4 @@
-"""What the tests on Ray train, as users do: a function for RayReCycle, and what its weights must equal."""
+"""What the tests on Ray train, as users do, and what its weights must equal."""
 
 import os
 import time
@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.options import recycle_strategy
 from support.training import QUIET, plain_loop
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-from lightning_recycle import ray_worker
 
 STEPS = 40
 DATA = dataset(GLOBAL_BATCH * STEPS)
@@ -42,21 +41,6 @@ class Signs(L.Callback):
             if client.interrupted or client.member.is_paused or time.monotonic() > deadline:
                 return
             time.sleep(0.005)
-
-
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    """A function for RayReCycle: trains for STEPS steps, perhaps with ``strategy`` arguments and ``callbacks``."""
-    model = Regression().double()
-    run = ray_worker()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=recycle_strategy(**run.strategy_arguments, **config.get("strategy", {})),
-        max_steps=STEPS,
-        callbacks=[Signs(config["signs"]), *config.get("callbacks", ())],
-        **{**QUIET, **run.trainer_arguments},
-    )
-    trainer.fit(model, DataLoader(DATA, batch_size=GLOBAL_BATCH // run.grid.pipelines))
-    return {"step": trainer.global_step, "weights": model.state_dict()}
 
 
 class Dying(Regression):
@@ -90,9 +74,10 @@ class AllDie(Regression):
 
 def from_driver(model: Regression, callbacks: Any = (), **options: Any) -> L.Trainer:
     """Trains with a Trainer in this process, whose workers are on Ray."""
-    strategy = recycle_strategy(2, 6, engine="ray", **(options or {"max_restarts": 10}))
-    arguments = {**QUIET, "enable_checkpointing": bool(callbacks), "callbacks": list(callbacks)}
-    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_steps=STEPS, **arguments)
+    strategy = recycle_strategy(2, 6, **{"engine": "ray", **(options or {"max_restarts": 10})})
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    arguments = {**QUIET, "enable_checkpointing": saves, "callbacks": list(callbacks)}
+    trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, max_steps=STEPS, **arguments)
     trainer.fit(model, DataLoader(DATA, batch_size=GLOBAL_BATCH // 2))
     return trainer
 

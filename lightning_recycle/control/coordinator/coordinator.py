@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.coordinator.journal import Journal, Process
@@ -47,7 +47,7 @@ from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Coordinator", "CoordinatorOptions", "Positions", "WorkerProcess"]
+__all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,6 @@ _TICK = 0.1  # seconds between two looks at the clock; everything else is event-
 _REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
 _WRONG_STATES = 2  # at a position, after which its device is not used again: a bit of a good memory flips now and then
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
-
-Positions: TypeAlias = Mapping[int, tuple[str, int] | None]
-"""By rank the machine and the process id of who is there; None for an empty position."""
 
 
 class Coordinator:
@@ -88,9 +85,6 @@ class Coordinator:
         objection: why a worker cannot take part in this run; None if it can.
         staggered: told to workers that were started by hand.
         journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
-        on_positions: called in the coordinator's thread whenever other processes are at the positions: for each rank
-            the machine and process id of who is there, or is about to join; None where a position is empty. For whoever
-            brings workers and must be asked for them.
         takes_results: whether somebody takes the results from the outcome of the run.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
@@ -112,7 +106,6 @@ class Coordinator:
         objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None,
         staggered: bool = True,
         journal: Journal | None = None,
-        on_positions: Callable[[Positions], None] | None = None,
         takes_results: bool = True,
     ) -> None:
         self.grid = grid
@@ -160,7 +153,6 @@ class Coordinator:
         self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
         self._started: dict[int, WorkerProcess] = {}  # of the first roster
         self._end_wanted = False
-        self._on_positions, self._positions = on_positions, dict[int, tuple[str, int] | None]()
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
@@ -451,7 +443,6 @@ class Coordinator:
     def _fill_vacancies(self, now: float) -> None:
         """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
         self._place_spares()
-        self._tell_positions()
         if self._state.generation.number < 0:
             return
         for rank in self._state.vacant:
@@ -472,17 +463,6 @@ class Coordinator:
                     self._vacancies.start(rank, on=self.grid.rank(mover))
                     self._watch.expect(rank, now)
                     return
-
-    def _tell_positions(self) -> None:
-        if self._on_positions is None:
-            return
-        positions = {
-            rank: self._history.process_at(rank) if rank in self._workers.connections else None
-            for rank in range(self.grid.num_workers)
-        }
-        if positions != self._positions:
-            self._positions = positions
-            self._on_positions(MappingProxyType(positions))
 
     def _on_messages(self, rank: int) -> None:
         """Handles what a worker's inbox holds. A bad message costs its sender, and no other worker."""

@@ -1,14 +1,12 @@
 """Serves runs one after the other, each from its first worker to its end.
 
-Concept: what ``recycle-coordinator`` and the coordinator's actor on Ray have in common. The first worker settles what
-the run is to be (:mod:`~lightning_recycle.control.joining.run_config`), a coordinator serves it, and what another
-process needs to go on with it is in the journal. What differs between the two is in the methods that a subclass
-overrides.
+Concept: the first worker settles what the run is to be (:mod:`~lightning_recycle.control.joining.run_config`), a
+coordinator serves it, and what another process needs to go on with it is in the journal.
 
-Contract: used by one thread. Each run is :meth:`Serving.meet`, :meth:`Serving.serve`, :meth:`Serving.begin_next`; the
-subclass is called in that thread, too.
+Contract: used by one thread. Each run is :meth:`Serving.meet`, :meth:`Serving.serve`, :meth:`Serving.begin_next`;
+``on_run`` is called in that thread, too.
 
-Must not know: command lines, signals, Ray.
+Must not know: command lines, signals.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_recycle.control.coordinator.coordinator import Coordinator, Positions
+from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.coordinator.journal import Journal
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
 from lightning_recycle.control.plans.run_planner import RunPlanner
-from lightning_recycle.control.protocol.messages import Enrolled, RunRequest, StopReason, Unfit
+from lightning_recycle.control.protocol.messages import Enrolled, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.processes import has_ended
@@ -45,8 +43,7 @@ class Serving:
         given: what counts whatever the workers' script says.
         journal: what is written down, so that another process can go on; None if the end of this one is that of the
             run.
-        takes_results: whether somebody takes the results from the outcomes.
-        on_positions: as in :class:`~lightning_recycle.control.coordinator.coordinator.Coordinator`.
+        on_run: called with the coordinator of each run, and with None when its workers are about to be told its end.
 
     Attributes:
         statuses: of the runs that are over, also those of earlier processes: 0 for one that finished.
@@ -57,16 +54,14 @@ class Serving:
         reception: Reception,
         given: Overrides,
         journal: Journal | None,
-        takes_results: bool = False,
-        on_positions: Callable[[Positions], None] | None = None,
+        on_run: Callable[[Coordinator | None], None] = lambda _: None,
     ) -> None:
         self.given = given
         self.statuses = [] if journal is None else list(journal.statuses)
         self._reception = reception
         reception.listener.start()
         self._journal = journal
-        self._takes_results = takes_results
-        self._on_positions = on_positions
+        self._on_run = on_run
 
     def meet(self) -> bool:
         """Waits for the first worker of the next run, or of the one that was going on here; returns False if nobody
@@ -86,7 +81,7 @@ class Serving:
         """
         reception, hello = self._reception, self._reception.first()
         try:
-            terms = self.settle(hello.wants)
+            terms = settle(self.given, hello.wants)
             planner = terms.planner()
             _prepare(planner, reception)
         except Exception as error:  # whatever a worker wants costs that worker, and not the others
@@ -103,53 +98,27 @@ class Serving:
             terms.options(),
             authkey=reception.key,
             reception=reception,
-            objection=lambda hello: self.difference(terms, hello.wants),
+            objection=lambda hello: difference(self.given, terms, hello.wants),
             staggered=bool(terms.planning.staggered),
             journal=self._journal,
-            on_positions=self._on_positions,
-            takes_results=self._takes_results,
+            takes_results=False,
         )
-        outcome: Outcome | None = None
         try:
             coordinator.start({})
-            self.on_begin(terms, coordinator)
+            self._on_run(coordinator)
             while (outcome := coordinator.wait(_LOOK_SECONDS)) is None:
                 if coordinator.is_deserted or (reception.is_over and not coordinator.has_begun):
                     return None
-                self.on_look(coordinator)
             self.statuses.append(int(not isinstance(outcome, Finished)))
             return terms, outcome
         finally:
-            self.on_end(coordinator, outcome)
+            self._on_run(None)
             coordinator.close()  # which takes a while: the workers are told
 
     def begin_next(self) -> None:
         """Forgets the run that is over: who comes from now on is of another one."""
         if self._journal is not None:
             self._journal.begin(tuple(self.statuses))
-
-    # ------------------------------------------------------------------ what differs
-
-    def settle(self, wants: RunRequest | None) -> RunConfig:
-        """The terms of a run whose first worker wants ``wants``.
-
-        Raises:
-            ConfigurationError: if there can be none.
-        """
-        return settle(self.given, wants)
-
-    def difference(self, terms: RunConfig, wants: RunRequest | None) -> Unfit | None:
-        """Why a worker that wants ``wants`` cannot take part in a run of ``terms``; None if it can."""
-        return difference(self.given, terms, wants)
-
-    def on_begin(self, terms: RunConfig, coordinator: Coordinator) -> None:
-        """The coordinator of a run serves."""
-
-    def on_look(self, coordinator: Coordinator) -> None:
-        """It goes on; called every half second."""
-
-    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
-        """The run is over, or was none; its workers are about to be told."""
 
     # ------------------------------------------------------------------ an earlier process
 

@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.coordinator.journal import Journal, default_path
 from lightning_recycle.control.coordinator.run_server import Serving
 from lightning_recycle.control.joining.reception import Reception
@@ -61,20 +60,6 @@ _FLAGS = {
 """The settings that have a flag, by name."""
 
 
-class _Serving(Serving):
-    """Shows the run that is served."""
-
-    def __init__(self, reception: Reception, given: Overrides, journal: Journal | None, monitor: Monitor) -> None:
-        super().__init__(reception, given, journal)
-        self._monitor = monitor
-
-    def on_begin(self, terms: RunConfig, coordinator: Coordinator) -> None:
-        self._monitor.show(coordinator)
-
-    def on_end(self, coordinator: Coordinator, outcome: Outcome | None) -> None:
-        self._monitor.show(None)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0 if every run finished."""
     options = _parser().parse_args(arguments)
@@ -96,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
-    serving = _Serving(reception, given, journal, monitor)
+    serving = Serving(reception, given, journal, monitor.show)
     finished = serving.statuses
 
     was_last = threading.Event()
