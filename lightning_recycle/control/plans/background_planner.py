@@ -9,10 +9,9 @@ interpreter is free. A question that a more urgent job interrupts is asked again
 |---|---|---|
 | NEEDED | the plan that workers wait for | when other workers have failed |
 | AHEAD | plans for the failures that may come next | when roster, costs, memory or layout have changed |
-| LAYOUT | the best layout for those who train | with the next change of roster, or a known answer |
+| LAYOUT | the best layout for those who train | with the next change of roster |
 | DRIFT | a plan for the times of now | with the next question |
 | FURTHER | plans for two more failures | as AHEAD |
-| FORESEEN | layouts for them | when those who train, or how, have changed |
 | SEARCH | better plans by the planner that the user chose | as AHEAD |
 
 A question for which a process is no use is yielded as :class:`Here`: a thread of this process answers it. What a job
@@ -55,8 +54,7 @@ class Urgency(IntEnum):
     LAYOUT = 2
     DRIFT = 3
     FURTHER = 4
-    FORESEEN = 5
-    SEARCH = 6
+    SEARCH = 5
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ Concept: each worker reports once what its layers take
 (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With the times of the stages and the memory that was
 measured, that is what :func:`~lightning_recycle.planning.layouts.layout_search.plan_layout` needs. It is asked when the
 operations have been measured, and whenever workers are lost or return; in the background, so nothing waits for the
-answer. For the single failures that may come next it is asked ahead
-(:mod:`~lightning_recycle.control.plans.layout_question`).
+answer: training goes on with re-routing alone.
 
 Contract: called from the coordinator's thread. Answers are published by the background planner, as
 :class:`LayoutAnswer`.
@@ -22,7 +21,6 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import OperationSeconds
 from lightning_recycle.control.plans.background_planner import Job, Urgency
-from lightning_recycle.control.plans.layout_question import ForeseenLayouts, LayoutQuestion
 from lightning_recycle.control.plans.measurements import Measurements
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.layout_change import has_ties, ranges
@@ -33,13 +31,14 @@ from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.fractional_cuts import parts_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan
-from lightning_recycle.planning.layouts.layout_search import next_losses
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, Changing, FailureRecord, LayoutPlan, Way
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["LayoutAnswer", "LayoutChoice", "Rebalance"]
+__all__ = ["CHANGING", "LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Rebalance"]
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,50 @@ Rebalance: TypeAlias = Literal["auto", "always", "never"]
 _BANDWIDTH = 1e9  # bytes/s of a link that nobody has measured
 _NEVER = 1e12  # seconds
 _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
-_STEPS_BEFORE_FORESEEING = 20  # layouts for failures that may come take processor time: not in short runs
+_LEAST_GAIN = 0.05  # of a step: measured times are not exact
+_SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
+_WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
+
+CHANGING = Changing(switch=_SWITCH_SECONDS, least_gain=_LEAST_GAIN)
+"""What a change costs in a run."""
+
+
+@dataclass(frozen=True)
+class LayoutQuestion:
+    """Which layout is best.
+
+    Args:
+        problem: who has failed, who is slow, and what the runtime can do.
+        layers: what the layers cost.
+        cuts: the layout of now.
+        next_change: seconds until the next failure, as expected.
+        fixed: why layers cannot move; empty if they can.
+        whole: why stages cannot share layers; empty if they can.
+    """
+
+    problem: Problem
+    layers: LayerCosts
+    cuts: Cuts
+    next_change: float
+    fixed: str = ""
+    whole: str = ""
+
+    def answer(self) -> LayoutPlan:
+        """The best layout, with all that was compared.
+
+        Raises:
+            ConfigurationError, PlanningError: when there is none.
+        """
+        return plan_layout(
+            self.problem,
+            self.layers,
+            self.cuts,
+            next_change=self.next_change,
+            changing=CHANGING,
+            fixed=self.fixed,
+            whole=self.whole,
+            ways=_WAYS,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,10 +135,6 @@ class LayoutChoice:
         self._fixed = ""  # why layers cannot move
         self._whole = ""  # why stages cannot share them
         self._newest: LayoutAnswer | None = None
-        self._declined: LayoutAnswer | None = None
-        self._asked = False  # something that nobody has answered yet
-        self._foreseen = ForeseenLayouts()
-        self._foreseen_for: object = None  # those who trained, and how, when layouts were asked for ahead
         self._due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
         self._record = FailureRecord()
 
@@ -119,34 +157,21 @@ class LayoutChoice:
             self._patience = _STEPS_BEFORE_LAYOUTS
             self._ask(schedule)
 
-    def stepped(self, schedule: Schedule, seconds: float | None, *, is_settled: bool) -> None:
-        """A step of ``schedule`` was committed, ``seconds`` after the previous one.
-
-        Args:
-            schedule: the plan of the step.
-            seconds: None if there was no previous one.
-            is_settled: whether plans for the next failures were asked for.
-        """
+    def stepped(self, schedule: Schedule, seconds: float | None) -> None:
+        """A step of ``schedule`` was committed, ``seconds`` after the previous one, if there was one."""
         if seconds is not None:
             self._record = self._record.after(len(schedule.live_workers), seconds)
         if self._measured.steps == self._due:
             self._ask(schedule)
-        if self._measured.steps >= _STEPS_BEFORE_FORESEEING and is_settled:
-            self._ask_ahead(schedule)
 
     def _ask(self, schedule: Schedule) -> None:
-        """Looks for the best layout for those who train. What was found ahead is the answer at once."""
+        """Looks for the best layout for those who train."""
         is_known = bool(self.cuts) and len(self._facts) == self.cuts[-1]
         if self._rebalance == "never" or not is_known or self._measured.steps < _STEPS_BEFORE_LAYOUTS:
             return
         question = self._question(schedule.failed)
-        self._layers, self._asked = question.layers, True
-        known = self._foreseen.plan(question)
-        if known is None:
-            self._background.begin(Urgency.LAYOUT, self._look_for(question))
-        else:
-            self._background.drop(Urgency.LAYOUT)
-            self._background.publish(LayoutAnswer(schedule.failed, self.cuts, known))
+        self._layers = question.layers
+        self._background.begin(Urgency.LAYOUT, self._look_for(question))
 
     def _look_for(self, question: LayoutQuestion) -> Job:
         try:
@@ -155,20 +180,6 @@ class LayoutChoice:
             log.warning("No layout was looked for: %s", error)
         else:
             self._background.publish(LayoutAnswer(question.problem.failed, question.cuts, plan))
-
-    def _ask_ahead(self, schedule: Schedule) -> None:
-        """Looks for the best layouts for every failure that may come next, once for those who train, if they keep the
-        layout of now: the newest answer names it, or was declined.
-        """
-        newest = self._newest
-        if newest is None or self._asked or (newest.cuts != self.cuts and newest is not self._declined):
-            return
-        problem = schedule.problem
-        now = problem.failed, problem.worker_factors, problem.technique, self.cuts
-        if now != self._foreseen_for:
-            self._foreseen_for = now
-            questions = [self._question(problem.failed | {worker}) for worker in next_losses(problem)]
-            self._background.begin(Urgency.FORESEEN, self._foreseen.look_for(questions))
 
     def _question(self, failed: frozenset[Worker]) -> LayoutQuestion:
         seconds = self._measured.known_seconds
@@ -183,14 +194,13 @@ class LayoutChoice:
         """The change that a published answer asks for, if it is for the workers of ``schedule``, and the reasons."""
         if answer.before != self.cuts:
             return None, ()
-        self._newest, self._asked = answer, False
+        self._newest = answer
         if answer.failed != schedule.failed:
             return None, ()
         plan, stays = answer.plan, answer.cuts == answer.before
         why = "" if stays else self._objection(answer.cuts) or self._doubts(plan.gain, schedule)
         reasons = (*plan.why(), *([f"it stays: {why}"] if why else []))
         if stays or why:
-            self._declined = answer
             return None, reasons
         details = {
             "gain": plan.gain,

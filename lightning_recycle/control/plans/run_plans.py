@@ -8,7 +8,6 @@ schedules. Every schedule is made here, so no two workers can disagree about one
 | a generation begins | its plan (:mod:`~lightning_recycle.control.plans.run_planner`), the best layout for it |
 | 3rd step of a plan; memory or split backwards were measured | plans for the next failures |
 | 10th step of the run | the best layout for all (:mod:`~lightning_recycle.control.plans.layout_choice`) |
-| 20th step of the run, then once for each roster | layouts for the next failures |
 | operations no longer take the times of the plan | a plan for those (:mod:`~lightning_recycle.control.plans.drift`) |
 
 Contract: every method is called from the coordinator's thread. What takes long is answered in the background
@@ -219,8 +218,7 @@ class RunPlans:
             return
         if self._steps == _STEPS_BEFORE_PLANNING_AHEAD:
             self.plan_ahead()
-        is_settled = self._steps >= _STEPS_BEFORE_PLANNING_AHEAD
-        self._layouts.stepped(self.schedules[-1], seconds, is_settled=is_settled)
+        self._layouts.stepped(self.schedules[-1], seconds)
         if self._drift is not None:
             self._drift.stepped(seconds)
             if (question := self._drift.question()) is not None:

@@ -395,21 +395,6 @@ class LayoutPlan:
         """By how much steps are faster than with re-routing alone, as a fraction of a period; 0 where nothing moves."""
         return 1.0 - self.chosen.period / self.reroute.period if self.reroute.period else 0.0
 
-    def expecting(self, next_change: float, changing: Changing | None = None) -> LayoutPlan:
-        """The choice among the same candidates if the next change is expected in that many seconds.
-
-        Args:
-            next_change: seconds expected until the next change.
-            changing: as it was planned with.
-        """
-        least = (changing or Changing()).least_gain
-        first = self.reroute
-        found = [
-            weighed(each, first, next_change, least) if each.problem is not None and each is not first else each
-            for each in self.candidates
-        ]
-        return LayoutPlan(chosen_of(found), tuple(found), next_change)
-
     def why(self) -> tuple[str, ...]:
         """The reasons in numbers: the choice first, then a line for each candidate."""
         moved = f" ({100 * self.gain:.1f} % faster steps)" if self.gain else ""

@@ -1,4 +1,4 @@
-"""Where layers cannot move, re-routing goes on, and one line of the record says why: with the defaults of a run."""
+"""The layout after a failure. Where layers cannot move, re-routing goes on, and one line of the record says why."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,6 +10,7 @@ from lightning_recycle.control.plans.planning_process import PlanningProcess
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
+from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Technique, Worker
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.validation import validate
@@ -69,3 +70,32 @@ def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: 
     (line,) = [line for line in lines if line.startswith("layers: ")]
     assert line.startswith(f"layers: {reason}")
     assert any(line.startswith("reroute") for line in lines)
+
+
+@pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
+def test_layers_move_away_from_the_stage_that_has_lost_a_worker(monkeypatch: pytest.MonkeyPatch, dead: Worker) -> None:
+    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
+    planner = RunPlanner(GRID, "heuristic", Technique(decoupled=False), in_flight_limit=16)
+    planner.prepare()
+    plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "always")
+    plans.begin_generation(frozenset(), (), 0)
+    sizes = (10**6,) * 8
+    for stage in range(2):
+        plans.layers(LayerFacts(stage, (0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8))
+    for _ in range(10):
+        for stage in range(2):
+            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), leads=True)
+        plans.stepped(1.0)
+    plans.begin_generation(frozenset({dead}), (), 10)
+    found: list[LayoutReady] = []
+    assert wait_for(lambda: found.extend(e for e in plans.better() if isinstance(e, LayoutReady)) or found, 60)
+    (ready,) = found
+    assert [end - begin for begin, end in pairwise(ready.cuts)][dead.stage] < 8
+    assert GRID.rank(dead) not in ready.roster
+    chosen = plans._layouts.choice_of(ready.cuts)
+    assert chosen is not None
+    assert chosen.judgement is not None
+    assert chosen.judgement.schedule is not None
+    assert chosen.judgement.schedule.failed == {dead}
+    validate(chosen.judgement.schedule)
+    plans.close()
