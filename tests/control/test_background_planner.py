@@ -13,14 +13,13 @@ from slow_planners import Endless, Failing, Reporting, Sleeping, Unpicklable
 from support.process_tree import is_alive
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import background_planner, planning_process
+from lightning_recycle.control.plans import planning_process
 from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Here, Job, Urgency
 from lightning_recycle.control.plans.drift import Estimate, Question
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
-from lightning_recycle.control.plans.planning_process import UnsendableError
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
-from lightning_recycle.errors import PlanningError
+from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning import (
     Costs,
     Grid,
@@ -127,7 +126,7 @@ def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: Bac
     planner.begin(Urgency.AHEAD, publishing(planner, *questions))
     *reasons, last = found(planner, 5)
     assert [str(reason) for reason in reasons[:2]] == ["no room", "a bug of a user's planner"]
-    assert [type(reason) for reason in reasons] == [PlanningError, PlanningError, PlanningError, UnsendableError]
+    assert [type(reason) for reason in reasons] == [PlanningError] * 4
     assert last == 5
 
 
@@ -147,13 +146,13 @@ def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(pla
     planner.begin(Urgency.AHEAD, publishing(planner, Here(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
     planner.begin(Urgency.SEARCH, publishing(planner, Here(Value("search"))))
-    planner.begin(Urgency.FORESEEN, publishing(planner, Here(Value("foreseen"))))
+    planner.begin(Urgency.DRIFT, publishing(planner, Here(Value("drift"))))
     planner.begin(Urgency.NEEDED, publishing(planner, Here(Value("needed"))))
     assert found(planner, 1) == ["needed"]
     assert slow.asked.acquire(timeout=PATIENCE), "again"
     assert wait_for(lambda: slow.given_up == 1, PATIENCE)
     slow.go_on.set()
-    assert found(planner, 3) == ["waited", "foreseen", "search"]
+    assert found(planner, 3) == ["waited", "drift", "search"]
 
 
 def test_a_less_urgent_question_waits(planner: BackgroundPlanner) -> None:
@@ -185,35 +184,11 @@ def test_what_is_not_wanted_any_more_is_given_up(planner: BackgroundPlanner, how
 def test_a_question_that_takes_too_long_has_no_answer(
     planner: BackgroundPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_planner, "TIME_LIMIT", 0.2)
-    monkeypatch.setattr(planning_process, "TIME_LIMIT", 0.2)
-    planner.begin(Urgency.AHEAD, publishing(planner, Here(Waiting()), Endless(), Here(Value("next"))))
-    *reasons, last = found(planner, 3)
-    assert all("past its time limit" in str(reason) for reason in reasons)
+    monkeypatch.setattr(planning_process, "_TIME_LIMIT", 0.2)
+    planner.begin(Urgency.AHEAD, publishing(planner, Endless(), Here(Value("next"))))
+    reason, last = found(planner, 2)
+    assert "past its time limit" in str(reason)
     assert last == "next"
-
-
-def test_a_planner_that_does_not_return_is_left_behind_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(background_planner, "_END_SECONDS", 0.2)
-    released = threading.Event()
-
-    @dataclass(frozen=True)
-    class Stubborn:
-        def answer(self) -> None:
-            released.wait(PATIENCE)
-
-    planner = BackgroundPlanner()
-    planner.begin(Urgency.AHEAD, publishing(planner, Here(Stubborn())))
-    planner.begin(Urgency.NEEDED, publishing(planner, Here(Value("it holds up nothing"))))
-    assert found(planner, 1) == ["it holds up nothing"]
-    planner.begin(Urgency.NEEDED, publishing(planner, Here(Stubborn())))
-    assert wait_for(lambda: threads().count("recycle-planning-here") >= 1, PATIENCE)
-    planner.close()
-    assert "left behind" in caplog.text
-    released.set()
-    assert wait_for(lambda: not threads(), PATIENCE)
 
 
 def test_a_closed_planner_begins_nothing(planner: BackgroundPlanner) -> None:
@@ -252,11 +227,10 @@ def test_many_jobs_begun_by_many_threads_all_end(planner: BackgroundPlanner) -> 
 # ---------------------------------------------------------------------- the end of a run
 
 
-class Slow:
+class Slow(HeuristicPlanner):
     """A planner that needs a minute for each plan: it looks for a good one again and again."""
 
-    def __init__(self) -> None:
-        self.began = threading.Event()
+    began = threading.Event()
 
     def plan(self, problem: Problem) -> Schedule:
         self.began.set()
@@ -266,10 +240,9 @@ class Slow:
 
 
 def test_a_run_that_is_over_leaves_no_thread() -> None:
-    slow = Slow()  # it holds a lock: no other process can have it
-    planner = RunPlanner(Grid(2, 2, 2), slow, Technique())
+    planner = RunPlanner(Grid(2, 2, 2), Slow(), Technique())
     planner.plan_ahead(frozenset(), {})
-    assert slow.began.wait(60)
+    assert Slow.began.wait(60)
     planner.close()
     assert not threads()
 
@@ -341,12 +314,16 @@ def test_a_planner_works_in_another_process_at_the_lowest_priority(
     assert os.getpriority(os.PRIO_PROCESS, 0) < 19
 
 
-def test_the_heuristic_replaces_a_planner_that_cannot_be_sent(look_for: Callable[[Any], RunPlans]) -> None:
-    assert answer(look_for(Unpicklable())).schedule == heuristic(SLOW.of(PROBLEM))
+@pytest.mark.parametrize("planner", [Failing(), Unpicklable()])
+def test_a_planner_that_fails_is_no_answer(look_for: Callable[[Any], RunPlans], planner: Any) -> None:
+    assert answer(look_for(planner)) is None
 
 
-def test_a_planner_that_fails_is_no_answer(look_for: Callable[[Any], RunPlans]) -> None:
-    assert answer(look_for(Failing())) is None
+def test_a_planner_that_cannot_be_sent_is_refused_before_the_run() -> None:
+    own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
+    for planner, why in ((Unpicklable(), "lock"), (own(), "its class is in the script")):
+        with pytest.raises(ConfigurationError, match=f"cannot be sent there: .*{why}.*Define its class in a module"):
+            RunPlanner(PROBLEM.grid, planner, Technique())
 
 
 @pytest.mark.parametrize("how", ["close", "another question"])

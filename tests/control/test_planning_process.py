@@ -17,7 +17,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.plans import planning_process
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
-from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError, UnsendableError
+from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, solve
@@ -197,11 +197,11 @@ def test_a_question_that_is_not_wanted_any_more_ends_its_process(process: Planni
 
 
 def test_a_question_that_cannot_be_sent_is_refused(process: PlanningProcess) -> None:
-    with pytest.raises(UnsendableError, match="cannot be sent"):
+    with pytest.raises(PlanningError, match="cannot be sent"):
         process.ask(PlanQuestion(LARGE, Unpicklable()), WANTED)
     own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
     sys.modules["__main__"].OfThisProcess = own  # type: ignore[attr-defined]
-    with pytest.raises(UnsendableError, match="cannot be read"):
+    with pytest.raises(PlanningError, match="cannot be read"):
         process.ask(PlanQuestion(LARGE, own()), WANTED)
     del sys.modules["__main__"].OfThisProcess  # type: ignore[attr-defined]
     with pytest.raises(PlanningError, match="no licence"):

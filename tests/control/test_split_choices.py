@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import plans_ahead
+from lightning_recycle.control.plans.planning_process import PlanningProcess
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Tried
@@ -57,7 +57,7 @@ class Run:
 
 @pytest.fixture
 def open_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    monkeypatch.setattr(plans_ahead, "_SECONDS_FOR_TWO", 0.0)
+    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
     with contextlib.ExitStack() as stack:
 
         def make(planner: Any = "heuristic", **options: Any) -> Run:

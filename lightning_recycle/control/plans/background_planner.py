@@ -11,14 +11,13 @@ interpreter is free. A question that a more urgent job interrupts is asked again
 | AHEAD | plans for the failures that may come next | when roster, costs, memory or layout have changed |
 | LAYOUT | the best layout for those who train | with the next change of roster |
 | DRIFT | a plan for the times of now | with the next question |
-| FURTHER | plans for two more failures | as AHEAD |
 | SEARCH | better plans by the planner that the user chose | as AHEAD |
 
-A question for which a process is no use is yielded as :class:`Here`: a thread of this process answers it. What a job
-finds it publishes; the coordinator is woken and takes it.
+A question for which a process is no use is yielded as :class:`Here`: the thread answers it. What a job finds it
+publishes; the coordinator is woken and takes it.
 
 Contract: every wait has a bound, whatever becomes of the process (see there), and no job can end the thread. After
-:meth:`BackgroundPlanner.close` there is no process, and no thread but one of a user's planner that does not return.
+:meth:`BackgroundPlanner.close` there is no process and no thread.
 
 Must not know: what is asked.
 """
@@ -29,19 +28,16 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.plans.planning_process import LOOK_SECONDS, TIME_LIMIT, PlanningProcess, Question
+from lightning_recycle.control.plans.planning_process import PlanningProcess, Question
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
 
 __all__ = ["BackgroundPlanner", "Here", "Job", "Urgency"]
-
-_END_SECONDS = 30.0  # for a planner of the user's, which does not know that its plan is not wanted any more
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +49,12 @@ class Urgency(IntEnum):
     AHEAD = 1
     LAYOUT = 2
     DRIFT = 3
-    FURTHER = 4
-    SEARCH = 5
+    SEARCH = 4
 
 
 @dataclass(frozen=True)
 class Here:
-    """A question that is answered in a thread of this process."""
+    """A question for the heuristic, which looks now and then whether it is still wanted: answered in this process."""
 
     question: Question
 
@@ -111,7 +106,6 @@ class BackgroundPlanner:
         self._jobs: dict[Urgency, _Begun] = {}
         self._current: _Begun | None = None
         self._thread: threading.Thread | None = None
-        self._answering: list[threading.Thread] = []  # that may not have ended
         self._closed = False
 
     @property
@@ -157,19 +151,15 @@ class BackgroundPlanner:
         return found
 
     def close(self) -> None:
-        """Gives up on all jobs, and waits until process and threads have ended."""
+        """Gives up on all jobs, and waits until process and thread have ended."""
         with self._changed:
             self._closed = True
             for urgency in Urgency:
                 self._drop(urgency)
             self._changed.notify()
-        deadline = time.monotonic() + _END_SECONDS
-        threads = [*([] if self._thread is None else [self._thread]), *self._answering]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread is not None:
+            self._thread.join()
         self._process.close()
-        if any(thread.is_alive() for thread in threads):
-            log.warning("A planner has not ended after %g s and is left behind.", _END_SECONDS)
 
     def _drop(self, urgency: Urgency) -> None:
         dropped = self._jobs.pop(urgency, None)
@@ -205,39 +195,12 @@ class BackgroundPlanner:
             return job
 
     def _answer(self, question: Question | Here, job: _Begun) -> Any:
-        if isinstance(question, Here):
-            return self._answer_here(question.question, job.interrupted)
-        return self._process.ask(question, job.interrupted, urgent=job.urgency == Urgency.NEEDED)
-
-    def _answer_here(self, question: Question, interrupted: threading.Event) -> Any:
-        """The answer from a thread; one that does not return when it is interrupted is left alone."""
-        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-        unwanted = threading.Event()
-
-        def work() -> None:
-            try:
-                with cancelled_by(unwanted):
-                    answers.put((question.answer(), None))
-            except Cancelled:
-                pass
-            except Exception as error:  # of a user's planner, too: the run has to do without this plan
-                answers.put((None, error))
-
-        thread = threading.Thread(target=work, name="recycle-planning-here", daemon=True)
-        self._answering = [*(earlier for earlier in self._answering if earlier.is_alive()), thread]
-        thread.start()
-        deadline = time.monotonic() + TIME_LIMIT
+        if not isinstance(question, Here):
+            return self._process.ask(question, job.interrupted, urgent=job.urgency == Urgency.NEEDED)
         try:
-            while True:
-                with contextlib.suppress(queue.Empty):
-                    answer, error = answers.get(timeout=LOOK_SECONDS)
-                    break
-                if interrupted.is_set():
-                    raise Cancelled
-                if time.monotonic() > deadline:
-                    raise PlanningError("it ran past its time limit and was given up")
-        finally:
-            unwanted.set()
-        if error is None:
-            return answer
-        raise error if isinstance(error, PlanningError) else PlanningError(str(error) or repr(error)) from error
+            with cancelled_by(job.interrupted):
+                return question.question.answer()
+        except PlanningError:
+            raise
+        except Exception as error:  # the run has to do without this plan
+            raise PlanningError(str(error) or repr(error)) from error

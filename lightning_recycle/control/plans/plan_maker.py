@@ -1,12 +1,12 @@
 """Questions for plans, and where they are answered.
 
-Concept: a question goes to the planning process or, where that is no use, to a thread:
+Concept: a question goes to the planning process or, where that is no use, to the background thread:
 
 | plan | where it is made |
 |---|---|
-| by the heuristic, for a small grid | in a thread; in need, at once |
-| by the heuristic, for a large grid | in the planning process; in a thread when that is lost |
-| by the planner that the user chose | in the planning process; in a thread if the planner cannot be sent there |
+| by the heuristic, for a small grid | in the background thread; in need, at once |
+| by the heuristic, for a large grid | in the planning process; in the thread when that is lost |
+| by the planner that the user chose | in the planning process |
 
 With ``decoupled="auto"`` every plan is fused until all stages have tried what splitting costs. From then on a
 problem is asked with what B and W take; both plans are made, and the better one is kept
@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
 from lightning_recycle.control.plans.background_planner import Here
-from lightning_recycle.control.plans.planning_process import ProcessLostError, UnsendableError
+from lightning_recycle.control.plans.planning_process import ProcessLostError
 from lightning_recycle.control.plans.ready_plans import PlanKey, ReadyPlan, key_of
-from lightning_recycle.errors import PlanningError
+from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.layouts.layout_candidates import Judgement
@@ -42,7 +43,7 @@ from lightning_recycle.planning.profile import SplitCosts
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["PlanAnswer", "PlanMaker", "PlanQuestion", "SplitChoices", "facts_of"]
+__all__ = ["PlanAnswer", "PlanMaker", "PlanQuestion", "SplitChoices", "check_travels", "facts_of"]
 
 _KEPT = 4_096  # choices; as many plans are never kept
 _AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
@@ -195,12 +196,7 @@ class PlanMaker:
 
     def search(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:
         """The plan of the chosen planner for the technique of ``problem``, as a part of a job."""
-        question = PlanQuestion(problem, assumed.planner(self.chosen))
-        try:
-            answer = yield question
-        except UnsendableError as error:
-            log.info("%s: %r plans in a thread of the coordinator.", error, self.chosen)
-            answer = yield Here(question)
+        answer = yield PlanQuestion(problem, assumed.planner(self.chosen))
         return self._learn(answer, self.chosen)
 
     def stored(self, problem: Problem, *, needed: bool = False) -> ReadyPlan | None:
@@ -230,6 +226,27 @@ class PlanMaker:
             except PlanningError as error:  # the plan is good, whether it can be stored or not
                 log.warning("%s", error)
         return result
+
+
+def check_travels(planner: Planner) -> None:
+    """Raises ConfigurationError for a planner of a class that the planning process cannot import, or with a lock.
+
+    The heuristic, also a user's version of it, plans in this process where it has to.
+    """
+    if isinstance(planner, HeuristicPlanner):
+        return
+    why = ""
+    try:
+        pickle.dumps(planner)
+    except Exception as error:  # whatever a user's class raises
+        why = str(error)
+    if type(planner).__module__ == "__main__":
+        why = "its class is in the script"
+    if why:
+        raise ConfigurationError(
+            f"planner={planner!r} plans in a process beside the coordinator, and cannot be sent there: {why}. Define"
+            " its class in a module that can be imported, without open files or locks."
+        )
 
 
 def facts_of(choice: TechniqueChoice) -> dict[str, Any]:

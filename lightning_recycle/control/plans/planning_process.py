@@ -12,8 +12,8 @@ unless workers wait for the answer.
 | the process dies, or shows no sign of life for 10 s | :class:`ProcessLostError`; the next question starts another |
 | it died while nothing was asked | the next question starts another |
 | it was lost five times | :class:`ProcessLostError` at once, for the rest of the run |
-| there is no answer within ``TIME_LIMIT`` | it is killed; :class:`~lightning_recycle.errors.PlanningError` |
-| question or answer cannot be pickled | :class:`UnsendableError` |
+| there is no answer within ``_TIME_LIMIT`` | it is killed; :class:`~lightning_recycle.errors.PlanningError` |
+| question or answer cannot be pickled | :class:`~lightning_recycle.errors.PlanningError` |
 
 Contract: used by one thread.
 
@@ -40,20 +40,13 @@ from lightning_recycle.planning.cancellation import Cancelled
 from lightning_recycle.planning.child_process import exit_reason, lowest_priority, start_server
 
 __all__ = [
-    "LOOK_SECONDS",
-    "TIME_LIMIT",
     "PlanningProcess",
     "ProcessLostError",
     "Question",
-    "UnsendableError",
 ]
 
-TIME_LIMIT = 600.0
-"""Seconds for one answer."""
-
-LOOK_SECONDS = 0.05
-"""Between checks whether a question was interrupted."""
-
+_TIME_LIMIT = 600.0  # seconds for one answer
+_LOOK_SECONDS = 0.05  # between checks whether a question was interrupted
 SILENCE_SECONDS = 10.0  # without a sign of life of the process: it is lost
 _START_SECONDS = 30.0  # for its first sign of life
 _BEAT_SECONDS = 1.0
@@ -72,10 +65,6 @@ class Question(Protocol):
 
 class ProcessLostError(PlanningError):
     """The process died, is stuck, or cannot be started."""
-
-
-class UnsendableError(ProcessLostError):
-    """The question cannot be sent to another process: it holds an object of a class that only this one has."""
 
 
 class PlanningProcess:
@@ -101,14 +90,13 @@ class PlanningProcess:
 
         Raises:
             Cancelled: when ``interrupted`` is set.
-            PlanningError: when there is no answer, or not in time.
+            PlanningError: when there is no answer, or not in time, or question or answer cannot be sent.
             ProcessLostError: when the process was lost.
-            UnsendableError: when the question cannot be sent.
         """
         try:
             task = pickle.dumps((question, urgent))
         except Exception as error:  # whatever a user's class raises when it is pickled
-            raise UnsendableError(f"the planner cannot be sent to another process: {error}") from error
+            raise PlanningError(f"the planner cannot be sent to another process: {error}") from error
         while True:
             child = self._running()
             try:
@@ -125,7 +113,7 @@ class PlanningProcess:
                 raise
         if kind == "answer":
             return value
-        raise (UnsendableError if kind == "unreadable" else PlanningError)(value)
+        raise PlanningError(value)
 
     def close(self) -> None:
         """Ends the process."""
@@ -174,7 +162,7 @@ class _Child:
             if self._began and not is_sent:
                 self._connection.send_bytes(task)
                 is_sent = True
-            if self._connection.poll(LOOK_SECONDS):
+            if self._connection.poll(_LOOK_SECONDS):
                 frame = self._connection.recv_bytes()
                 heard, self._began = time.monotonic(), True
                 self.was_idle = frame != _ALIVE
@@ -185,7 +173,7 @@ class _Child:
                 raise Cancelled
             if now - heard > (bound := SILENCE_SECONDS if self._began else _START_SECONDS):
                 raise TimeoutError(f"it showed no sign of life for {bound:g} s")
-            if now - asked > TIME_LIMIT:
+            if now - asked > _TIME_LIMIT:
                 raise PlanningError("it ran past its time limit and was stopped")
 
     @property
@@ -224,7 +212,7 @@ def _read(frame: bytes) -> tuple[str, Any]:
     try:
         message: tuple[str, Any] = pickle.loads(frame)
     except Exception as error:  # a class that only the process could import
-        return "unreadable", f"the answer cannot be read here: {error}"
+        return "failed", f"the answer cannot be read here: {error}"
     return message
 
 
@@ -249,7 +237,7 @@ def _answer(task: bytes, answers: list[bytes]) -> None:
     try:
         question, urgent = pickle.loads(task)
     except Exception as error:  # a class of the user's script, which this process does not import
-        answers.append(pickle.dumps(("unreadable", f"the planner cannot be read in another process: {error}")))
+        answers.append(pickle.dumps(("failed", f"the planner cannot be read in another process: {error}")))
         return
     if not urgent:
         _lower_priority_of_this_thread()
@@ -261,7 +249,7 @@ def _answer(task: bytes, answers: list[bytes]) -> None:
     try:
         answers.append(pickle.dumps((kind, value)))
     except Exception as error:  # whatever a user's class raises when it is pickled
-        answers.append(pickle.dumps(("unreadable", f"the answer cannot be sent to another process: {error}")))
+        answers.append(pickle.dumps(("failed", f"the answer cannot be sent to another process: {error}")))
 
 
 def _lower_priority_of_this_thread() -> None:

@@ -1,10 +1,10 @@
 """Plans for the failures that may come next, and better ones for the workers that train.
 
-Concept: three jobs, one after the other. The first makes plans by the quick planner, in this order: for the workers
+Concept: two jobs, one after the other. The first makes plans by the quick planner, in this order: for the workers
 that train now, if their plan does not fit into memory or it is known since whether backwards should be split; for every
-next failure; for the memory that was measured, if their plan is for another one. The second makes plans for two more
-failures, while time lasts. The third asks the planner that the user chose for the plans of the first. None makes more
-plans than can be kept, nor again those that are ready and were made for nearly the same problem.
+next failure; for the memory that was measured, if their plan is for another one. The second asks the planner
+that the user chose for the same plans. None makes more plans than can be kept, nor again those that are ready and were
+made for nearly the same problem.
 
 Contract: a plan for the workers that train now is published, as a
 :class:`~lightning_recycle.planning.result.PlanResult`. A plan that cannot be made is logged and left out.
@@ -15,8 +15,7 @@ Must not know: when plans are made, who adopts them.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, names_of, with_fused_backwards
@@ -28,13 +27,12 @@ from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.normalization import next_failures
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult, proven
-from lightning_recycle.planning.routing import alike, representative
+from lightning_recycle.planning.routing import alike
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 
 __all__ = ["PlansAhead", "keeps_to"]
 
-_SECONDS_FOR_TWO = 20.0  # that planning for two more failures may take; for one there is no bound but memory
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 
 log = logging.getLogger(__name__)
@@ -76,16 +74,6 @@ class PlansAhead:
         if running is not None and not at_once and running.problem.memories != present.memories:
             yield from self._make_for_present(present)
 
-    def make_further(self) -> Job:
-        """The job that makes plans for two more failures, by the quick planner."""
-        one_more = self._one_more(self._problem(self.failed))
-        deadline = time.monotonic() + _SECONDS_FOR_TWO
-        for number, problem in enumerate(self._two_more(one_more), len(one_more)):
-            if number >= self._capacity or time.monotonic() > deadline:
-                log.info("Planned ahead for %d distributions of the next failures; there is no room for more.", number)
-                break
-            yield from self._get_ready(problem)
-
     def improve(self) -> Job:
         """The job that asks the planner that the user chose."""
         present = self._problem(self.failed)
@@ -97,24 +85,10 @@ class PlansAhead:
     def _problem(self, failed: frozenset[Worker]) -> Problem:
         return self.assumed.problem(failed, self.seconds)
 
-    @property
-    def _capacity(self) -> int:
-        """How many plans can be kept besides that of the workers that train."""
-        return self.ready.capacity - (self.running is not None)
-
     def _one_more(self, present: Problem) -> list[Problem]:
         """A problem for each distribution of failures that the next one may lead to, as far as plans can be kept."""
-        return [self._problem(failed) for failed in next_failures(present)][: self._capacity]
-
-    def _two_more(self, one_more: list[Problem]) -> Iterator[Problem]:
-        """A problem for each distribution that the one after the next may lead to."""
-        seen = set()
-        for problem in one_more:
-            for failed in next_failures(problem):
-                then = self._problem(failed)
-                if (key := representative(then)) not in seen:
-                    seen.add(key)
-                    yield then
+        capacity = self.ready.capacity - (self.running is not None)
+        return [self._problem(failed) for failed in next_failures(present)][:capacity]
 
     def _get_ready(self, problem: Problem) -> Job:
         """Makes a plan, unless the one that is ready will do."""

@@ -2,8 +2,8 @@
 
 Concept: the fault-free plan is made before the workers start, by the planner that the user chose. Then plans are made
 ahead (:mod:`~lightning_recycle.control.plans.plans_ahead`), one for each distribution over the stages that the next
-failure may lead to, and for two more while time and memory last: first by the heuristic, which takes a second, then by
-the chosen planner if that is another one, however long it takes.
+failure may lead to: first by the heuristic, which takes a second, then by the chosen planner if that is another one,
+however long it takes.
 
 A failure gets the plan that is ready, one from the plan library, or the heuristic's, made at once. In a large grid that
 takes seconds, so the coordinator asks :meth:`RunPlanner.is_ready` before it asks for a plan: it goes on serving until
@@ -19,13 +19,12 @@ Must not know: connections, rosters, what is measured and when.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, costs_from, with_fused_backwards
 from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Job, Urgency
-from lightning_recycle.control.plans.plan_maker import PlanMaker
+from lightning_recycle.control.plans.plan_maker import PlanMaker, check_travels
 from lightning_recycle.control.plans.plans_ahead import PlansAhead, keeps_to
 from lightning_recycle.control.plans.ready_plans import ReadyPlan, ReadyPlans
 from lightning_recycle.planning.bounds import lower_bound
@@ -35,24 +34,20 @@ from lightning_recycle.planning.layouts.layout_candidates import Candidate
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.normalization import (
     distribution_of,
-    distributions,
     most_in_a_stage,
     normalize,
-    normalized_failures,
 )
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Turns, retime
+from lightning_recycle.planning.timing import Turns
 
 __all__ = ["RunPlanner"]
 
 log = logging.getLogger(__name__)
 
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
-_QUICK_OPERATIONS = 5_000  # of a schedule that is timed again while the coordinator waits
-_MOST_TIMED = 64  # such schedules
 _MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
 _MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
@@ -85,6 +80,9 @@ class RunPlanner:
             ``technique`` says, as always with a ``library``, whose plans are of one technique.
         apart_from: number of operations of a schedule from which on the heuristic plans in the planning process.
 
+    Raises:
+        ConfigurationError: for a planner that cannot be sent to the planning process.
+
     Attributes:
         source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready_plans.ReadyPlan`.
         maker: makes single plans.
@@ -109,8 +107,9 @@ class RunPlanner:
         self.source = ""
         self.background = BackgroundPlanner()
         self._grid = grid
-        self._operations = 3 * grid.global_microbatches * grid.stages
-        self.maker = PlanMaker(get_planner(planner), library, self._operations >= apart_from)
+        chosen = get_planner(planner)
+        check_travels(chosen)
+        self.maker = PlanMaker(chosen, library, 3 * grid.global_microbatches * grid.stages >= apart_from)
         self.assumptions = Assumptions(
             grid, technique, in_flight_limit, costs, memory, recompute, chooses_split and library is None
         )
@@ -232,13 +231,12 @@ class RunPlanner:
         ahead = PlansAhead(self.maker, assumed, self._ready, publish, failed, taken, running)
         self._drop_plans_ahead()
         self.background.begin(Urgency.AHEAD, ahead.make())
-        self.background.begin(Urgency.FURTHER, ahead.make_further())
         if self.maker.improves or self.maker.library is not None:
             self.background.begin(Urgency.SEARCH, ahead.improve())
 
     def _drop_plans_ahead(self) -> None:
-        for urgency in (Urgency.AHEAD, Urgency.FURTHER, Urgency.SEARCH):
-            self.background.drop(urgency)
+        self.background.drop(Urgency.AHEAD)
+        self.background.drop(Urgency.SEARCH)
 
     # ------------------------------------------------------------------ moves of workers
 
@@ -257,7 +255,6 @@ class RunPlanner:
             costs,
             len(failed),
             technique=self.assumptions.technique,
-            period=self._true_periods(len(failed), costs),
             most=most_in_a_stage(Problem(self._grid, costs, technique=self.assumptions.technique), len(failed)),
         )
         if wanted[vacant.stage] >= actual[vacant.stage]:
@@ -277,19 +274,6 @@ class RunPlanner:
         now = period(failed)
         gain = now - period(failed - {vacant} | {best})
         return best if gain > _MOVE_GAIN * now and gain * _MOVE_HORIZON > _MOVE_SECONDS else None
-
-    def _true_periods(self, failures: int, costs: Costs) -> Callable[[tuple[int, ...]], float] | None:
-        """The periods of all distributions of ``failures``, if plans for them are ready and small; else None."""
-        if self._operations > _QUICK_OPERATIONS:
-            return None
-        periods: dict[tuple[int, ...], float] = {}
-        for distribution in distributions(self._grid, failures):
-            gone = normalized_failures(self._grid, distribution)
-            ready = self._ready.find(Problem(self._grid, costs, gone))
-            if ready is None or len(periods) == _MOST_TIMED:
-                return None
-            periods[distribution] = retime(ready.schedule, costs).period
-        return periods.__getitem__
 
     def close(self) -> None:
         """The run is over: gives up all plans, and waits until nothing plans on."""

@@ -30,14 +30,12 @@ from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Pr
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
 from lightning_recycle.control.plans.measurements import Measurements
 from lightning_recycle.control.plans.plan_maker import facts_of
-from lightning_recycle.control.plans.planning_process import UnsendableError
 from lightning_recycle.control.plans.ready_plans import newest
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
@@ -271,13 +269,7 @@ class RunPlans:
         """The job that looks for a plan for the times that operations take now; it publishes question and proposal."""
         proposal: Proposal | None = None
         try:
-            try:
-                proposal = yield question
-            except UnsendableError as error:
-                log.info(
-                    "The planner %r cannot run in the background (%s); the heuristic does.", question.planner, error
-                )
-                proposal = yield replace(question, planner=HeuristicPlanner())
+            proposal = yield question
         except PlanningError as error:
             log.warning("No plan was found for the times that the operations take now: %s", error)
         self._background.publish((question, proposal))
