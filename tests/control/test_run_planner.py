@@ -13,8 +13,8 @@ import pytest
 from slow_planners import Failing
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import plan_maker, ready_plans
-from lightning_recycle.control.plans.ready_plans import schedules_kept
+from lightning_recycle.control.plans import plan_maker
+from lightning_recycle.control.plans.plan_maker import schedules_kept
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.planning import (
     Costs,
@@ -107,7 +107,7 @@ def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
     planner: RunPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = planner.plan(ALL, {})
-    monkeypatch.setattr(ready_plans, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
+    monkeypatch.setattr(plan_maker, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
     first, second, third = (
         heuristic(replace(before.problem, failed=frozenset(workers)))
         for workers in ([Worker(0, 0)], [Worker(0, 1)], [Worker(1, 0), Worker(0, 1)])

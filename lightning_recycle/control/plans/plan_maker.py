@@ -1,4 +1,4 @@
-"""Questions for plans, and where they are answered.
+"""Questions for plans, where they are answered, and the plans that are ready.
 
 Concept: a question goes to the planning process or, where that is no use, to the background thread:
 
@@ -13,9 +13,13 @@ problem is asked with what B and W take; both plans are made, and the better one
 (:func:`~lightning_recycle.planning.layouts.technique_selection.choose_technique`). A plan counts as what it takes
 without waiting for processors that workers share, but not as less than what keeps these busy.
 
-Contract: questions are pure and picklable; the rest is usable from several threads.
+A plan is kept under what it is for (:func:`~lightning_recycle.planning.routing.representative`), whoever has failed,
+and given to the workers that need it by renaming.
 
-Must not know: which plans are wanted, how they are kept.
+Contract: questions are pure and picklable; the rest is usable from several threads. As many schedules are kept as
+memory is set aside for, those used last, and always the fault-free one.
+
+Must not know: which plans are wanted.
 """
 
 from __future__ import annotations
@@ -23,16 +27,18 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
 from lightning_recycle.control.plans.background_planner import Here
 from lightning_recycle.control.plans.planning_process import ProcessLostError
-from lightning_recycle.control.plans.ready_plans import PlanKey, ReadyPlan, key_of
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.compact_schedule import CompactSchedule
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice, choose_technique
@@ -41,14 +47,117 @@ from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.profile import SplitCosts
 from lightning_recycle.planning.result import PlanResult
+from lightning_recycle.planning.routing import renamed, representative
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["PlanAnswer", "PlanMaker", "PlanQuestion", "SplitChoices", "check_travels", "facts_of"]
+__all__ = [
+    "PlanAnswer",
+    "PlanMaker",
+    "PlanQuestion",
+    "ReadyPlan",
+    "ReadyPlans",
+    "SplitChoices",
+    "check_travels",
+    "facts_of",
+    "newest",
+    "schedules_kept",
+]
 
+_KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
 _KEPT = 4_096  # choices; as many plans are never kept
 _AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
 
 log = logging.getLogger(__name__)
+
+_PlanKey: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
+
+
+def schedules_kept(grid: Grid) -> int:
+    """How many schedules of ``grid`` are kept: a run may see any number, and large ones take 100 MB each."""
+    return max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages))
+
+
+def newest(schedules: Sequence[Schedule]) -> int:
+    """How many of ``schedules``, from the last one on, may be kept: at least one."""
+    left, count = _KEPT_OPERATIONS, 0
+    for schedule in reversed(schedules):
+        left -= _held(schedule)
+        if left < 0 and count:
+            break
+        count += 1
+    return count
+
+
+def _held(schedule: Schedule) -> int:
+    """The operations that take as much memory as ``schedule``; for a compact one, which worker has which lane."""
+    if isinstance(schedule, CompactSchedule):
+        return len(schedule.workers)
+    return 3 * schedule.grid.global_microbatches * schedule.grid.stages
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyPlan:
+    """A plan, and where it is from.
+
+    Args:
+        schedule: the plan.
+        source: "library"; "ahead", made before it was needed; "made", when it was needed; or "better", found while
+            another one ran.
+        final: whether the planner that the user chose has nothing to add to it.
+    """
+
+    schedule: Schedule
+    source: str
+    final: bool
+
+
+class ReadyPlans:
+    """The plans that are kept for a run on ``grid``."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._plans: dict[_PlanKey, ReadyPlan] = {}  # the one used last is the last
+        self._lock = threading.Lock()
+
+    def find(self, problem: Problem) -> ReadyPlan | None:
+        """The plan for the failed and slow workers of ``problem``, whatever its costs and limits are."""
+        key = _key_of(problem)
+        with self._lock:
+            found = self._plans.pop(key, None)
+            if found is None:
+                return None
+            self._plans[key] = found
+        own = found.schedule.problem
+        schedule = renamed(found.schedule, replace(own, failed=problem.failed, worker_factors=problem.worker_factors))
+        return replace(found, schedule=schedule)
+
+    def keep(self, plan: ReadyPlan) -> None:
+        """Keeps a plan; beyond the limit forgets the least recently used one, but never the fault-free plan."""
+        key = _key_of(plan.schedule.problem)
+        with self._lock:
+            self._plans.pop(key, None)
+            self._plans[key] = plan
+            forgettable = [key for key in self._plans if key != (frozenset(), ())]
+            kept = newest([self._plans[key].schedule for key in forgettable])
+            for key in forgettable[: len(forgettable) - kept]:
+                del self._plans[key]
+
+    @property
+    def capacity(self) -> int:
+        """How many plans like the largest one here can be kept."""
+        with self._lock:
+            largest = max((_held(plan.schedule) for plan in self._plans.values()), default=0)
+        return max(1, _KEPT_OPERATIONS // largest) if largest else schedules_kept(self._grid)
+
+
+def _key_of(problem: Problem) -> _PlanKey:
+    """What all plans have in common that one can be made of another by renaming workers."""
+    common = representative(problem)
+    return common.failed, common.worker_factors
+
+
+# ---------------------------------------------------------------------- questions
 
 
 @dataclass(frozen=True)
@@ -122,24 +231,24 @@ class SplitChoices:
     """The newest choice between split and fused backwards for each distribution of failed and slow workers."""
 
     def __init__(self) -> None:
-        self._answers: dict[PlanKey, tuple[Problem, TechniqueChoice, Problem]] = {}  # asked, and of the plan
+        self._answers: dict[_PlanKey, tuple[Problem, TechniqueChoice, Problem]] = {}  # asked, and of the plan
 
     def keep(self, answer: PlanAnswer) -> None:
         """Keeps the choice of an answer, if it has one."""
         if answer.choice is None:
             return
-        self._answers[key_of(answer.asked)] = answer.asked, answer.choice, answer.result.schedule.problem
+        self._answers[_key_of(answer.asked)] = answer.asked, answer.choice, answer.result.schedule.problem
         while len(self._answers) > _KEPT:
             del self._answers[next(iter(self._answers))]
 
     def of(self, problem: Problem) -> TechniqueChoice | None:
         """The newest choice for the failed and slow workers of ``problem``."""
-        found = self._answers.get(key_of(problem))
+        found = self._answers.get(_key_of(problem))
         return None if found is None else found[1]
 
     def asked(self, problem: Problem) -> Problem:
         """The problem of the question whose answer has ``problem``; ``problem`` itself where nothing was chosen."""
-        found = self._answers.get(key_of(problem))
+        found = self._answers.get(_key_of(problem))
         if found is None or (found[2].technique, found[2].costs) != (problem.technique, problem.costs):
             return problem
         return found[0]

@@ -1,7 +1,7 @@
 """Plans for a running training, whichever workers have failed.
 
 Concept: the fault-free plan is made before the workers start, by the planner that the user chose. Then plans are made
-ahead (:mod:`~lightning_recycle.control.plans.plans_ahead`), one for each distribution over the stages that the next
+ahead, one for each distribution over the stages that the next
 failure may lead to: first by the heuristic, which takes a second, then by the chosen planner if that is another one,
 however long it takes.
 
@@ -19,35 +19,44 @@ Must not know: connections, rosters, what is measured and when.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, costs_from, with_fused_backwards
+from lightning_recycle.control.plans.assumptions import (
+    Assumptions,
+    OperationSeconds,
+    costs_from,
+    names_of,
+    with_fused_backwards,
+)
 from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Job, Urgency
-from lightning_recycle.control.plans.plan_maker import PlanMaker, check_travels
-from lightning_recycle.control.plans.plans_ahead import PlansAhead, keeps_to
-from lightning_recycle.control.plans.ready_plans import ReadyPlan, ReadyPlans
+from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, ReadyPlans, check_travels
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.layout_candidates import Candidate
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.normalization import (
     distribution_of,
     most_in_a_stage,
+    next_failures,
     normalize,
 )
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.profile import MemoryLimit
+from lightning_recycle.planning.result import PlanResult, proven
+from lightning_recycle.planning.routing import alike
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Turns
+from lightning_recycle.planning.timing import Turns, retime
 
 __all__ = ["RunPlanner"]
 
 log = logging.getLogger(__name__)
 
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
+_SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
 _MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
@@ -67,6 +76,145 @@ class _PlanInNeed:
         return (own.failed, own.worker_factors) == (problem.failed, problem.worker_factors)
 
 
+@dataclass(frozen=True)
+class _PlansAhead:
+    """The plans that may follow now: two jobs, one after the other.
+
+    The first makes plans by the quick planner, in this order: for the workers that train now, if their plan does not
+    fit into memory or it is known since whether backwards should be split; for every next failure; for the memory that
+    was measured, if their plan is for another one. The second asks the planner that the user chose for the same plans.
+    Neither makes more plans than can be kept, nor again those that are ready and were made for nearly the same problem.
+    A plan for the workers that train now is published. One that cannot be made is logged and left out.
+
+    Args:
+        maker: makes plans.
+        assumed: the assumptions of the plans.
+        ready: keeps them.
+        publish: called with better plans for the workers that train.
+        failed: the failed workers.
+        seconds: what operations took.
+        running: the plan of the workers that train, if a better one is wanted.
+    """
+
+    maker: PlanMaker
+    assumed: Assumptions
+    ready: ReadyPlans
+    publish: Callable[[PlanResult], None]
+    failed: frozenset[Worker]
+    seconds: OperationSeconds
+    running: Schedule | None
+
+    def make(self) -> Job:
+        """The job that makes plans for the present workers and for the next failure, by the quick planner."""
+        present, running = self._problem(self.failed), self.running
+        # Another plan for the present workers: at once if theirs does not fit into memory, or it is known since whether
+        # it should split backwards.
+        is_open = self.assumed.splitting is not None and self.maker.choices.of(present) is None
+        at_once = running is not None and (is_open or not _keeps_to(running, present))
+        if at_once:
+            yield from self._make_for_present(present)
+        for problem in self._one_more(present):
+            yield from self._get_ready(problem)
+        if running is not None and not at_once and running.problem.memories != present.memories:
+            yield from self._make_for_present(present)
+
+    def improve(self) -> Job:
+        """The job that asks the planner that the user chose."""
+        present = self._problem(self.failed)
+        if self.running is not None:
+            yield from self._improve(present, offer=True)
+        for problem in self._one_more(present):
+            yield from self._improve(problem)
+
+    def _problem(self, failed: frozenset[Worker]) -> Problem:
+        return self.assumed.problem(failed, self.seconds)
+
+    def _one_more(self, present: Problem) -> list[Problem]:
+        """A problem for each distribution of failures that the next one may lead to, as far as plans can be kept."""
+        capacity = self.ready.capacity - (self.running is not None)
+        return [self._problem(failed) for failed in next_failures(present)][:capacity]
+
+    def _get_ready(self, problem: Problem) -> Job:
+        """Makes a plan, unless the one that is ready will do."""
+        ready = self.ready.find(problem)
+        if ready is not None and self._will_do(ready.schedule, problem):
+            yield None
+            return
+        try:
+            found = self.maker.stored(problem)
+            if found is None:
+                made = yield from self.maker.make(problem, self.assumed)
+                found = ReadyPlan(made.schedule, "ahead", final=not self.maker.improves)
+            self.ready.keep(found)
+        except Exception as error:  # a failure without a plan gets one at once: this job must go on
+            log.warning("No plan could be made ahead for the failure of %s: %s", names_of(problem.failed), error)
+
+    def _will_do(self, schedule: Schedule, problem: Problem) -> bool:
+        """Whether ``schedule`` is what planning ``problem`` would lead to, or nearly so."""
+        own = self.maker.choices.asked(schedule.problem)
+        is_near = cost_difference(own.costs, problem.costs) <= _SAME_COSTS
+        return is_near and alike(replace(own, costs=problem.costs), problem)
+
+    def _make_for_present(self, problem: Problem) -> Job:
+        """Makes and publishes a plan for the workers that train now: for the memory, or the costs of split backwards,
+        that were measured.
+        """
+        try:
+            found = self.maker.stored(problem)
+            if found is not None:
+                result = proven(found.schedule, found.source)
+            else:
+                result = yield from self.maker.make(problem, self.assumed)
+                found = ReadyPlan(result.schedule, "better", final=not self.maker.improves)
+        except Exception as error:  # the plan that runs goes on
+            log.warning("No plan was found for what was measured: %s", error)
+            return
+        ready = self.ready.find(problem)
+        if ready is None or _replaces(found.schedule, ready.schedule, problem):
+            self.ready.keep(found)
+        self.publish(result)
+
+    def _improve(self, problem: Problem, offer: bool = False) -> Job:
+        """Asks the planner that the user chose; ``offer``: the plan is for the workers that train now."""
+        yield None
+        ready = self.ready.find(problem)
+        if ready is not None and ready.final and self._will_do(ready.schedule, problem):
+            return
+        choice = self.maker.choices.of(problem)
+        if choice is not None and not choice.technique.decoupled:
+            problem = with_fused_backwards(problem, self.assumed.splitting)
+        try:
+            found = yield from self.maker.search(problem, self.assumed)
+        except Exception as error:  # as above; the quick planner's plan stays
+            log.warning(
+                "%r found no plan for the failure of %s: %s", self.maker.chosen, names_of(problem.failed), error
+            )
+            found = None
+        if found is None or (ready is not None and not _replaces(found.schedule, ready.schedule, problem)):
+            if ready is not None:
+                self.ready.keep(replace(ready, final=True))  # it is not asked again
+            return
+        self.ready.keep(ReadyPlan(found.schedule, "better" if offer else "ahead", final=True))
+        if offer:
+            self.publish(found)
+
+
+def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
+    """Whether ``schedule`` fits into the memory of ``problem``."""
+    return schedule.problem.memories == problem.memories or schedule.fits(problem)
+
+
+def _shorter(schedule: Schedule, other: Schedule) -> bool:
+    """Whether ``schedule`` has a shorter period than ``other`` has under the same costs."""
+    return schedule.period < retime(other, schedule.problem.costs).period * (1 - 1e-9)
+
+
+def _replaces(schedule: Schedule, ready: Schedule, problem: Problem) -> bool:
+    """Whether ``schedule``, made for ``problem``, is to be kept instead of the plan that is ready."""
+    other_technique = ready.problem.technique != schedule.problem.technique
+    return other_technique or not _keeps_to(ready, problem) or _shorter(schedule, ready)
+
+
 class RunPlanner:
     """The schedules of one run.
 
@@ -84,7 +232,7 @@ class RunPlanner:
         ConfigurationError: for a planner that cannot be sent to the planning process.
 
     Attributes:
-        source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.ready_plans.ReadyPlan`.
+        source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`.
         maker: makes single plans.
         assumptions: what they are made for.
         background: makes plans ahead; better ones are published there, as
@@ -160,7 +308,7 @@ class RunPlanner:
     def _at_hand(self, problem: Problem) -> ReadyPlan | None:
         """The plan that was made ahead, or is stored."""
         found = self._ready.find(problem)
-        if found is None or not keeps_to(found.schedule, problem):
+        if found is None or not _keeps_to(found.schedule, problem):
             found = self.maker.stored(problem, needed=True)
             if found is not None:
                 self._ready.keep(found)
@@ -228,7 +376,7 @@ class RunPlanner:
         """
         taken = {stage: dict(names) for stage, names in seconds.items()}
         assumed, publish = self.assumptions.snapshot(), self.background.publish
-        ahead = PlansAhead(self.maker, assumed, self._ready, publish, failed, taken, running)
+        ahead = _PlansAhead(self.maker, assumed, self._ready, publish, failed, taken, running)
         self._drop_plans_ahead()
         self.background.begin(Urgency.AHEAD, ahead.make())
         if self.maker.improves or self.maker.library is not None:

@@ -29,8 +29,7 @@ from lightning_recycle.control.plans.background_planner import Job, Urgency
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
 from lightning_recycle.control.plans.measurements import Measurements
-from lightning_recycle.control.plans.plan_maker import facts_of
-from lightning_recycle.control.plans.ready_plans import newest
+from lightning_recycle.control.plans.plan_maker import facts_of, newest
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
@@ -122,7 +121,7 @@ class RunPlans:
     @property
     def source(self) -> str:
         """Where the plan of the newest generation is from; see
-        :class:`~lightning_recycle.control.plans.ready_plans.ReadyPlan`.
+        :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`.
         """
         return self._planner.source
 
