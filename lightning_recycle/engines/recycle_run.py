@@ -24,7 +24,7 @@ from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.network.addresses import address_from, shown
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, Task
-from lightning_recycle.engines.interfaces import free_port
+from lightning_recycle.engines.discovery import free_port
 from lightning_recycle.engines.restarts import Policy
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_recycle.control.network.addresses import address_from, shown
-from lightning_recycle.engines.interfaces import family_of, free_port, own_address_towards
+from lightning_recycle.engines.discovery import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
 
 __all__ = ["Meeting", "SlurmTask", "job_name", "own_address", "requeue", "task_of"]

@@ -2,33 +2,17 @@
 
 import errno
 import socket
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.engines.discovery import discover, port_range
-from lightning_recycle.engines.interfaces import address_at, addresses
+from lightning_recycle.engines.discovery import address_at, discover, port_range
 from lightning_recycle.runtime.comm.peer_auth import Gate
 from lightning_recycle.runtime.comm.sockets import Doorbell, listen
 
 WORKER = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": "a secret of 16 bytes or more"}
-
-
-def test_the_addresses_are_those_that_the_system_shows() -> None:
-    assert ("lo", "127.0.0.1") in addresses()
-    shown = subprocess.run([sys.executable, "-c", _PSUTIL], check=True, capture_output=True, text=True).stdout.split()
-    assert {address for _, address in addresses()} >= set(shown)
-
-
-_PSUTIL = """
-import psutil, socket
-for found in psutil.net_if_addrs().values():
-    print(*(one.address for one in found if one.family is socket.AF_INET))
-"""
 
 
 @pytest.mark.parametrize("interface", ["lo", "127.0.0.0/8", "127.0.0.1/32"])
@@ -44,9 +28,9 @@ def test_an_interface_or_a_network_names_an_address(interface: str) -> None:
     [
         (
             {"RECYCLE_INTERFACE": "ib7"},
-            r"RECYCLE_INTERFACE='ib7': this machine .* has no such address. It has: .*lo 127",
+            r"RECYCLE_INTERFACE='ib7': this machine .* has no such IPv4 address; its interfaces are .*lo",
         ),
-        ({"RECYCLE_INTERFACE": "198.51.100.0/24"}, "has no such address"),
+        ({"RECYCLE_INTERFACE": "198.51.100.0/24"}, "has no such IPv4 address"),
         ({"RECYCLE_INTERFACE": "10.0.0.0/99"}, "10.1.0.0/16"),
         ({"RECYCLE_INTERFACE": "lo", "RECYCLE_HOST": "10.0.0.7"}, "give one of them"),
     ],
