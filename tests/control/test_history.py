@@ -5,11 +5,9 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lightning_recycle.control.monitoring import history as module
-from lightning_recycle.control.monitoring.history import Digest, Event, History, Rates
+from lightning_recycle.control.monitoring.history import Digest, Event, History
 from lightning_recycle.control.protocol.detection import Waited
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Record, Roster, Steps
@@ -224,21 +222,6 @@ def test_the_most_memory_of_each_stage_is_recorded_at_the_end(recorder: Recorder
 
 def step(number: int, time: float, seconds: float | None = 1.0, loss: float = 0.5) -> Event:
     return Event("step", time, 0, number, None, seconds, {"loss": loss})
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
-@given(st.lists(st.floats(0.0, 50.0), max_size=200), st.integers(1, 12))
-def test_rates_cover_the_whole_run_and_count_every_step(gaps: list[float], limit: int) -> None:
-    rates, now = Rates(1000.0, limit), 1000.0
-    for gap in gaps:
-        now += gap
-        rates.step(now)
-    series = rates.series(now)
-    assert len(series) <= limit
-    assert rates.began + len(series) * rates.width >= now
-    passed = now - rates.began - (len(series) - 1) * rates.width
-    steps = sum(series[:-1]) * rates.width + series[-1] * max(0.5, passed)
-    assert steps == pytest.approx(len(gaps))
 
 
 def test_a_million_events_are_kept_in_bounds() -> None:

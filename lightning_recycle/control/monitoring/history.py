@@ -29,7 +29,6 @@ __all__ = [
     "Digest",
     "Event",
     "History",
-    "Rates",
 ]
 
 log = logging.getLogger(__name__)
@@ -342,41 +341,6 @@ _EVENTS_KEPT, _FAILURES_KEPT = 200, 20
 _STEPS_OF_A_RATE = 64
 
 
-class Rates:
-    """Steps per second over the whole run, in at most ``limit`` equal intervals, which grow with it.
-
-    Attributes:
-        began: seconds since the epoch.
-        width: the seconds of an interval.
-    """
-
-    def __init__(self, began: float, limit: int = 240) -> None:
-        self.began = began
-        self.width = 1.0
-        self._limit = limit
-        self._counts: list[int] = []
-
-    def step(self, time: float) -> None:
-        """A step was committed."""
-        self._reach(time)
-        self._counts[-1] += 1
-
-    def series(self, now: float) -> tuple[float, ...]:
-        """Steps per second in each interval up to now, the oldest first; the newest one is not over."""
-        self._reach(now)
-        rates = [count / self.width for count in self._counts]
-        rates[-1] = self._counts[-1] / max(0.5, now - self.began - (len(rates) - 1) * self.width)
-        return tuple(rates)
-
-    def _reach(self, time: float) -> None:
-        wanted = max(0.0, time - self.began)
-        while wanted >= self._limit * self.width:
-            self._counts += [0] * (len(self._counts) % 2)
-            self._counts = [first + second for first, second in zip(self._counts[::2], self._counts[1::2], strict=True)]
-            self.width *= 2
-        self._counts += [0] * (int(wanted / self.width) + 1 - len(self._counts))
-
-
 class Digest:
     """Sums over the events of a run on ``positions`` positions that began at ``now``.
 
@@ -387,7 +351,6 @@ class Digest:
         suspected: since when a worker that is waited for is silent or stuck, and why, by position.
         step: the newest committed step; -1 if there is none.
         loss: its mean loss, if it is known.
-        rates: steps per second over the whole run.
         goodput: where the workers' time went.
         found_by: who found the plan that runs, if it changed within a generation.
     """
@@ -400,7 +363,6 @@ class Digest:
         self.suspected: dict[tuple[int, int], tuple[float, str]] = {}
         self.step = -1
         self.loss: float | None = None
-        self.rates = Rates(now)
         self.goodput = Goodput(positions, now)
         self.found_by = ""
         self._durations: deque[float] = deque(maxlen=_STEPS_OF_A_RATE)  # of steps in a row that nothing disturbed
@@ -431,7 +393,6 @@ class Digest:
         if event.kind == "step":
             loss = details.get("loss")
             self.step, self.loss = event.step, loss if isinstance(loss, float) else None
-            self.rates.step(event.time)
             if self._follows and event.seconds is not None:
                 self._durations.append(event.seconds)
             self._follows = True

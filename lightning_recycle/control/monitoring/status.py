@@ -142,16 +142,12 @@ class Throughput:
         step_seconds: mean seconds of the newest steps under the present plan.
         predicted_step_seconds: those that follow from the plan and the times that its operations take.
         steps_per_second, samples_per_second: from ``step_seconds``; samples if it is known how many a step has.
-        began, width, series: steps per second over the whole run, in intervals of ``width`` seconds from ``began`` on.
     """
 
     step_seconds: float | None
     predicted_step_seconds: float | None
     steps_per_second: float | None
     samples_per_second: float | None
-    began: float
-    width: float
-    series: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -280,10 +276,7 @@ def status_of(
         positions=tuple(positions),
         spares=spares,
         plan=None if schedule is None else _plan(*schedule, digest.found_by),
-        throughput=Throughput(
-            *(per_step, None, 1 / per_step if per_step else None, None),
-            *(digest.rates.began, digest.rates.width, digest.rates.series(now)),
-        ),
+        throughput=Throughput(per_step, None, 1 / per_step if per_step else None, None),
         counts={
             "steps": counts["step"],
             "failures": counts["failure"],
