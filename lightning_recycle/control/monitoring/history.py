@@ -98,6 +98,30 @@ class Event:
     pid: int | None = None
 
 
+_STAYS = " Its position stays empty: a replacement would differ, too."
+
+_LINES: Mapping[str, tuple[int, str]] = {
+    "failure": (
+        logging.WARNING,
+        "Worker {worker} was lost at step {step}: {cause}{process}. Live workers: {live} of {all}.",
+    ),
+    "outvoted": (logging.ERROR, "Worker {worker} is evicted: {cause}.{stays}"),
+    "disputed": (
+        logging.WARNING,
+        "Worker {worker} got another {kind} of micro-batch {microbatch} of step {step} than worker {of}: all of their"
+        " stage compute it.",
+    ),
+    "not_finite": (logging.WARNING, "Step {step}: {who}{cause}. It is {then}."),
+    "incomparable": (logging.WARNING, "Workers do not check each other's computations any more: {cause}."),
+    "disturbance": (logging.WARNING, "The workers connect again at step {step}: {cause}"),
+    "stop_requested": (
+        logging.INFO,
+        "Worker {worker} wants to stop training after {step} steps: all stop after one of the next steps.",
+    ),
+}
+"""What is said of an event in the log of the coordinator, by its kind."""
+
+
 def corruption_line(grid: Grid, record: Record) -> str:
     """A record of kind "corruption" in words."""
     details = record.details
@@ -231,44 +255,8 @@ class History:
         match record.kind:
             case "failure":
                 seconds = self._fail(record, details, now)
-                log.warning(
-                    "Worker %s was lost at step %d: %s%s. Live workers: %d of %d.",
-                    self._grid.worker(record.rank or 0),
-                    record.step,
-                    details["cause"],
-                    self._process(record.rank),
-                    len(state.roster.live),
-                    self._grid.num_workers,
-                )
             case "corruption":
                 self.counters["corruptions"] += 1
-                log.error("%s", corruption_line(self._grid, record))
-            case "outvoted":
-                stays = " Its position stays empty: a replacement would differ, too." if details["stays_empty"] else ""
-                log.error("Worker %s is evicted: %s.%s", self._grid.worker(record.rank or 0), details["cause"], stays)
-            case "disputed":
-                log.warning(
-                    "Worker %s got another %s of micro-batch %d of step %d than worker %s: all of their stage compute"
-                    " it.",
-                    self._grid.worker(record.rank or 0),
-                    details["kind"],
-                    details["microbatch"],
-                    record.step,
-                    details["of"],
-                )
-            case "not_finite":
-                who = "" if record.rank is None else f"Worker {self._grid.worker(record.rank)}: "
-                log.warning("Step %d: %s%s. It is %s.", record.step, who, details["cause"], details["then"])
-            case "incomparable":
-                log.warning("Workers do not check each other's computations any more: %s.", details["cause"])
-            case "disturbance":
-                log.warning("The workers connect again at step %d: %s", record.step, details["cause"])
-            case "stop_requested":
-                log.info(
-                    "Worker %s wants to stop training after %d steps: all stop after one of the next steps.",
-                    self._grid.worker(record.rank or 0),
-                    record.step,
-                )
             case "step":
                 seconds = now - self._last_step_time if self._last_step_time is not None else None
                 self._last_step_time, self.step_seconds = now, seconds
@@ -290,6 +278,7 @@ class History:
             case "rejoined":
                 self.counters["rejoined_workers"] += 1
                 seconds = now - self._paused_time if self._paused_time is not None else None
+        self._log(record, details, len(state.roster.live))
         self.add(record.kind, state, record.rank, details, step=record.step, seconds=seconds)
         if record.kind == "step" and self._recovering and self._failure_time is not None:
             self._recovering = False
@@ -297,6 +286,18 @@ class History:
             self.counters["recovery_seconds"] += recovered
             self.add("recovered", state, step=record.step, seconds=recovered)
             self._failure_time = None
+
+    def _log(self, record: Record, details: Mapping[str, Any], live: int) -> None:
+        """Says in words what a user should read."""
+        if record.kind == "corruption":
+            log.error("%s", corruption_line(self._grid, record))
+        elif record.kind in _LINES:
+            level, line = _LINES[record.kind]
+            worker = None if record.rank is None else self._grid.worker(record.rank)
+            known = {"cause": "", "who": "" if worker is None else f"Worker {worker}: ", "worker": worker, **details}
+            known["process"] = self._process(record.rank)
+            known["stays"] = _STAYS if details.get("stays_empty") else ""
+            log.log(level, "%s", line.format(step=record.step, live=live, all=self._grid.num_workers, **known))
 
     def suspect(self, rank: int, waited: Waited, state: MembershipState) -> None:
         """A worker is silent or slow, and is waited for."""

@@ -14,7 +14,7 @@ Must not know: sockets, threads, clocks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCHEMA",
-    "Occurrence",
     "Place",
     "Plan",
     "Position",
@@ -101,21 +100,6 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Occurrence:
-    """An event of the record, see :class:`~lightning_recycle.control.monitoring.history.Event`."""
-
-    kind: str
-    time: float
-    generation: int
-    step: int
-    worker: tuple[int, int] | None
-    seconds: float | None
-    cause: str | None
-    host: str | None
-    pid: int | None
-
-
-@dataclass(frozen=True)
 class Plan:
     """The plan that runs.
 
@@ -173,8 +157,8 @@ class Status:
         recovery_seconds: from failures to the next commit, in all.
         worker_seconds: where the workers' time went: seconds by cause and phase, see
             :mod:`~lightning_recycle.control.monitoring.goodput`.
-        failures: the newest failures, the oldest first.
-        events: the newest events that are no steps, the oldest first.
+        failures: the newest failures, the oldest first; of their details the cause.
+        events: the newest events that are no steps, likewise.
         name: what the run is called: its script.
         coordinator: the process that hosts the coordinator.
         version: of this package.
@@ -197,8 +181,8 @@ class Status:
     counts: Mapping[str, int]
     recovery_seconds: float
     worker_seconds: Mapping[str, Mapping[str, float]]
-    failures: tuple[Occurrence, ...]
-    events: tuple[Occurrence, ...]
+    failures: tuple[Event, ...]
+    events: tuple[Event, ...]
     name: str = ""
     coordinator: Place = field(default_factory=lambda: Place(None, None))
     version: str = ""
@@ -288,8 +272,8 @@ def status_of(
         },
         recovery_seconds=recovery_seconds,
         worker_seconds=digest.goodput.seconds(now),
-        failures=tuple(map(_occurrence, digest.failures)),
-        events=tuple(map(_occurrence, digest.events)),
+        failures=tuple(map(_shown, digest.failures)),
+        events=tuple(map(_shown, digest.events)),
     )
 
 
@@ -317,12 +301,10 @@ def _plan(number: int, schedule: Schedule, found_by: str) -> Plan:
     return Plan(number, found_by, tuple(techniques), schedule.num_operations, failed)
 
 
-def _occurrence(event: Event) -> Occurrence:
+def _shown(event: Event) -> Event:
+    """``event`` with the cause alone of its details: others may be long."""
     cause = event.details.get("cause")
-    return Occurrence(
-        *(event.kind, event.time, event.generation, event.step, event.worker, event.seconds),
-        *(None if cause is None else str(cause), event.host, event.pid),
-    )
+    return replace(event, details={} if cause is None else {"cause": str(cause)})
 
 
 def as_json(status: Status) -> dict[str, Any]:

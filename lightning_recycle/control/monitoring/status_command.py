@@ -257,7 +257,7 @@ def _rendered(status: Mapping[str, Any]) -> Any:
         lines += [Text(), Text(f"{', '.join(told)}; {status['recovery_seconds']:.1f} s to recover")]
     for failure in reversed(status["failures"][-3:]):
         who = f"worker {tuple(failure['worker'])}" if failure["worker"] else "a worker"
-        text = f"{_duration(now - failure['time'])} ago: {who} ({_process(failure)}): {failure['cause']}"
+        text = f"{_duration(now - failure['time'])} ago: {who} ({_process(failure)}): {failure['details'].get('cause')}"
         lines.append(Text("  " + _printable(text), "red"))
     return Group(*lines)
 
