@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_STOPPED
@@ -42,12 +41,10 @@ class Printer:
 
     Args:
         names: whether each line begins with the name of the process.
-        folder: where a file for each process keeps its output, too; None for nowhere.
     """
 
-    def __init__(self, names: bool, folder: Path | None = None) -> None:
+    def __init__(self, names: bool) -> None:
         self._names = names
-        self._folder = folder
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -69,14 +66,8 @@ class Printer:
     def _pass_on(self, name: str, stream: IO[bytes], to_stderr: bool) -> None:
         prefix = f"[{name}] ".encode() if self._names else b""
         target = sys.stderr.buffer if to_stderr else sys.stdout.buffer
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(stream)
-            file = None
-            if self._folder is not None:
-                file = stack.enter_context((self._folder / f"{name}.log").open("ab", buffering=0))
+        with stream:
             while line := stream.readline(_LONGEST_LINE):
-                if file is not None:
-                    file.write(line)
                 end = b"" if line.endswith(b"\n") or not prefix else b"\n"
                 self._write(target, prefix + line + end)
 

@@ -18,7 +18,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.network.addresses import address_from, shown
@@ -29,7 +28,7 @@ from lightning_recycle.engines.restarts import Policy
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["RunAddress", "main"]
+__all__ = ["main"]
 
 _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
 
@@ -40,16 +39,14 @@ _MEETING_SECONDS = 120.0  # for task 0 to start
 
 
 @dataclass(frozen=True)
-class RunAddress:
+class _RunAddress:
     """Where and with which key the workers of a run meet, and whether this process hosts the coordinator there."""
 
     address: tuple[str, int]
     key: str
     hosts_it: bool
-    engine: str = "recycle-run"
-    node: str = ""
-    one_per_task: bool = False
-    """Whether an engine starts one agent for each worker, and its environment says which device that has."""
+    task: SlurmTask | None = None
+    """The task of SLURM that this process is; then the environment says which device its one worker has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,18 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
-        return _on_this_machine(options, command, _appointment(options, os.environ))
+        return _agent(options, command, _appointment(options, os.environ)).run()
     except ConfigurationError as error:
         print(f"recycle-run: {error}", file=sys.stderr)
         return _BAD_OPTIONS
 
 
-def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> RunAddress:
+def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     """Where the workers of this machine meet."""
     if "RECYCLE_COORDINATOR" in environ:
         address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
-        return RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
-    return RunAddress(_own_address(options.coordinator), new_key(), hosts_it=True)
+        return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
+    return _RunAddress(_own_address(options.coordinator), secrets.token_urlsafe(32), hosts_it=True)
 
 
 def _own_address(given: str | None) -> tuple[str, int]:
@@ -88,51 +85,18 @@ def _own_address(given: str | None) -> tuple[str, int]:
         raise ConfigurationError(f"--coordinator {given}: {error.strerror or error}.") from error
 
 
-def _on_this_machine(options: argparse.Namespace, command: Sequence[str], place: RunAddress) -> int:
-    """Runs the workers of this machine."""
-    agent = _agent(options, _workers(options, command, place), _coordinator(options, place))
-    return agent.run()
-
-
-def _workers(options: argparse.Namespace, command: Sequence[str], place: RunAddress) -> list[Task]:
-    count = options.nproc_per_node or 1
+def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddress) -> Agent:
+    """The agent of the workers that meet at ``place``."""
+    in_slurm = place.task is not None
     tasks = []
-    for device in range(count):
-        own = None if place.one_per_task else device
-        environ = worker_environment(os.environ, place.address, place.key, place.engine, own, place.node)
-        name = f"{place.node}.{device}" if place.node else f"worker{device}"
+    for device in range(options.nproc_per_node or 1):
+        environ = _worker_environment(place, None if in_slurm else device)
+        name = f"{place.task.node}.{device}" if place.task is not None else f"worker{device}"
         tasks.append(Task(name, tuple(command), environ))
-    return tasks
-
-
-def _coordinator(options: argparse.Namespace, place: RunAddress) -> Task | None:
-    if not place.hosts_it:
-        return None
-    return coordinator_task(place.address, place.key, os.environ)
-
-
-def _agent(
-    options: argparse.Namespace,
-    tasks: Sequence[Task],
-    coordinator: Task | None,
-    in_slurm: bool = False,
-) -> Agent:
-    folder = None if options.log_dir is None else Path(options.log_dir)
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"--log-dir {folder}: {error.strerror or error}.") from error
+    coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
-    policy = Policy(max_restarts=options.max_restarts)
-    return Agent(
-        tasks,
-        policy,
-        Printer(names, folder),
-        None if in_slurm else options.grace,
-        coordinator,
-        pipes=names or bool(folder),
-    )
+    grace = None if in_slurm else options.grace
+    return Agent(tasks, Policy(max_restarts=options.max_restarts), Printer(names), grace, coordinator, pipes=names)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -146,13 +110,12 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
     hosts_it = task.rank == 0
     if hosts_it:
         address = own_address(task) if options.coordinator is None else _own_address(options.coordinator)
-        key = new_key()
+        key = secrets.token_urlsafe(32)
         meeting.announce(address, key)
     else:
         address, key = meeting.wait(_MEETING_SECONDS)
     try:
-        place = RunAddress(address, key, hosts_it, "slurm", task.node, one_per_task=True)
-        agent = _agent(options, _workers(options, command, place), _coordinator(options, place), in_slurm=True)
+        agent = _agent(options, command, _RunAddress(address, key, hosts_it, task))
         agent.on_finish = meeting.finish
         with meeting.watched(agent.finished_elsewhere):
             status = agent.run()
@@ -168,47 +131,35 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
 # ---------------------------------------------------------------------- processes
 
 
-def coordinator_task(
-    address: tuple[str, int], key: str, environ: Mapping[str, str], options: tuple[str, ...] = ()
-) -> Task:
-    """The coordinator at ``address``, with further ``options`` of ``recycle-coordinator``; it ends with its parent.
+def _coordinator_task(place: _RunAddress) -> Task:
+    """The coordinator; it ends with its parent.
 
     It obeys words on its standard input, and no signals: SLURM sends those that are for the workers to every process of
     a task, and the coordinator is needed until they have saved what they are to save.
     """
-    command = (sys.executable, "-c", _PROGRAM, "--listen", shown(address), "--obey", *options)
-    own = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
-    return Task("coordinator", command, {**own, "RECYCLE_KEY": key}, listens=True)
+    command = (sys.executable, "-c", _PROGRAM, "--listen", shown(place.address), "--obey")
+    own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    return Task("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 
 
-def worker_environment(
-    environ: Mapping[str, str], address: tuple[str, int], key: str, engine: str, device: int | None, node: str = ""
-) -> dict[str, str]:
+def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str]:
     """The environment of a worker: everything that :func:`~lightning_recycle.engines.discovery.discover` looks for.
 
     Args:
-        environ: the environment of its agent.
-        address: of the coordinator.
-        key: of the run.
-        engine: the name of the engine.
-        device: the index of its device; None if ``environ`` says it.
-        node: the name of its machine, if ``environ`` does not say it.
+        place: where it meets the others.
+        device: the index of its device; None if the environment of this process says it.
     """
-    own = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
-    own |= {"RECYCLE_COORDINATOR": shown(address), "RECYCLE_KEY": key, "RECYCLE_ENGINE": engine}
+    own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    engine = "recycle-run" if place.task is None else "slurm"
+    own |= {"RECYCLE_COORDINATOR": shown(place.address), "RECYCLE_KEY": place.key, "RECYCLE_ENGINE": engine}
     if device is not None:
         own["LOCAL_RANK"] = str(device)
-    if node:
-        own.setdefault("RECYCLE_NODE", node)
+    if place.task is not None:
+        own.setdefault("RECYCLE_NODE", place.task.node)
     own.setdefault("PYTHONUNBUFFERED", "1")  # lines are passed on when they are printed
     # "python" is the one of this program, also where its environment is not activated.
     own["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH", os.defpath)])
     return own
-
-
-def new_key() -> str:
-    """A key for a run."""
-    return secrets.token_urlsafe(32)
 
 
 # ---------------------------------------------------------------------- options
@@ -246,7 +197,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--grace", type=float, default=60.0, metavar="SECONDS", help="for workers to end after a signal (default 60)"
     )
-    parser.add_argument("--log-dir", metavar="FOLDER", help="where a file for each worker holds what it printed")
     parser.add_argument(
         "--shared", metavar="FOLDER", help="under srun: one that all nodes see (default: where the job was submitted)"
     )

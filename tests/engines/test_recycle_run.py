@@ -66,12 +66,9 @@ def test_a_single_worker_prints_as_if_it_were_alone() -> None:
     assert run(*shell("echo here; echo there >&2"))[:2] == (0, "here\n")
 
 
-def test_what_workers_print_is_kept_in_files_if_that_is_wanted(tmp_path: Path) -> None:
-    folder = tmp_path / "logs"
-    run("--nproc-per-node", "2", "--log-dir", str(folder), *shell("echo of $LOCAL_RANK; printf 'no end'"))
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {
-        f"worker{n}.log": f"of {n}\nno end" for n in (0, 1)
-    }
+def test_output_without_an_end_of_line_stays_apart_from_that_of_others() -> None:
+    _, output, _ = run("--nproc-per-node", "2", *shell("printf 'no end'"))
+    assert sorted(output.splitlines()) == [f"[worker{n}] no end" for n in (0, 1)]
 
 
 def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
