@@ -54,7 +54,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from turns import Gate, Turn, Turns
 
-from lightning_recycle.model.partition import even_parts
+from lightning_recycle.model.layers import even_parts
 from lightning_recycle.runtime.stage.stage_bundle import Shadow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from lightning_recycle.control.monitoring.history import Event
     from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
     from lightning_recycle.engines.ray_cluster import RayEngine
-    from lightning_recycle.model.huggingface import CausalLM
     from lightning_recycle.model.module import LayerSpec, PipelineModule
-    from lightning_recycle.model.partition import measure_layer_seconds
     from lightning_recycle.planning.planning_options import PlanningOptions
     from lightning_recycle.runtime.comm.transports import CommunicationOptions
     from lightning_recycle.runtime.stage.deferred import defer_weight_grad
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = [
-    "CausalLM",
     "CheckpointOptions",
     "CommunicationOptions",
     "ConfigurationError",
@@ -55,11 +52,9 @@ __all__ = [
     "UnsupportedFeatureError",
     "VerificationOptions",
     "defer_weight_grad",
-    "measure_layer_seconds",
 ]
 
 _LAZY = {
-    "CausalLM": "lightning_recycle.model.huggingface",
     "CheckpointOptions": "lightning_recycle.session.configuration",
     "CommunicationOptions": "lightning_recycle.runtime.comm.transports",
     "Event": "lightning_recycle.control.monitoring.history",
@@ -72,7 +67,6 @@ _LAZY = {
     "RecoveryOptions": "lightning_recycle.control.options",
     "VerificationOptions": "lightning_recycle.control.options",
     "defer_weight_grad": "lightning_recycle.runtime.stage.deferred",
-    "measure_layer_seconds": "lightning_recycle.model.partition",
 }
 
 

@@ -22,23 +22,16 @@ _LOOK_SECONDS = 0.5
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the one that started it dies (Linux; elsewhere does nothing)."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        return  # no prctl on this system: the process ends when its pipes close
+    """Asks the kernel to kill this process when the one that started it dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def die_when_closed(pipe: int) -> None:
-    """Asks the kernel to kill this process when the write end of ``pipe`` is closed, that is, when its last holder dies
-    (Linux; elsewhere does nothing).
+    """Asks the kernel to kill this process when the write end of ``pipe`` is closed, so when its last holder dies.
 
     This holds while all threads are stopped or wait for the GIL. The process that forked this one may die meanwhile,
     which would be the end of it with :func:`die_with_parent`. Nothing may be written to the pipe any more.
     """
-    if not hasattr(fcntl, "F_SETSIG"):
-        return
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)

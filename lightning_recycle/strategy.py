@@ -136,11 +136,11 @@ class ReCycleStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         if self.parallel_devices:
             check_transport(self.options.communication.transport, self.root_device)
-        self._launcher = SupervisorLauncher(self)
+        self._launcher = SupervisorLauncher(self)  # type: ignore[assignment]  # not of a private class
 
     @property
     @override
-    def launcher(self) -> SupervisorLauncher | None:
+    def launcher(self) -> SupervisorLauncher | None:  # type: ignore[override]
         """None in a worker, where functions of the Trainer run at once."""
         return self._launcher if self._session is None else None  # type: ignore[return-value]
 

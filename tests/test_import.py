@@ -195,18 +195,6 @@ PRIVATE = {
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
         "omegaconf.basecontainer:BaseContainer._resolvers",
     ],
-    "lightning_recycle.launch.launcher": [
-        "lightning.pytorch.strategies.launchers.launcher:_Launcher",
-        "lightning.pytorch.strategies.launchers.launcher:_Launcher.is_interactive_compatible",
-        "lightning.pytorch.strategies.launchers.launcher:_Launcher.launch",
-        "lightning.pytorch.strategies.launchers.launcher:_Launcher.kill",
-    ],
-    "lightning_recycle.launch.worker_process": [
-        "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
-    ],
-    "lightning_recycle.launch.trainer_call": [
-        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
-    ],
     "lightning_recycle.launch.worker_results": [
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
@@ -228,6 +216,7 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:RestartStage.RESTARTED_MID_EPOCH",
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
     ],
     "lightning_recycle.session.commit_requirements": [
         "lightning.pytorch.utilities:grad_norm.__code__",

@@ -83,7 +83,7 @@ class ControlClient(ActivityRecorder):
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
-    it waits in :meth:`arrive`; ``on_lost`` from any thread when the coordinator is gone, before the process ends.
+    it waits in :meth:`arrive`.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class ControlClient(ActivityRecorder):
         super().__init__()
         self.on_interrupt: Callable[[int], None] | None = None
         self.regroup: Callable[[], None] | None = None
-        self.on_lost: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
         self._address, self._authkey, self._patience = address, authkey, patience
         self._enrolled: messages.Enrolled | None = None
@@ -598,6 +597,4 @@ class ControlClient(ActivityRecorder):
             )
         sys.stdout.flush()
         sys.stderr.flush()
-        if self.on_lost is not None and code == EXIT_LOST_COORDINATOR and not self._leaving:
-            self.on_lost()
         os._exit(self._status if self._leaving else code)

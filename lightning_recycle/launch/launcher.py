@@ -23,9 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities import rank_zero_info
-from typing_extensions import override
 
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
@@ -35,10 +33,8 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.outcome import error_of, summary
 from lightning_recycle.launch.outside_worker import run_outside
 from lightning_recycle.launch.resume import RestartPolicy, newest_saved, settle_checkpoint
-from lightning_recycle.launch.run_attempt import RunAttempt, devices_left
-from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, prepare
-from lightning_recycle.launch.signals import EndSignals
-from lightning_recycle.launch.trainer_call import TrainerCall
+from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
+from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
 from lightning_recycle.launch.trainer_results import MissingWeights, take_results
 from lightning_recycle.pickling import end_import
 from lightning_recycle.planning.schedule import Schedule
@@ -50,7 +46,7 @@ __all__ = ["SupervisorLauncher"]
 log = logging.getLogger(__name__)
 
 
-class SupervisorLauncher(_Launcher):
+class SupervisorLauncher:
     """Runs a Trainer function in worker processes and brings its results home.
 
     Args:
@@ -72,11 +68,9 @@ class SupervisorLauncher(_Launcher):
         self._untrained: MissingWeights | None = None
 
     @property
-    @override
     def is_interactive_compatible(self) -> bool:
         return True  # workers are no forks of this process, and get what the notebook defines by value
 
-    @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Runs ``function(*args, **kwargs)``, a bound method of ``trainer``, in every worker.
 
@@ -236,7 +230,6 @@ class SupervisorLauncher(_Launcher):
             how = self._how_it_ended(Ended())
             rank_zero_info(how[0].upper() + how[1:])
 
-    @override
     def kill(self, signum: Any) -> None:
         """Called by Lightning's SIGTERM handler. Does nothing: workers obey the coordinator, not signals."""
 

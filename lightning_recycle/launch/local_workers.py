@@ -44,9 +44,7 @@ _START_ATTEMPTS = 3  # of one worker, if the fork server dies in each
 
 
 def process_context() -> BaseContext:
-    """A fork server that has done the slow imports; spawn on systems without one."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+    """A fork server that has done the slow imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning_recycle.launch.forkserver_preload"])
     return context
@@ -64,7 +62,6 @@ class LocalWorker:
     def __init__(
         self, context: BaseContext, target: Callable[[Any], None], argument: Any, name: str, imports_main: bool = True
     ) -> None:
-        self._forked = context.get_start_method() == "forkserver"
         self._imports_main = imports_main
         self._process = self._start(context, partial(_work, os.getpid(), target, argument), name)
         self._pidfd = _open_pidfd(self._process.pid)
@@ -75,13 +72,12 @@ class LocalWorker:
     def _start(self, context: BaseContext, target: Callable[[], None], name: str) -> Any:
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
-                if self._forked:
-                    # Before the process is made: then that has the same folder for sockets as this process, which
-                    # removes it in the end, and a killed worker leaves none of its own.
-                    _ensure_fork_server()
+                # Before the process is made: then that has the same folder for sockets as this process, which removes
+                # it in the end, and a killed worker leaves none of its own.
+                _ensure_fork_server()
                 # Not daemonic: DataLoader processes are its children.
                 made = context.Process(target=target, name=name, daemon=False)  # type: ignore[attr-defined]
-                with import_of_main(self._imports_main), _fork_server_watched(self._forked):
+                with import_of_main(self._imports_main), _fork_server_watched():
                     made.start()
             except (ConnectionError, EOFError):  # the fork server has just died; the next attempt brings up a new one
                 if attempt == _START_ATTEMPTS:
@@ -105,12 +101,12 @@ class LocalWorker:
         return self._end
 
     def _describe_exit(self) -> str:
-        if self._forked:  # the parent, which is told the exit code by the kernel, and passes it on
-            unknown = "it ended; how is not known, because the fork server that started it"
-            if not wait([self._process.sentinel], _STATUS_SECONDS):
-                return f"{unknown} has not reported it within {_STATUS_SECONDS:g} s"
-            if not self._is_told():
-                return f"{unknown} is gone"
+        """The fork server, the parent, is told the exit code by the kernel, and passes it on."""
+        unknown = "it ended; how is not known, because the fork server that started it"
+        if not wait([self._process.sentinel], _STATUS_SECONDS):
+            return f"{unknown} has not reported it within {_STATUS_SECONDS:g} s"
+        if not self._is_told():
+            return f"{unknown} is gone"
         self._process.join(_STATUS_SECONDS)
         code: int = self._process.exitcode
         if code < 0:
@@ -203,13 +199,10 @@ def _end_stopped_fork_server() -> None:
 
 
 @contextlib.contextmanager
-def _fork_server_watched(forked: bool) -> Iterator[None]:
+def _fork_server_watched() -> Iterator[None]:
     """While the block waits for a process that the fork server is to start, kills a stopped server, and warns of a slow
     one. The block then sees that the server has died.
     """
-    if not forked:
-        yield
-        return
     started = threading.Event()
     threading.Thread(target=_watch_fork_server, args=(started,), name="recycle-fork-server-watch", daemon=True).start()
     try:

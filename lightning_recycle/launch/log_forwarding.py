@@ -1,8 +1,8 @@
 """Log records of workers on this machine, written by the handlers of the launching process.
 
 Handlers that a script configures under its main guard (``logging.basicConfig``, Hydra's job log) exist in the launching
-process alone. So wherever a logger has handlers there, the same logger of a worker has one that sends the records, and
-the launching process handles each of them once, as if its own code had logged it.
+process alone. So a worker has one handler, which sends the records, and the launching process handles each of them like
+one of its own.
 
 A record is one message of a socket that all workers share: it arrives whole or not at all, whenever its sender is
 killed, and what a worker has sent outlives it. Training does not wait for slow handlers: while the socket is full,
@@ -16,7 +16,6 @@ import json
 import logging
 import select
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -31,7 +30,6 @@ __all__ = ["LogForwarding", "LogSender"]
 
 log = logging.getLogger(__name__)
 
-_KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 _BUFFER_BYTES = 1 << 20  # wanted; Linux's default limit is 208 KiB
 _RECORD_BYTES = 100_000  # fit into any buffer; longer texts are cut
 _PATIENCE_MILLISECONDS = 100  # for room in a full socket, once until there is some
@@ -42,7 +40,7 @@ class LogForwarding:
     """The launching process's side. Pickled as an argument of a new process, it arrives as :class:`LogSender`."""
 
     def __init__(self) -> None:
-        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, _KIND)
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._handled = threading.local()
         describe_process(lambda: getattr(self._handled, "origin", {}))
@@ -58,10 +56,7 @@ class LogForwarding:
         self._receiver.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        loggers = _loggers()
-        levels = {name: level for name, logger in loggers.items() if (level := _lowest_level(logger)) is not None}
-        isolated = frozenset(name for name, logger in loggers.items() if not logger.propagate)
-        return LogSender, (reduction.DupFd(self._sender.fileno()), levels, isolated)
+        return LogSender, (reduction.DupFd(self._sender.fileno()),)
 
     def _receive(self) -> None:
         while True:
@@ -91,18 +86,10 @@ class LogForwarding:
 
 
 class LogSender:
-    """A worker's side.
+    """A worker's side; ``descriptor``: the socket."""
 
-    Args:
-        descriptor: the socket.
-        levels: the lowest level of the launching process's handlers, by logger.
-        isolated: the loggers whose records do not reach the handlers of their parents there.
-    """
-
-    def __init__(self, descriptor: Any, levels: Mapping[str, int], isolated: frozenset[str]) -> None:
+    def __init__(self, descriptor: Any) -> None:
         self._descriptor = descriptor
-        self._levels = {name_here(name): level for name, level in levels.items()}
-        self._isolated = frozenset(map(name_here, isolated))
 
     def install(self, origin: Callable[[], Mapping[str, int]]) -> None:
         """Replaces the handlers of this process; may be called once.
@@ -110,27 +97,11 @@ class LogSender:
         Args:
             origin: returns the worker's rank and generation, for lines of JSON.
         """
-        handler = _Sender(socket.socket(fileno=self._descriptor.detach()), origin)
-        for name in self._levels:
-            logging.getLogger(name)
-        for name, logger in _loggers().items():
-            logger.handlers[:] = [kept for kept in logger.handlers if isinstance(kept, logging.NullHandler)]
-            logger.propagate = name not in self._isolated
-            if name in self._levels:
-                logger.addHandler(_Route(handler, self._levels[name]))
-
-
-class _Route(logging.Handler):
-    """The handler of one logger; of the routes that a record takes, only the first sends it."""
-
-    def __init__(self, sender: _Sender, level: int) -> None:
-        super().__init__(level)
-        self._sender = sender
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not hasattr(record, "_recycle_sent"):
-            record._recycle_sent = True
-            self._sender.handle(record)
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger):  # otherwise it is a place for a logger
+                logger.handlers.clear()
+                logger.propagate = True
+        logging.root.addHandler(_Sender(socket.socket(fileno=self._descriptor.detach()), origin))
 
 
 class _Sender(logging.Handler):
@@ -169,27 +140,11 @@ def _plain_fields(record: logging.LogRecord) -> dict[str, Any]:
         text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
     texts = {"msg": record.getMessage(), "exc_text": text, "stack_info": record.stack_info}
     most = _RECORD_BYTES // 4 // len(texts)  # characters; in UTF-8 each has up to 4 bytes
-    if any(value is not None and len(value) > most for value in texts.values()):
-        texts = {name: _cut(value, most) for name, value in texts.items()}
-    return {
-        **{name: plain(value) for name, value in vars(record).items() if name != "_recycle_sent"},
-        **texts,
-        "args": None,
-        "exc_info": None,
-    }
+    cut = {name: _cut(value, most) for name, value in texts.items()}
+    return {**{name: plain(value) for name, value in vars(record).items()}, **cut, "args": None, "exc_info": None}
 
 
 def _cut(text: str | None, most: int) -> str | None:
     if text is None or len(text) <= most:
         return text
     return f"{text[:most]} [... {len(text) - most:,} more characters]"
-
-
-def _loggers() -> dict[str, logging.Logger]:
-    """All loggers of this process by name; that of the root is empty."""
-    names = [name for name, known in list(logging.root.manager.loggerDict.items()) if isinstance(known, logging.Logger)]
-    return {"": logging.root, **{name: logging.getLogger(name) for name in names}}
-
-
-def _lowest_level(logger: logging.Logger) -> int | None:
-    return min((h.level for h in logger.handlers if not isinstance(h, logging.NullHandler)), default=None)

@@ -1,21 +1,30 @@
-"""Outcome of a run: its summary in a few lines, or the exception that reports how it ended."""
+"""Outcome of a run: its summary in a few lines, or an exception, that of a worker or one that says how it ended."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
+from traceback import StackSummary, TracebackException
+from types import FunctionType
 from typing import Any
+
+import lightning.fabric
+import lightning.pytorch
+import torch
 
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
-from lightning_recycle.launch.worker_exceptions import restore_chain
+from lightning_recycle.pickling import MainPickler, dumps
 from lightning_recycle.planning.grid import Grid, Worker
 
-__all__ = ["WorkerTraceback", "error_of", "summary"]
+__all__ = ["WorkerTraceback", "dump_exception", "error_of", "from_users_code", "summary"]
 
 log = logging.getLogger(__name__)
 
@@ -178,5 +187,127 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
     if error is None:
         error = ReCycleError(crash.summary)
     error.__cause__ = WorkerTraceback(grid.worker(crash.rank), crash.traceback)
-    restore_chain(error)
     return error
+
+
+# ---------------------------------------------------------------------- exceptions on their way home
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not built into Python
+
+
+def dump_exception(error: BaseException) -> bytes | None:
+    """Pickle of ``error`` without the attributes that cannot be pickled; None if its class cannot be.
+
+    Python's own pickles of exceptions call the class with ``args`` again. That fails where ``__init__`` takes other
+    arguments than it hands on, and changes the message where it makes one of them. So a class with an ``__init__`` of
+    its own is rebuilt without calling it, unless it says itself how it is pickled. The exceptions that this one was
+    raised from arrive in its traceback.
+    """
+    with contextlib.suppress(Exception):
+        return _dumps(error)
+    args = tuple(value if _can_be_sent(value) else repr(value) for value in error.args)
+    state = {name: value for name, value in _state(error).items() if _can_be_sent(value)}
+    with contextlib.suppress(Exception):
+        return _dumps(_Reduced(type(error), args, state))
+    return None
+
+
+class _Pickler(MainPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, BaseException) and _has_own_init(type(value)):
+            return _Reduced(type(value), value.args, _state(value)).__reduce__()
+        return super().reducer_override(value)
+
+
+class _Reduced:
+    """Stands in a pickle for an exception of ``kind``."""
+
+    def __init__(self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> None:
+        self._parts = kind, args, state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, args, state = self._parts
+        return _new, (kind, args), state, None, None, _set_state
+
+
+def _has_own_init(kind: type[BaseException]) -> bool:
+    own_pickles = isinstance(kind.__reduce__, FunctionType) or isinstance(kind.__reduce_ex__, FunctionType)
+    return isinstance(kind.__init__, FunctionType) and not own_pickles
+
+
+def _state(error: BaseException) -> dict[str, Any]:
+    """The attributes of ``error`` in its dictionary and in slots."""
+    slots = {name: getattr(error, name) for name in _slots(type(error)) if hasattr(error, name)}
+    if isinstance(error, OSError | ImportError):  # kept outside of both
+        kept = ("filename", "filename2", "name", "path")
+        slots |= {name: getattr(error, name) for name in kept if getattr(error, name, None) is not None}
+    return {**slots, **vars(error)}
+
+
+def _slots(kind: type) -> list[str]:
+    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for names in named for name in ((names,) if isinstance(names, str) else names)]
+
+
+def _builtin(kind: type[BaseException]) -> type[BaseException]:
+    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+
+
+def _new(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    builtin = _builtin(kind)
+    error: BaseException = builtin.__new__(kind, *args)
+    with contextlib.suppress(TypeError):  # of other arguments than the built-in class takes
+        builtin.__init__(error, *args)  # fills what it keeps besides args
+    object.__setattr__(error, "args", args)  # a frozen dataclass refuses its own
+    return error
+
+
+def _set_state(error: BaseException, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        object.__setattr__(error, name, value)
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickles ``value`` and tries to load it."""
+    data = dumps(value, _Pickler)
+    pickle.loads(data)
+    return data
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        _dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------- tracebacks
+
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGES = (lightning.fabric, lightning.pytorch, torch)
+_LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in _PACKAGES]
+_INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
+
+
+def from_users_code(error: BaseException) -> str:
+    """The formatted traceback of ``error`` and of the exceptions that it was raised from."""
+    shown = TracebackException.from_exception(error)
+    links: list[TracebackException | None] = [shown]
+    while links:
+        link = links.pop()
+        if link is not None:  # a chain that has a loop is cut by the standard library
+            link.stack = _from_users_code(link.stack)
+            links += [link.__cause__, link.__context__, *(getattr(link, "exceptions", None) or ())]
+    return "".join(shown.format())
+
+
+def _from_users_code(stack: StackSummary) -> StackSummary:
+    users = (index for index, frame in enumerate(stack) if not frame.filename.startswith(_INTERNAL))
+    first = next(users, None)
+    if first is None:
+        return stack
+    *called, raised = stack[first:]
+    return StackSummary.from_list([*(frame for frame in called if not frame.filename.startswith(_PACKAGE)), raised])

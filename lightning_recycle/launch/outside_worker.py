@@ -4,33 +4,26 @@ It connects to a coordinator, waits as a spare until there is a position for it,
 on as an ordinary process. Its run request describes the run that its script asks for; the coordinator refuses what it
 cannot do.
 
-A worker that loses its coordinator looks for it for ``RECYCLE_RECONNECT_SECONDS``, 60 by default, and keeps all that it
-holds: a coordinator that was killed and started again goes on with it
-(:mod:`~lightning_recycle.control.protocol.coordinator_restart`). After that it tries for ``RECYCLE_REJOIN_SECONDS`` to
-get back in; with 0, the default, the process ends instead. What the worker holds is worthless then, and its main thread
-may be blocked anywhere. So the process replaces itself by a new run of its own program (``exec``), which is the one way
-to let go of everything at once: the model, the device with its context, threads and connections. Its process id stays,
-so its starter sees one process. The new program comes to its entry point as any worker does and waits there as a spare.
-
-A worker tries for ``RECYCLE_CONNECT_SECONDS`` to reach its coordinator at first.
+A worker tries for ``RECYCLE_CONNECT_SECONDS``, 60 by default, to reach its coordinator. One that loses it looks for it
+for as long, and keeps all that it holds: a coordinator that was killed and started again goes on with it
+(:mod:`~lightning_recycle.control.protocol.coordinator_restart`). After that the process ends; ``recycle-run`` starts
+another one in its place.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from lightning_recycle.callbacks import PlanMonitor
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, ControlClient
+from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.joining.run_config import settings_of
 from lightning_recycle.control.monitoring.json_logs import describe_process
 from lightning_recycle.control.network.addresses import shown
@@ -44,23 +37,14 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_process import crashes_reported, log_fields, run_worker
 from lightning_recycle.session.configuration import Place, RunSetup
 
-__all__ = [
-    "connect_seconds",
-    "patiently",
-    "reconnect_seconds",
-    "rejoin_seconds",
-    "run_outside",
-    "start_afresh",
-    "take_deadline",
-]
+__all__ = ["connect_seconds", "patiently", "run_outside"]
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_VARIABLE = "RECYCLE_REJOIN_SECONDS"
+_VARIABLE = "RECYCLE_CONNECT_SECONDS"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0  # seconds between two attempts
-_DEADLINE = "_RECYCLE_REJOIN_UNTIL"  # from the process before to the one after: seconds of the machine's clock
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
 
@@ -77,18 +61,12 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
     Raises:
         ConfigurationError: if no coordinator listens there, the key is not the run's, another version runs there, or
             the run is not what ``run`` asks for.
-        SystemExit: if this worker was cut off and could not get back in, or ended by an exception.
+        SystemExit: if this worker ended by an exception.
     """
     global _run_ended
-    address = outside.coordinator
-    looks_for = reconnect_seconds()
-    patience, rejoin_until, trying = rejoin_seconds(), take_deadline(), connect_seconds()
+    address, seconds = outside.coordinator, connect_seconds()
     if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
         time.sleep(_BETWEEN_RUNS_SECONDS - since)
-    # While it starts, or between two runs, nobody listens; its name and the route to it may come later, too. On the way
-    # back in, even who listens may be another one for a while.
-    passing = (OSError,) if rejoin_until is None else (OSError, Refused)
-    deadline = time.monotonic() + trying if rejoin_until is None else rejoin_until
     try:
         client = patiently(
             lambda: ControlClient(
@@ -99,26 +77,20 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
                 survives=True,
                 node=outside.node,
                 wants=_run_request(run),
-                patience=looks_for,
+                patience=seconds,
             ),
-            passing,
-            deadline,
+            seconds,
             shown(address),
         )
     except VersionMismatch as error:
         raise ConfigurationError(f"RECYCLE_COORDINATOR={shown(address)}: {error}.") from error
     except (OSError, Refused) as error:
-        if rejoin_until is not None:
-            log.warning("This worker could not get back into its run within %g s and ends: %s", patience, error)
-            sys.exit(EXIT_LOST_COORDINATOR)
-        tried = f", after {trying:g} s" if isinstance(error, OSError) else ""
+        tried = f", after {seconds:g} s" if isinstance(error, OSError) else ""
         raise ConfigurationError(
             f"RECYCLE_COORDINATOR={shown(address)}: no run can be joined there ({type(error).__name__}:"
             f" {error}{tried}). Start a recycle-coordinator there, or the launching process with RECYCLE_LISTEN set to"
             " that address, and give RECYCLE_KEY the same value here and there."
         ) from error
-    if patience:
-        client.on_lost = partial(start_afresh, patience)
     assignment = client.await_assignment()
     describe_process(partial(log_fields, client))
     returned = None
@@ -131,60 +103,33 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
     return returned
 
 
-def rejoin_seconds() -> float:
-    """For how long a worker that was cut off tries to get back in; 0 for not at all.
-
-    Raises:
-        ConfigurationError: if ``RECYCLE_REJOIN_SECONDS`` is no such number.
-    """
-    return _seconds(_VARIABLE, "0")
-
-
 def connect_seconds() -> float:
-    """For how long a worker tries to reach its coordinator at first.
+    """For how long a worker tries to reach its coordinator, at first and when it has lost it; 0 for not at all.
 
     Raises:
         ConfigurationError: if ``RECYCLE_CONNECT_SECONDS`` is no such number.
     """
-    return _seconds("RECYCLE_CONNECT_SECONDS", "60")
-
-
-def reconnect_seconds() -> float:
-    """For how long a worker looks for a coordinator that is gone and may be started again; 0 for not at all.
-
-    Raises:
-        ConfigurationError: if ``RECYCLE_RECONNECT_SECONDS`` is no such number.
-    """
-    return _seconds("RECYCLE_RECONNECT_SECONDS", "60")
-
-
-def _seconds(variable: str, default: str) -> float:
-    text = os.environ.get(variable, default)
+    text = os.environ.get(_VARIABLE, "60")
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"{variable}={text!r}: give a number of seconds, for example {variable}=600.")
+        raise ConfigurationError(f"{_VARIABLE}={text!r}: give a number of seconds, for example {_VARIABLE}=600.")
     return seconds
 
 
-def patiently(connect: Callable[[], _T], passing: tuple[type[Exception], ...], deadline: float, whom: str) -> _T:
-    """The result of ``connect``, tried again after errors that may pass, at growing intervals.
+def patiently(connect: Callable[[], _T], seconds: float, whom: str) -> _T:
+    """The result of ``connect``, tried again for ``seconds`` after an OSError, at growing intervals.
 
-    Args:
-        connect: the attempt.
-        passing: the errors that may pass; a VersionMismatch never does.
-        deadline: on the monotonic clock; the error of an attempt that ends later is raised.
-        whom: the address, for the log.
+    While the coordinator starts, or between two runs, no process listens; its name and the route to it may come later,
+    too. ``whom``: the address, for the log.
     """
-    pause = _FIRST_PAUSE
+    pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
     while True:
         try:
             return connect()
-        except VersionMismatch:
-            raise
-        except passing as error:
+        except OSError as error:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise
@@ -192,23 +137,6 @@ def patiently(connect: Callable[[], _T], passing: tuple[type[Exception], ...], d
                 log.warning("No coordinator can be reached at %s yet (%s); trying for %.0f s.", whom, error, left)
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))  # many workers do not come at the same moment
         pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def start_afresh(seconds: float) -> NoReturn:
-    """Runs this process's program again in its place; it has ``seconds`` to get back in. From any thread."""
-    for child in multiprocessing.active_children():  # DataLoader processes: they watch for a parent with another id
-        child.kill()
-    os.environ[_DEADLINE] = repr(time.monotonic() + seconds)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def take_deadline() -> float | None:
-    """Until when this process may try to get back in, on the monotonic clock; None if it was not cut off.
-
-    None from the second call on: later entry points of a process are ordinary ones.
-    """
-    text = os.environ.pop(_DEADLINE, None)
-    return None if text is None else float(text)
 
 
 # ---------------------------------------------------------------------- run request

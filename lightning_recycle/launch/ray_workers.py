@@ -74,7 +74,7 @@ class TrainerActor:
 
         Its device is the first that this process sees: Ray shows it only those that it assigned.
         """
-        for variable in ("RECYCLE_LISTEN", "RECYCLE_KEY_FILE", "RECYCLE_REJOIN_SECONDS"):
+        for variable in ("RECYCLE_LISTEN", "RECYCLE_KEY_FILE"):
             os.environ.pop(variable, None)  # of another run; an actor is replaced, and never joins again
         host = ray_cluster.node_address()
         own = {"RECYCLE_NODE": self.node(), "RECYCLE_HOST": host, "RECYCLE_ENGINE": "ray", "LOCAL_RANK": "0"}

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import restored, waiting_aside
-from lightning_recycle.launch.trainer_call import TrainerCall
+from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
 

@@ -1,4 +1,4 @@
-"""Preparation of a run in the launching process: checks that need no worker, the cut of the model, its setup.
+"""Preparation of a run in the launching process: its call, checks that need no worker, and the cut of the model.
 
 Concept: how a model is cut is decided in the launching process, which otherwise runs no hooks. Only if the layers of a
 module cannot be described yet, as its ``configure_pipeline()`` needs what ``setup()`` makes, the launching process
@@ -8,10 +8,11 @@ hooks left: the workers call them again, each for itself.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer import call as hooks
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -26,13 +28,13 @@ from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallbac
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch.trainer_call import TrainerCall
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile, load_profile
 from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import Options, RunSetup
+from lightning_recycle.session.lightning_internals import attach_data
 from lightning_recycle.session.requirements import (
     check_loaders,
     check_loss,
@@ -41,17 +43,82 @@ from lightning_recycle.session.requirements import (
     warn_of_lost_compilation,
 )
 from lightning_recycle.session.result_policy import FILE_BYTES, LARGE_BYTES, Gathering
+from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
-__all__ = ["ConfiguredStrategy", "PreparedRun", "prepare"]
+__all__ = ["ConfiguredStrategy", "PreparedRun", "TrainerCall", "prepare"]
 
 log = logging.getLogger(__name__)
 
 _OF_THE_MODEL = ("_tied", "_trainer")  # what describing the layers and attaching the Trainer leave in the module
 
 
+_EVALUATED = {
+    TrainerFn.VALIDATING: "val_dataloaders",
+    TrainerFn.TESTING: "test_dataloaders",
+    TrainerFn.PREDICTING: "predict_dataloaders",
+}
+
+
+@dataclass(frozen=True)
+class TrainerCall:
+    """A call of ``function``, the implementation of ``fit`` or of another entry point.
+
+    Args:
+        trainer: the Trainer.
+        function: a bound method of it.
+        args, kwargs: the arguments of that method.
+    """
+
+    trainer: pl.Trainer
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.function(*self.args, **self.kwargs)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trains."""
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that were given, by name."""
+        return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
+
+    @property
+    def loaders(self) -> Any:
+        """The argument with the DataLoaders of this function, of training if it trains."""
+        return self.arguments.get("train_dataloaders" if self.fits else "dataloaders")
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data among the arguments, by name: ``datamodule``, and DataLoaders."""
+        given = self.arguments
+        data = {name: value for name, value in given.items() if name.endswith("dataloaders") or name == "datamodule"}
+        for name, value in data.items():
+            if isinstance(value, pl.LightningDataModule):  # Lightning takes it instead of loaders, too
+                return {**data, name: None, "datamodule": value}
+        return data
+
+    def from_checkpoint(self, path: Any) -> TrainerCall:
+        """The same call with another ``ckpt_path``."""
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.arguments["ckpt_path"] = path
+        return replace(self, args=bound.args, kwargs=bound.kwargs)
+
+    def attach_data(self) -> None:
+        """Links module, data and Trainer in this process, as the function does in the workers."""
+        assert self.trainer.state.fn is not None
+        names = {"dataloaders": _EVALUATED.get(self.trainer.state.fn, "")}
+        data = {names.get(name, name): value for name, value in self.data.items()}
+        attach_data(self.trainer, data)
+
+
 class ConfiguredStrategy(Protocol):
-    """Strategy of the Trainer, as far as launching a run needs it."""
+    """Strategy of the Trainer, as far as a run needs it before and after its steps."""
 
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
@@ -64,7 +131,7 @@ class ConfiguredStrategy(Protocol):
     @property
     def num_devices(self) -> int: ...
 
-    def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid: ...
+    def enter(self, session: Session | None) -> None: ...
 
 
 @dataclass(frozen=True)

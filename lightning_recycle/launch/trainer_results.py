@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -35,7 +35,7 @@ from lightning_recycle.errors import (
     ReCycleError,
     UnsupportedFeatureError,
 )
-from lightning_recycle.launch.trainer_call import TrainerCall
+from lightning_recycle.launch.run_preparation import ConfiguredStrategy, TrainerCall
 from lightning_recycle.launch.worker_results import (
     LeaderResult,
     StageOptimizers,
@@ -236,15 +236,6 @@ def returned_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]]
 log = logging.getLogger(__name__)
 
 
-class _Strategy(Protocol):
-    """Strategy of the Trainer, with the attributes that results change."""
-
-    optimizers: list[Optimizer]
-    lr_scheduler_configs: list[LRSchedulerConfig]
-    missing_optimizers: str | None
-    missing_weights: str | None
-
-
 def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
     """Puts the results of the workers, by rank, into the Trainer of ``call`` and its module, and empties ``results``:
     model and optimizers may be large. Returns what the workers returned.
@@ -274,7 +265,7 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
         user.take(part.objects, state)
     user.take(extras.objects, state)
     if trainer.state.fn == TrainerFn.FITTING:
-        cast(_Strategy, trainer.strategy).missing_weights = None if here else WEIGHTS_STAY
+        cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if here else WEIGHTS_STAY
         _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
     if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
         several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
@@ -361,7 +352,7 @@ def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
 
 
 def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: LeaderResult) -> None:
-    strategy = cast(_Strategy, trainer.strategy)
+    strategy = cast(ConfiguredStrategy, trainer.strategy)
     known = [stage for stage in stages if stage is not None]
     strategy.missing_optimizers = STAY_IN_THE_WORKERS if len(known) < len(stages) else None
     if strategy.missing_optimizers is None:

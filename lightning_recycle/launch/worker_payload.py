@@ -7,7 +7,7 @@
 - Global settings decide what is computed (dtype, precision, determinism, generators, resolvers of OmegaConf) and shown
   (filters of warnings, levels of loggers). Those made under the script's main guard, or in a notebook, reach the
   launching process alone.
-- The Trainer and its function are pickled once, in a file that no folder has. Workers inherit its descriptor;
+- The Trainer and its function are pickled once, in a file in memory. Workers inherit its descriptor;
   replacements do so at any time of the run. It is gone with the last process that holds it. Which parts of the user's
   script are in it, and which workers find for themselves, is the subject of :mod:`lightning_recycle.pickling`.
 """
@@ -15,13 +15,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
 import pickle
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -90,10 +88,14 @@ def _enter(name: str, environment: dict[str, str]) -> str:
     return name
 
 
-def set_num_threads() -> None:
-    """Lets torch use as many threads as the environment of this worker says, if the fork server's said otherwise."""
+def set_num_threads(workers: int) -> None:
+    """Lets torch use as many threads as the environment of this worker says, if the fork server's said otherwise; if it
+    says nothing, this worker's share of the processors, and child processes as well.
+    """
     wanted = os.environ.get(_THREADS)
-    if wanted is not None and wanted != _threads_at_import:
+    if wanted is None:
+        wanted = os.environ[_THREADS] = str(max(1, len(os.sched_getaffinity(0)) // workers))
+    if wanted != _threads_at_import:
         with contextlib.suppress(ValueError):  # a list, or nonsense, which OpenMP itself takes or leaves
             torch.set_num_threads(int(wanted))
 
@@ -192,8 +194,7 @@ def ignore_untrue_warnings() -> None:
 class WorkerPayload:
     """A value for all workers; in a worker it arrives as :class:`ReceivedPayload`.
 
-    It lies in memory where the system has files there (Linux), whatever room TMPDIR has, else in a file without a name
-    in TMPDIR.
+    It lies in memory, in a file without a name.
 
     Args:
         value: the value.
@@ -203,24 +204,17 @@ class WorkerPayload:
         logs: receives the log records of the workers.
 
     Raises:
-        ConfigurationError: if it cannot be pickled, or there is no room for it.
+        ConfigurationError: if it cannot be pickled.
     """
 
     def __init__(self, value: Any, main: MainModule) -> None:
-        self._file = _nameless_file()
+        self._file: IO[bytes] = os.fdopen(os.memfd_create("lightning_recycle"), "w+b")
         self.logs: LogForwarding | None = None
         try:
             dump(value, main, self._file)
             self._file.flush()
         except Exception as error:
-            size = self._file.tell()
             self.close()
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ConfigurationError(
-                    f"The Trainer, model and data do not fit into {tempfile.gettempdir()} (no room after {size:,}"
-                    " bytes): set TMPDIR to a folder with more room, or let the dataset open its files in the workers"
-                    " instead of holding the data."
-                ) from error
             raise not_sent(error) from error
         self.logs = LogForwarding()
 
@@ -272,12 +266,6 @@ def not_sent(error: Exception) -> ConfigurationError:
         " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"
         " global variables that the functions of your script read."
     )
-
-
-def _nameless_file() -> IO[bytes]:
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("lightning_recycle"), "w+b")
-    return tempfile.TemporaryFile(prefix="lightning_recycle_")
 
 
 class _Pickler(MainPickler):

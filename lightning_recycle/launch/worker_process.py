@@ -12,11 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
-
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.optim import Optimizer
+from typing import Any, cast
 
 from lightning_recycle.control.client import (
     EXIT_INTERRUPTED,
@@ -28,34 +24,21 @@ from lightning_recycle.control.network.addresses import machine_name
 from lightning_recycle.control.payload import in_words
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.errors import ControlPlaneError, InjectedFaultError
-from lightning_recycle.launch.trainer_call import TrainerCall
+from lightning_recycle.launch.outcome import dump_exception, from_users_code
+from lightning_recycle.launch.run_preparation import ConfiguredStrategy, TrainerCall
 from lightning_recycle.launch.trainer_results import STAY_IN_THE_WORKERS, WEIGHTS_STAY
-from lightning_recycle.launch.worker_exceptions import dump_exception, from_users_code
 from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
 from lightning_recycle.launch.worker_results import UserObjects, leader_result, stage_result, way_home
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die
-from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.configuration import Place, RunSetup
 from lightning_recycle.session.result_policy import Way
 from lightning_recycle.session.session import Session
 
 __all__ = ["WorkerStart", "crashes_reported", "log_fields", "run_worker", "worker_main"]
 
 log = logging.getLogger(__name__)
-
-
-class _Strategy(Protocol):
-    """Strategy of the Trainer, with the attributes that a worker changes."""
-
-    options: Options
-
-    def enter(self, session: Session | None) -> None: ...
-
-    optimizers: list[Optimizer]
-    lr_scheduler_configs: list[LRSchedulerConfig]
-    missing_optimizers: str | None
-    missing_weights: str | None
 
 
 @dataclass(frozen=True)
@@ -79,11 +62,10 @@ def worker_main(start: WorkerStart) -> None:
     # What the fork server imported is never garbage; a collection over it would hold up every thread, even the
     # heartbeat, and copy its pages (measured: 0.7 s with four workers on a busy machine).
     gc.freeze()
-    if "fork" in multiprocessing.get_all_start_methods():
-        # A fork server's child would start its own for DataLoader processes, which outlives a killed worker.
-        multiprocessing.set_start_method("fork", force=True)
-    if hasattr(signal, "SIGUSR1"):  # may reach the whole job; with SIG_IGN Lightning installs no handler that saves
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # A fork server's child would start its own for DataLoader processes, which outlives a killed worker.
+    multiprocessing.set_start_method("fork", force=True)
+    # It may reach the whole job. With SIG_IGN Lightning installs no handler that saves.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     client = ControlClient(
         start.place.rank,
         start.address,
@@ -96,7 +78,6 @@ def worker_main(start: WorkerStart) -> None:
     worker = start.setup.grid.worker(start.place.rank)
     set_title(f"recycle worker {worker} of {Path(sys.argv[0]).name}", f"recycle {worker.pipeline},{worker.stage}")
     with crashes_reported(client):
-        set_num_threads()
         call, settings = start.payload.load()
         settings.restore()
         describe_process(partial(log_fields, client))
@@ -125,9 +106,9 @@ def run_worker(
         reports: whether there is a launching process that wants the result.
     """
     trainer = call.trainer
-    _set_num_threads_if_needed(num_processes=setup.grid.num_workers)
+    set_num_threads(setup.grid.num_workers)
     ignore_untrue_warnings()
-    strategy = cast(_Strategy, trainer.strategy)
+    strategy = cast(ConfiguredStrategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)
     strategy.enter(session)
     user = UserObjects(call, keeps_large=reports)

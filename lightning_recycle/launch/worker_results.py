@@ -17,7 +17,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_recycle.launch.trainer_call import TrainerCall
+from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.lightning_internals import settings_of
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack

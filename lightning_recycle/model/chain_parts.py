@@ -41,12 +41,12 @@ from lightning_recycle.model.call_trace import (
 )
 from lightning_recycle.model.chains import Chain, LayerPaths, find_chain
 from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_more
+from lightning_recycle.model.layers import stage_layers
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.partition import cut_layers
-from lightning_recycle.model.parts import LayerParts, ModelParts, Recorder, StepParts
-from lightning_recycle.model.tensor_pickle import put_together, take_apart
+from lightning_recycle.model.parts import LayerParts, ModelParts, Recorder
 from lightning_recycle.model.weights import Tie, set_weights
 from lightning_recycle.planning.planning_options import Partition
+from lightning_recycle.tensor_memory import put_together, take_apart
 
 __all__ = [
     "ChainParts",
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-class ChainParts(StepParts):
+class ChainParts(ModelParts):
     """One part per layer of the chain.
 
     Args:
@@ -93,14 +93,14 @@ class ChainParts(StepParts):
 
     @override
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        stages = cut_layers(self._layers(), num_stages, partition)
+        stages = stage_layers(len(self._chain.paths), num_stages, partition)
         held = _Held(self.module, self._chain, stages)
         for stage, layers in enumerate(stages):
             if not any(held.on(name, stage) for name, _ in self.module.named_parameters()):
                 names = ", ".join(self._chain.paths[index] for index in layers)
                 raise ConfigurationError(
                     f"Stage {stage} of {num_stages} of {type(self.module).__name__} has no parameters: {names}. Use a"
-                    " smaller pipeline_parallel_size, or partition='parameters'."
+                    " smaller pipeline_parallel_size, or partition=[...], the number of layers of each stage."
                 )
         return stages
 
@@ -473,4 +473,4 @@ def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: LayerPat
                 " the option out."
             )
         return LayerParts(module)
-    return StepParts(module) if num_stages == 1 else ChainParts(module, num_stages, pipeline)
+    return ModelParts(module) if num_stages == 1 else ChainParts(module, num_stages, pipeline)

@@ -1,4 +1,4 @@
-"""Layers that do not exist yet, as recipes and placeholders, and how layers get the parameters that they share.
+"""Layers: recipes and placeholders for those that do not exist yet, the stages that they are on, shared parameters.
 
 Concept: a pipeline is a list of layers, of which a process builds only those of its own stage. A :class:`LayerSpec`
 says how one is built; an :class:`AbsentLayer` keeps its place, its recipe and what was requested of it meanwhile.
@@ -9,18 +9,20 @@ Must not know: processes, Lightning.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
+from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.weights import split_name
+from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import derive_seed
 
-__all__ = ["AbsentLayer", "LayerSpec", "count_parameters", "needed_elsewhere", "share", "tie"]
+__all__ = ["AbsentLayer", "LayerSpec", "even_parts", "needed_elsewhere", "share", "stage_layers", "tie"]
 
 
 class LayerSpec:
@@ -59,17 +61,6 @@ class LayerSpec:
         if not isinstance(layer, nn.Module):
             raise ConfigurationError(f"Layer {index}, {self!r}, built a {type(layer).__name__}, not an nn.Module.")
         return layer
-
-    def count_parameters(self, index: int) -> int:
-        """The number of parameters (elements) of the layer, found on torch's meta device: nothing is allocated.
-
-        A constructor that cannot run there, because it reads values of its tensors, runs for real; the layer is
-        then dropped.
-
-        Raises:
-            ConfigurationError: if the layer cannot be built, or takes its parameters' shapes from the first input.
-        """
-        return count_parameters(self.build_without_storage(index), index)
 
     def build_without_storage(self, index: int) -> nn.Module:
         """Builds the layer on torch's meta device if possible, for callers that only need shapes."""
@@ -142,20 +133,59 @@ class AbsentLayer(nn.Module):
         return repr(self.spec) if self.spec is not None else ""
 
 
-def count_parameters(layer: nn.Module, index: int) -> int:
-    """The number of elements of the parameters of ``layer``, with shared ones counted once and frozen ones included.
+# ---------------------------------------------------------------------- stages
+
+
+def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Cuts ``num_layers`` layers into ``num_stages`` contiguous parts whose sizes differ by at most one.
+
+    Later stages get the larger parts: the first holds more micro-batches in flight.
 
     Raises:
-        ConfigurationError: for parameters that take their shapes from the first input.
+        ConfigurationError: if there are fewer layers than stages.
     """
-    parameters = list(layer.parameters())
-    if any(isinstance(p, UninitializedParameter) for p in parameters):
+    if num_layers < num_stages:
         raise ConfigurationError(
-            f"Layer {index} ({type(layer).__name__}) takes the shapes of its parameters from its first input, so they"
-            " cannot be counted: give the sizes in configure_pipeline(), or the number of layers of each stage, as in"
-            " partition=[2, 3]."
+            f"The model has {num_layers} layers, fewer than pipeline_parallel_size={num_stages} stages."
+            f" Use pipeline_parallel_size={num_layers} or less, or split the model into more layers in"
+            " configure_pipeline()."
         )
-    return sum(p.numel() for p in parameters)
+    size, larger = divmod(num_layers, num_stages)
+    return _contiguous([size + (stage >= num_stages - larger) for stage in range(num_stages)])
+
+
+def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count") -> tuple[range, ...]:
+    """The layers of each stage.
+
+    Args:
+        num_layers: number of layers of the model.
+        num_stages: number of stages, S.
+        partition: ``"count"``, numbers of layers that differ by at most one; or the number of layers of each stage,
+            such as ``[3, 5, 4]``.
+
+    Raises:
+        ConfigurationError: if there are fewer layers than stages, or the partition does not fit the model.
+    """
+    even = even_parts(num_layers, num_stages)
+    if partition == "count":
+        return even
+    sizes: Any = partition
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not all(is_integer(size, 1) for size in sizes):
+        raise ConfigurationError(
+            f"partition={sizes!r}: use 'count', or the number of layers of each stage, as in [3, 5, 4]."
+        )
+    if len(sizes) != num_stages:
+        raise ConfigurationError(
+            f"partition={sizes!r} describes {len(sizes)} stages; pipeline_parallel_size is {num_stages}."
+        )
+    if sum(sizes) != num_layers:
+        raise ConfigurationError(f"partition={sizes!r} distributes {sum(sizes)} layers; the model has {num_layers}.")
+    return _contiguous(sizes)
+
+
+def _contiguous(sizes: Sequence[int]) -> tuple[range, ...]:
+    bounds = [0, *accumulate(sizes)]
+    return tuple(range(begin, end) for begin, end in pairwise(bounds))
 
 
 # ---------------------------------------------------------------------- tied parameters

@@ -1,17 +1,17 @@
 """A user's module as a grid sees it: parts in order, which are cut into stages, and what ends them in a loss.
 
-:class:`ModelParts` is what launcher, session and results ask; :func:`~lightning_recycle.model.chain_parts.parts_of`
-chooses how a module answers.
+Launcher, session and results ask :class:`ModelParts`; :func:`~lightning_recycle.model.chain_parts.parts_of` chooses how
+a module answers.
 
+- :class:`ModelParts` itself: any LightningModule with one stage is one part, its own ``training_step`` on a
+  micro-batch. Data parallelism is left: each worker holds the whole model.
 - :class:`LayerParts`: a :class:`~lightning_recycle.PipelineModule` has one part per layer.
-- :class:`StepParts`: any other LightningModule with one stage is one part, its own ``training_step`` on a micro-batch.
-  Data parallelism is left: each worker holds the whole model.
-- :class:`~lightning_recycle.model.chain_parts.ChainParts`: with several stages it has one part per layer of its chain.
+- :class:`~lightning_recycle.model.chain_parts.ChainParts`: with several stages an ordinary module has one part per
+  layer of its chain.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,15 +28,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.model.layers import AbsentLayer, stage_layers
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.partition import stage_layers
 from lightning_recycle.model.recording import BatchPlace, call_at
 from lightning_recycle.model.weights import Tie, set_weights, split_name, ties_between_stages
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 
-__all__ = ["LayerParts", "ModelParts", "Recorder", "StepParts"]
+__all__ = ["LayerParts", "ModelParts", "Recorder"]
 
 
 class Recorder(Protocol):
@@ -52,52 +51,63 @@ class Recorder(Protocol):
         """What was recorded in a block."""
 
 
-class ModelParts(ABC):
-    """How one module answers.
+class ModelParts:
+    """How one module answers: here, as an ordinary module with one stage, which is one part.
+
+    Its loss must be a mean over the samples of a micro-batch for the result to be that of one device; with
+    ``num_microbatches=1`` (the default) any loss is what it is under ``ddp``.
 
     Attributes:
         module: the user's module.
+        loss_backward: the user's backward of the loss, if there is one.
+        optimizes_itself: whether the step runs backward passes and steps optimizers: then its parts are one, and no
+            schedule's.
     """
 
-    module: pl.LightningModule
-    loss_name: str
+    loss_name = "training_step"
     """The user's function that computes the loss."""
-    keeps_between_steps: bool = False
-    """Whether a training step may keep something in attributes for the next one."""
-    loss_backward: Callable[[Tensor], None] | None = None
-    """The user's backward of the loss, if there is one."""
-    loss_is_optional = False
+    loss_is_optional = True
     """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
+    keeps_between_steps = True
+    """Whether a training step may keep something in attributes for the next one."""
     takes_target = False
     """Whether the parts of this stage take the message of the one before as one argument, and the target behind it."""
-    whole: str = ""
+    whole = ""
     """Why neighbouring stages cannot share a part; empty if they can."""
-    optimizes_itself: bool = False
-    """Whether the step runs backward passes and steps optimizers: then its parts are one, and no schedule's."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self.optimizes_itself = not module.automatic_optimization
+        is_users = is_overridden("backward", module, pl.LightningModule)
+        self.loss_backward: Callable[[Tensor], None] | None = module.backward if is_users else None
+        self._taken: Any = None  # what the newest step recorded
 
     # ------------------------------------------------------------------ before a run
 
-    @abstractmethod
     def check(self) -> None:
         """Raises UnsupportedFeatureError for what the module defines and the strategy would silently ignore."""
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            step = getattr(self.module, name, None)
+            if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+                raise UnsupportedFeatureError(
+                    f"strategy='recycle' does not support {type(self.module).__name__}.{name}(dataloader_iter): batches"
+                    " are read by their address. Take (batch, batch_idx)."
+                )
 
-    @abstractmethod
     def describe(self) -> None:
-        """Finds out what parts there are. The user's code may raise, and be called again later."""
+        """Finds out what parts there are."""
 
-    @abstractmethod
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        """The parts of each stage; arguments and errors as for
-        :func:`~lightning_recycle.model.partition.stage_layers`.
-        """
+        """The parts of each stage; arguments and errors as for :func:`~lightning_recycle.model.layers.stage_layers`."""
+        assert num_stages == 1, "with several stages a module has other parts"
+        return (range(1),)
 
-    @abstractmethod
     def without_storage(self) -> pl.LightningModule:
         """A copy of the whole model for what only looks at shapes."""
+        return self.module
 
     # ------------------------------------------------------------------ in a worker
 
-    @abstractmethod
     def keep(self, stages: Sequence[range], stage: int) -> None:
         """Drops what ``stage`` does not need; ``stages``: the parts of each."""
 
@@ -125,17 +135,18 @@ class ModelParts(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
 
-    @abstractmethod
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
         """Builds what is there as a recipe only, of the parts ``owned`` or of all."""
 
-    @abstractmethod
     def check_parameters(self, stage: int, num_stages: int) -> None:
-        """Raises ConfigurationError if a stage has no parameters, or one belongs to no part."""
+        """Raises ConfigurationError if a stage has no parameters, or one belongs to no part.
 
-    @abstractmethod
+        One part has all of them; what is frozen may be evaluated, or thawed by a callback.
+        """
+
     def is_elsewhere(self, name: str) -> bool:
         """Whether ``name``, of a state dict of the whole model, belongs to another stage."""
+        return False
 
     def is_of_layer(self, name: str) -> bool:
         """Whether the submodule ``name`` is (in) a layer, which one stage has; all others are on every worker."""
@@ -145,23 +156,25 @@ class ModelParts(ABC):
         """Whether this stage writes ``name``, of its state dict, where each name is written once."""
         return True
 
-    @abstractmethod
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
         """The parameters that several stages hold; ``stages``: the parts of each. Of parts that neighbouring stages
         share those that are here, at least.
         """
+        return ()
 
-    @abstractmethod
     def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
         """What runs in F, in order."""
+        self._training = _TrainingStep(self.module, recorder, self._take)
+        return [self._training]
 
-    @abstractmethod
     def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
         """What runs in an evaluation, in order."""
+        self._evaluation = _EvaluationStep(self.module, recorder, self._take)
+        return [self._evaluation]
 
-    @abstractmethod
     def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
         """What runs in a call of the model outside of steps, in order, where a worker has one stage of it."""
+        return []
 
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
         """Of ``modules``, which run the parts ``held``, what runs only ``own`` of them, until this is called again: of
@@ -174,32 +187,42 @@ class ModelParts(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} runs all of its parts")
 
-    @abstractmethod
     def record_forward(self, recorder: Recorder, output: Any) -> bytes:
         """What the last of these parts returned, for all workers: its ``result``, and what the user's code did."""
+        return self.record_training(recorder, output, None, samples=1)
 
-    @abstractmethod
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch, of the step ``index`` of an epoch -> (input of the first part, target of the loss)"""
+        return (batch, index), None
 
-    @abstractmethod
     def loss(self, output: Any, target: Any) -> Tensor | None:
         """The mean loss over a micro-batch, of the output of the last part; None if it is to have none."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None and output is not None:
+            raise ConfigurationError(
+                f"{type(self.module).__name__}.training_step() returned a dict without a loss; it must have it as"
+                " 'loss'."
+            )
+        if loss is None:
+            rank_zero_warn(
+                f"{type(self.module).__name__}.training_step() returned None. If this was on purpose, ignore this"
+                " warning: the batch, or the micro-batch of it, adds nothing to the gradient."
+            )
+        return loss
 
     @property
-    @abstractmethod
     def records_training(self) -> bool:
         """Whether :meth:`record_training` is wanted."""
+        return True
 
-    @abstractmethod
     def record_training(self, recorder: Recorder, output: Any, target: Any, samples: int) -> bytes:
         """What the user's code did with a micro-batch in training."""
+        taken, self._taken = self._taken, None
+        return recorder.dump(taken, samples)
 
-    @abstractmethod
     def on_loss(self, loss: Tensor, index: int) -> None:
         """The mean loss of the step ``index`` of an epoch is known."""
 
-    @abstractmethod
     def begin_evaluation(
         self, kind: str, arguments: tuple[Any, ...]
     ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
@@ -212,12 +235,17 @@ class ModelParts(ABC):
         Returns:
             As :meth:`split` without ``index``, and :meth:`record_training`, for this batch.
         """
+        self._evaluation.kind, self._evaluation.arguments = kind, arguments
+        return lambda batch: ((batch,), None), self.record_training
+
+    def _take(self, recording: Any) -> None:
+        self._taken = recording
 
     # ------------------------------------------------------------------ after a run
 
-    @abstractmethod
     def rebuild(self, state: Mapping[str, Any]) -> None:
         """Makes a module that holds only one stage whole again, with ``state``."""
+        set_weights(self.module, state)
 
 
 def _shared_with_the_one_before(stages: Sequence[range], stage: int) -> tuple[int, ...]:
@@ -248,9 +276,11 @@ class LayerParts(ModelParts):
 
     module: PipelineModule
     loss_name = "loss"
+    loss_is_optional = False
+    keeps_between_steps = False
 
     def __init__(self, module: PipelineModule) -> None:
-        self.module = module
+        super().__init__(module)
         self._of_others: tuple[int, ...] = ()  # parts that an earlier stage holds, too
 
     @override
@@ -261,7 +291,12 @@ class LayerParts(ModelParts):
                 " backward is the schedule's: leave automatic_optimization = True, or derive it from LightningModule"
                 " and use pipeline_parallel_size=1."
             )
-        _check_not_overridden(self.module, PipelineModule, _REPLACED_STEPS)
+        for name, remedy in _REPLACED_STEPS.items():
+            if is_overridden(name, self.module, PipelineModule):
+                raise UnsupportedFeatureError(
+                    f"strategy='recycle' never calls {type(self.module).__name__}.{name}(), it runs its schedule"
+                    f" instead. Remove it and override {remedy}."
+                )
 
     @override
     def describe(self) -> None:
@@ -269,7 +304,7 @@ class LayerParts(ModelParts):
 
     @override
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        return stage_layers(self.module, num_stages, partition)
+        return stage_layers(len(self.module.layers), num_stages, partition)
 
     @override
     def without_storage(self) -> pl.LightningModule:
@@ -410,134 +445,6 @@ class LayerParts(ModelParts):
         self.module.rebuild(state)
 
 
-class StepParts(ModelParts):
-    """One part: the module's own steps.
-
-    Its loss must be a mean over the samples of a micro-batch for the result to be that of one device; with
-    ``num_microbatches=1`` (the default) any loss is what it is under ``ddp``.
-    """
-
-    loss_name = "training_step"
-    loss_is_optional = True
-    keeps_between_steps = True
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self.module = module
-        self._taken: Any = None  # what the newest step recorded
-        self.optimizes_itself = not module.automatic_optimization
-        if is_overridden("backward", module, pl.LightningModule):
-            self.loss_backward = module.backward
-
-    @override
-    def check(self) -> None:
-        module = self.module
-        for name in ("training_step", "validation_step", "test_step", "predict_step"):
-            step = getattr(module, name, None)
-            if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-                raise UnsupportedFeatureError(
-                    f"strategy='recycle' does not support {type(module).__name__}.{name}(dataloader_iter): batches are"
-                    " read by their address. Take (batch, batch_idx)."
-                )
-
-    @override
-    def describe(self) -> None:
-        pass
-
-    @override
-    def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        assert num_stages == 1, "with several stages a module has other parts"
-        return (range(1),)
-
-    @override
-    def without_storage(self) -> pl.LightningModule:
-        return self.module
-
-    @override
-    def keep(self, stages: Sequence[range], stage: int) -> None:
-        pass
-
-    @override
-    def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
-        pass
-
-    @override
-    def check_parameters(self, stage: int, num_stages: int) -> None:
-        pass  # all of them are here; what is frozen may be evaluated, or thawed by a callback
-
-    @override
-    def is_elsewhere(self, name: str) -> bool:
-        return False
-
-    @override
-    def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
-        return ()
-
-    @override
-    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
-        self._training = _TrainingStep(self.module, recorder, self._take)
-        return [self._training]
-
-    @override
-    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
-        self._evaluation = _EvaluationStep(self.module, recorder, self._take)
-        return [self._evaluation]
-
-    @override
-    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
-        return []  # each worker has the whole model
-
-    @override
-    def record_forward(self, recorder: Recorder, output: Any) -> bytes:
-        return self.record_training(recorder, output, None, samples=1)
-
-    def _take(self, recording: Any) -> None:
-        self._taken = recording
-
-    @override
-    def split(self, batch: Any, index: int) -> tuple[Any, Any]:
-        return (batch, index), None
-
-    @override
-    def loss(self, output: Any, target: Any) -> Tensor | None:
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None and output is not None:
-            raise ConfigurationError(
-                f"{type(self.module).__name__}.training_step() returned a dict without a loss; it must have it as"
-                " 'loss'."
-            )
-        if loss is None:
-            rank_zero_warn(
-                f"{type(self.module).__name__}.training_step() returned None. If this was on purpose, ignore this"
-                " warning: the batch, or the micro-batch of it, adds nothing to the gradient."
-            )
-        return loss
-
-    @property
-    @override
-    def records_training(self) -> bool:
-        return True
-
-    @override
-    def record_training(self, recorder: Recorder, output: Any, target: Any, samples: int) -> bytes:
-        taken, self._taken = self._taken, None
-        return recorder.dump(taken, samples)
-
-    @override
-    def on_loss(self, loss: Tensor, index: int) -> None:
-        pass
-
-    @override
-    def begin_evaluation(
-        self, kind: str, arguments: tuple[Any, ...]
-    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
-        self._evaluation.kind, self._evaluation.arguments = kind, arguments
-        return lambda batch: ((batch,), None), self.record_training
-
-    @override
-    def rebuild(self, state: Mapping[str, Any]) -> None:
-        set_weights(self.module, state)
-
-
 class _Step(nn.Module):
     """A step of ``module``, recorded; ``take`` gets the recording."""
 
@@ -575,14 +482,3 @@ class _EvaluationStep(_Step):
             recording.result = step(batch, *self.arguments)
         self._take(recording)
         return recording.result
-
-
-def _check_not_overridden(
-    module: pl.LightningModule, parent: type[pl.LightningModule], replaced: Mapping[str, str]
-) -> None:
-    for name, remedy in replaced.items():
-        if is_overridden(name, module, parent):
-            raise UnsupportedFeatureError(
-                f"strategy='recycle' never calls {type(module).__name__}.{name}(), it runs its schedule instead."
-                f" Remove it and override {remedy}."
-            )

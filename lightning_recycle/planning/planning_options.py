@@ -17,7 +17,7 @@ from lightning_recycle.planning.profile import MemoryLimit, is_memory_limit
 
 __all__ = ["Partition", "PlanningOptions"]
 
-Partition: TypeAlias = Literal["count", "parameters"] | Sequence[int] | Sequence[float]
+Partition: TypeAlias = Literal["count"] | Sequence[int]
 """How layers are distributed over stages: equal numbers of layers or of parameters; the number of layers of each stage,
 as integers (``[3, 5, 4]``); or the seconds of each layer, as floats, for stages of equal seconds.
 """
@@ -48,9 +48,8 @@ class PlanningOptions(OptionGroup):
             with a ``profile``: plans are found by their costs.
         profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
             ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
-        partition: which layers a stage gets: equal numbers of layers ("count") or of parameters ("parameters"); the
-            number of layers of each stage, as integers, such as ``[3, 5, 4]``; or the seconds of each layer, as floats,
-            so that stages take equal times: what :func:`~lightning_recycle.measure_layer_seconds` returns.
+        partition: which layers a stage gets at first: equal numbers of layers ("count"), or the number of layers of
+            each stage, such as ``[3, 5, 4]``. ``RecoveryOptions(rebalance)`` moves them by their measured times.
         split_backward: whether backwards are split, so that weight gradients fill idle slots. It takes processor time.
             "auto" tries in the first steps how much, and splits only where the plan saves more than that; it decides
             again at every change of the workers. Until then all are fused. With a ``plan_library``, as True.
@@ -75,7 +74,7 @@ class PlanningOptions(OptionGroup):
     planner: str | Planner = option("heuristic", shared="name of the planner")
     plan_library: str | os.PathLike[str] | PlanLibrary | None = option(None, by_launcher=True)
     profile: str | os.PathLike[str] | None = option(None, by_launcher=True)
-    partition: Literal["count", "parameters"] | list[int] | list[float] = option("count")
+    partition: Literal["count"] | list[int] = option("count")
     split_backward: Switch = option("auto", SWITCH, shared="split backwards")
     staggered: Switch = option("auto", SWITCH, shared="stages step one by one")
     memory: MemoryLimit | str = option("auto", _MEMORY, shared="what plans may use of a worker's memory")

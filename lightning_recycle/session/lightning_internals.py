@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 __all__ = [
     "SignalHandlers",
     "TrainerState",
+    "attach_data",
     "batches_so_far",
     "cluster_environment_of",
     "count_manual_steps",
@@ -319,3 +320,8 @@ class SignalHandlers:
         """The handlers are Lightning's again."""
         for name in ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"):
             self._handlers.pop(name, None)
+
+
+def attach_data(trainer: pl.Trainer, data: dict[str, Any]) -> None:
+    """Links the module of ``trainer`` with ``data``: loaders or a data module, by name."""
+    trainer._data_connector.attach_data(trainer.lightning_module, **data)

@@ -32,9 +32,6 @@ class Slow(Regression):
 
 
 def main() -> None:
-    runs = int(os.environ.get("RUNS_OF_THIS_PROGRAM", "0")) + 1
-    os.environ["RUNS_OF_THIS_PROGRAM"] = str(runs)
-    print("begins", runs, flush=True)
     steps, seconds, output = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
     model = Slow().double()
     model.seconds = seconds

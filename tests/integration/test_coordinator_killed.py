@@ -80,7 +80,7 @@ def test_workers_whose_coordinator_does_not_come_back_end(tmp_path: Path) -> Non
     with cluster(tmp_path, 1000, 0.1) as run:
         run.start_coordinator()
         for _ in range(4):
-            run.start_worker(RECYCLE_RECONNECT_SECONDS="2")
+            run.start_worker(RECYCLE_CONNECT_SECONDS="2")
         run.await_step(2)
         run.kill_coordinator()
         assert [worker.wait(60) for worker in run.workers] == [EXIT_LOST_COORDINATOR] * 4, run.words()

@@ -64,7 +64,7 @@ def test_layers_that_setup_decides_on_train_as_on_one_device() -> None:
     one = on_one_device(max_steps=5)
     one.fit(expected, datamodule=Data(GLOBAL_BATCH))
     L.seed_everything(3, verbose=False)
-    strategy = {"partition": "parameters", "seed": 3}
+    strategy = {"partition": [1, 3], "seed": 3}
     run = trainer(2, 2, [Fault("kill", 1, 0, step=2)], strategy, max_steps=5, enable_model_summary=True)
     run.fit(model, datamodule=data)
     assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE

@@ -53,10 +53,10 @@ class Retries(L.Callback):
                 raise RuntimeError("the row cannot be read") from error
 
 
-def test_an_exception_keeps_its_cause_and_shows_where_both_were_raised() -> None:
+def test_an_exception_shows_its_cause_and_where_both_were_raised() -> None:
     with pytest.raises(RuntimeError, match="the row cannot be read") as raised:
         fit(Regression().double(), 2, 2, callbacks=[Retries()])
-    cause = raised.value.__cause__
-    assert isinstance(cause, KeyError)
-    assert str(cause.__cause__).startswith("In worker (0, 1):")
-    assert str(cause.__cause__).count("in on_train_batch_start") == 2
+    shown = str(raised.value.__cause__)
+    assert shown.startswith("In worker (0, 1):")
+    assert "KeyError: 'missing'" in shown
+    assert shown.count("in on_train_batch_start") == 2

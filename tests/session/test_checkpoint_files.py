@@ -19,7 +19,7 @@ from support.models import Regression
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
-from lightning_recycle.launch.trainer_call import TrainerCall
+from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
 
 SIZE = 100_000  # numbers in a checkpoint

@@ -11,7 +11,7 @@ one after the other: each is a run of its own, and the coordinator serves runs u
 that the run has finished. Needs neither torch nor Lightning.
 
 It may be killed at any moment: started again at the same address, with the same options, it goes on with the run, as
-the workers wait for it (``RECYCLE_RECONNECT_SECONDS``). What it must know for that, and they do not, is in the file
+the workers wait for it (``RECYCLE_CONNECT_SECONDS``). What it must know for that, and they do not, is in the file
 ``--state`` (:mod:`~lightning_recycle.control.coordinator.journal`).
 """
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.control.protocol.corruption import FINITE, IS_FINITE, NOT_FINITE
-from lightning_recycle.model.tensor_pickle import put_together, take_apart
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.tensor_memory import put_together, take_apart
 
 __all__ = [
     "WEIGHT_GRADIENT",

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.model.tensor_pickle import put_together, take_apart
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.checksums import checksum
@@ -50,6 +49,7 @@ from lightning_recycle.runtime.comm.communicator import Channel, Communicator, I
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.tensor_memory import put_together, take_apart
 
 __all__ = ["Verifier"]
 

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recycle.model.tensor_pickle import put_together, take_apart
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG, SMALL_BYTES
 from lightning_recycle.runtime.comm.transports import TAGS, Channel, receive_all, send_all
 from lightning_recycle.runtime.comm.wire import Layout, sum_of_bytes, sum_of_tensors
-from lightning_recycle.tensor_memory import memory_of
+from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
 __all__ = ["PARTS_AT_ONCE", "ByteReceiver", "ByteSender", "receive_object", "send_object"]
 

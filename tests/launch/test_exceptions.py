@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import pickle
 import sys
 import threading
@@ -14,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_recycle.launch.outcome import dump_exception, from_users_code
 from lightning_recycle.launch.outside_worker import patiently
-from lightning_recycle.launch.worker_exceptions import dump_exception, from_users_code, restore_chain
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
 
@@ -60,9 +59,6 @@ class PicklesItself(Exception):
 class PicklesItselfWrongly(PicklesItself):
     def __reduce__(self) -> Any:
         return type(self), ()
-
-
-GROUP: Any = getattr(builtins, "ExceptionGroup", None)  # of Python 3.11
 
 
 def sent(error: BaseException) -> Any:
@@ -115,71 +111,10 @@ def test_classes_without_a_name_arrive() -> None:
     assert (type(arrived).__name__, arrived.trial, arrived.value) == ("Local", 3, 0.5)
 
 
-def raised_from(error: BaseException, cause: BaseException) -> BaseException:
-    error.__cause__ = error.__context__ = cause
-    return error
-
-
-def raised_within(error: BaseException, context: BaseException, hidden: bool = False) -> BaseException:
-    error.__context__, error.__suppress_context__ = context, hidden
-    return error
-
-
-def test_causes_and_contexts_arrive() -> None:
-    arrived = sent(raised_from(Pruned(3, 0.5), raised_within(KeyError("inner"), ValueError("first"))))
-    assert (type(arrived), type(arrived.__cause__)) == (Pruned, KeyError)
-    assert arrived.__context__ is arrived.__cause__
-    inner = arrived.__cause__.__context__
-    assert (type(inner), inner.args) == (ValueError, ("first",))
-    assert arrived.__cause__.__cause__ is None
-    hidden = sent(raised_within(KeyError("shown"), ValueError("hidden"), hidden=True))
-    assert (hidden.__suppress_context__, type(hidden.__context__)) == (True, ValueError)
-
-
-def test_a_cause_that_cannot_be_pickled_arrives_without_what_keeps_it() -> None:
-    arrived = sent(raised_from(KeyError("outer"), Pruned(3, threading.Lock())))
-    assert (type(arrived.__cause__), arrived.__cause__.trial) == (Pruned, 3)
-
-
-def test_the_causes_of_a_worker_come_before_the_traceback_that_this_process_adds() -> None:
-    arrived = sent(raised_from(KeyError("outer"), raised_within(ValueError("inner"), OSError("first"))))
-    arrived.__cause__ = traceback = Exception("In worker (0, 1)")  # as all exceptions of workers get it
-    restore_chain(arrived)
-    assert type(arrived.__cause__) is ValueError
-    assert type(arrived.__cause__.__context__) is OSError
-    assert arrived.__cause__.__context__.__cause__ is traceback
-    assert not [name for name in vars(arrived) if "recycle" in name]
-
-
-def test_a_chain_that_has_a_loop_arrives() -> None:
-    error, cause = KeyError("a"), ValueError("b")
-    error.__cause__, cause.__cause__ = cause, error
-    arrived = sent(error)
-    assert arrived.__cause__.__cause__ is arrived
-    arrived.__cause__ = Exception("In worker (0, 1)")
-    restore_chain(arrived)
-    assert arrived.__cause__.__cause__ is arrived
-
-
-@pytest.mark.skipif(GROUP is None, reason="Python has no exception groups")
-def test_a_group_arrives_whatever_its_members_hold() -> None:
-    inner = GROUP("inner", [Pruned(3, threading.Lock()), ValueError("fine")])
-    group = GROUP("outer", [inner, raised_from(KeyError("outer"), OSError("cause"))])
-    arrived = sent(group)
-    assert (type(arrived), arrived.message) == (GROUP, "outer")
-    (pruned, fine), key = arrived.exceptions[0].exceptions, arrived.exceptions[1]
-    assert (type(pruned), pruned.trial, str(fine)) == (Pruned, 3, "fine")
-    assert type(key.__cause__) is OSError
-
-
-@pytest.mark.skipif(GROUP is None, reason="Python has no exception groups")
-def test_a_member_of_a_group_without_any_pickle_arrives_as_its_built_in_class() -> None:
+def test_a_class_that_cannot_be_pickled_has_no_pickle() -> None:
     class Local(ValueError):
         lock = threading.Lock()
 
-    arrived = sent(GROUP("outer", [Local("text"), Frozen(3)]))
-    assert [type(member) for member in arrived.exceptions] == [ValueError, Frozen]
-    assert str(arrived.exceptions[0]) == "Local: text"
     assert dump_exception(Local("text")) is None
 
 
@@ -233,14 +168,14 @@ def users_inner() -> Any:
 
 
 def users_outer() -> Any:
-    return patiently(users_inner, (OSError,), 0.0, "")
+    return patiently(users_inner, 0.0, "")
 
 
 def test_frames_of_the_package_between_those_of_the_user_are_left_out() -> None:
     text = from_users_code(raised(lambda: users_outer()))
     assert "in users_outer" in text
     assert "in users_inner" in text
-    assert "rejoin.py" not in text
+    assert "outside_worker.py" not in text
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no exception groups")
@@ -252,5 +187,5 @@ def test_members_of_a_group_are_shown_likewise() -> None:
 
     text = from_users_code(raised(lambda: grouped()))
     assert "in users_inner" in text
-    assert "rejoin.py" not in text
+    assert "outside_worker.py" not in text
     assert "container.py" not in text
