@@ -13,29 +13,6 @@ from lightning_recycle.planning import HeuristicPlanner, Problem, Schedule, canc
 
 
 @dataclass(frozen=True)
-class Reporting:
-    """Writes process id and priority to ``report``."""
-
-    report: Path
-
-    def plan(self, problem: Problem) -> Schedule:
-        self.report.write_text(f"{os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)}")
-        return heuristic(problem)
-
-
-@dataclass(frozen=True)
-class Sleeping:
-    """Writes its process id to ``report``, and is not done for a long time."""
-
-    report: Path
-
-    def plan(self, problem: Problem) -> Schedule:
-        self.report.write_text(str(os.getpid()))
-        time.sleep(600)
-        return heuristic(problem)
-
-
-@dataclass(frozen=True)
 class Failing:
     """Finds no plan."""
 

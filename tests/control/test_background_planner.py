@@ -1,16 +1,13 @@
 """One queue of questions: the most urgent first, the newest of its kind, and nothing is left at the end."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from slow_planners import Endless, Failing, Reporting, Sleeping, Unpicklable
-from support.process_tree import is_alive
+from slow_planners import Endless, Failing, Unpicklable
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans import planning_process
@@ -304,16 +301,6 @@ def test_the_answer_is_the_planners_with_the_time_that_it_took(look_for: Callabl
     assert 0 < proposal.seconds < PATIENCE
 
 
-def test_a_planner_works_in_another_process_at_the_lowest_priority(
-    look_for: Callable[[Any], RunPlans], tmp_path: Path
-) -> None:
-    assert answer(look_for(Reporting(tmp_path / "report"))).schedule is not None
-    pid, nice = map(int, (tmp_path / "report").read_text().split())
-    assert pid != os.getpid()
-    assert nice == 19
-    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
-
-
 @pytest.mark.parametrize("planner", [Failing(), Unpicklable()])
 def test_a_planner_that_fails_is_no_answer(look_for: Callable[[Any], RunPlans], planner: Any) -> None:
     assert answer(look_for(planner)) is None
@@ -324,20 +311,3 @@ def test_a_planner_that_cannot_be_sent_is_refused_before_the_run() -> None:
     for planner, why in ((Unpicklable(), "lock"), (own(), "its class is in the script")):
         with pytest.raises(ConfigurationError, match=f"cannot be sent there: .*{why}.*Define its class in a module"):
             RunPlanner(PROBLEM.grid, planner, Technique())
-
-
-@pytest.mark.parametrize("how", ["close", "another question"])
-def test_a_process_that_goes_on_with_what_is_not_wanted_is_stopped(
-    look_for: Callable[[Any], RunPlans], tmp_path: Path, how: str
-) -> None:
-    report = tmp_path / "report"
-    plans = look_for(Sleeping(report))
-    assert wait_for(lambda: report.exists() and report.read_text(), PATIENCE)
-    pid = int(report.read_text())
-    assert is_alive(pid)
-    if how == "close":
-        plans.close()
-    else:
-        plans._background.begin(Urgency.DRIFT, publishing(plans._background))
-    assert wait_for(lambda: not is_alive(pid), PATIENCE)
-    assert plans._background.take() == []

@@ -39,6 +39,8 @@ from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
 
 __all__ = ["BackgroundPlanner", "Here", "Job", "Urgency"]
 
+_END_SECONDS = 30.0  # for a user's version of the heuristic that does not look whether its plan is wanted
+
 log = logging.getLogger(__name__)
 
 
@@ -158,7 +160,7 @@ class BackgroundPlanner:
                 self._drop(urgency)
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
         self._process.close()
 
     def _drop(self, urgency: Urgency) -> None:
