@@ -1,9 +1,6 @@
 """The simulator against the paper's table over many seeds: cells, order of systems, speed-ups, a null model.
 
-Also the section ``calibration`` of ``simulation.py``:
-
     .venv/bin/python benchmarks/calibration.py [--seeds 400]
-    .venv/bin/python benchmarks/calibration.py --auto     # the policy that chooses, which the paper does not have
 
 A calibration that cannot fail says nothing, so everything is compared with a null model that knows neither model nor
 policy: one constant per failure interval, fitted to the same cells.
@@ -20,10 +17,9 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
-from same_schedule import assumptions
+from simulation import assumptions, new_table
 
 from lightning_recycle.simulation import (
-    Auto,
     Bamboo,
     Cluster,
     FailedFraction,
@@ -164,18 +160,6 @@ def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float
     return found, half_width([(a - found * b) / bottom for a, b in zip(ours, theirs, strict=True)])
 
 
-def auto_table(seeds: int = SEEDS) -> Table:
-    """The policy that chooses, with planned schedules, under the paper's protocol."""
-    table = _table(f"Auto, planned schedules: ratio to fault-free, {seeds} seeds", "model", "interval", "ours", left=2)
-    for interval in INTERVALS:
-        for name in THROUGHPUT:
-            model = get_model(name)
-            runs = (simulate(model, Cluster.of(model), Auto(), Poisson(interval), DURATION, n) for n in range(seeds))
-            found = [run.ratio for run in runs]
-            table.add_row(name, interval, f"{statistics.fmean(found):.3f} +-{half_width(found):.3f}")
-    return table
-
-
 def order_of(values: Mapping[str, float]) -> tuple[str, ...]:
     """The systems from the fastest to the slowest; one out of memory is last."""
     return tuple(sorted(values, key=lambda label: -values[label]))
@@ -208,15 +192,8 @@ def calibration_tables(seeds: int = SEEDS) -> Iterable[Table]:
     yield controlled_table()
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
-    return table
-
-
 def _cells(found: Samples, paper: Mapping[tuple[str, str, str], float], seeds: int) -> Table:
-    table = _table(
+    table = new_table(
         f"The paper's cells: ratio to fault-free, {seeds} seeds, mean with its 95 % interval, and where 95 % of single "
         f"runs are. {'; '.join(assumptions(get_model(name)) for name in THROUGHPUT)}",
         "model", "policy", "interval", "paper", "ours", "single runs", "points", left=3,
@@ -234,7 +211,7 @@ def _cells(found: Samples, paper: Mapping[tuple[str, str, str], float], seeds: i
 
 
 def _orders(found: Samples, paper: Mapping[tuple[str, str, str], float]) -> Table:
-    table = _table("Order of the systems, fastest first", "model", "interval", "paper", "ours", left=4)
+    table = new_table("Order of the systems, fastest first", "model", "interval", "paper", "ours", left=4)
     for name in THROUGHPUT:
         for interval in INTERVALS:
             theirs = order_of({label: paper[name, label, interval] for label in THROUGHPUT[name]})
@@ -244,7 +221,7 @@ def _orders(found: Samples, paper: Mapping[tuple[str, str, str], float]) -> Tabl
 
 
 def _speed_ups(found: Samples, paper: Mapping[tuple[str, str, str], float]) -> Table:
-    table = _table(
+    table = new_table(
         "Speed-up of ReCycle, 95 % interval of the ratio of means", "model", "over", "interval", "paper", "ours", left=3
     )
     for name in THROUGHPUT:
@@ -261,7 +238,7 @@ def _speed_ups(found: Samples, paper: Mapping[tuple[str, str, str], float]) -> T
 
 def _against_null(found: Samples, paper: Mapping[tuple[str, str, str], float]) -> Table:
     constants = null_model(paper)
-    table = _table(
+    table = new_table(
         "Against a null model: one constant per interval ("
         + ", ".join(f"{interval} {value:.3f}" for interval, value in constants.items())
         + "), fitted to the cells of Oobleck and ReCycle",
@@ -298,7 +275,7 @@ def _against_null(found: Samples, paper: Mapping[tuple[str, str, str], float]) -
 def protocol_table(seeds: int = 60) -> Table:
     """Which assumption about what the paper does not say would bring us nearer."""
     paper = paper_ratios()
-    table = _table(
+    table = new_table(
         f"What the paper does not say, one at a time ({seeds} seeds, plans without effort): 18 cells of Oobleck and "
         "ReCycle, and 9 speed-ups over Oobleck",
         "assumed", "within 5 points", "RMS, points", "RMS of the speed-ups", "order of the two as in the paper",
@@ -362,7 +339,7 @@ def published_rows() -> dict[str, list[tuple[int, float, float]]]:
 def published_table() -> Table:
     """Oobleck's own table: throughput by number of nodes."""
     found = published_rows()
-    table = _table(
+    table = new_table(
         "Oobleck's published throughput on fewer nodes, relative to 30: published, ours, and n / 30. Assumed: "
         + "; ".join(assumptions(published_model(name)) for name in found),
         "nodes", *found,
@@ -413,7 +390,7 @@ def controlled_rows() -> dict[tuple[str, str], list[tuple[float, float]]]:
 
 def controlled_table() -> Table:
     """Oobleck's controlled failures."""
-    table = _table(
+    table = new_table(
         "Oobleck's controlled failures, samples/s: its artifact's simulator, ours. Nodes go from 30 to 15. Assumed: "
         + "; ".join(assumptions(published_model(name)) for name in ARTIFACT),
         "model", "policy", *CONTROLLED,
@@ -428,10 +405,9 @@ def main() -> None:
     """The tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--auto", action="store_true", help="the policy that chooses")
     arguments = parser.parse_args()
     console, started = Console(width=140), time.perf_counter()
-    for table in [auto_table(arguments.seeds)] if arguments.auto else calibration_tables(arguments.seeds):
+    for table in calibration_tables(arguments.seeds):
         console.print(table)
     console.print(f"{time.perf_counter() - started:.0f} s")
 

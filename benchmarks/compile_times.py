@@ -26,12 +26,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from harness import console, describe_machine, quieten, recycle_strategy
+from harness import console, describe_machine, quieten
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule
+from lightning_recycle import PipelineModule, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 WIDTH, BLOCKS, BATCH, STEPS = 256, 2, 16, 4
@@ -120,8 +120,8 @@ def run(case: str, compiled: bool, folder: Path) -> None:
     strategy: Any = "auto"
     if workers > 1:
         stages = 1 if case == "module" else 2
-        replaces = {"max_restarts": 1} if case == "replaced" else {}
-        strategy = recycle_strategy(pipeline_parallel_size=stages, num_microbatches=2 // stages, **replaces)
+        recovery = RecoveryOptions(max_restarts=int(case == "replaced"))
+        strategy = ReCycleStrategy(stages, 2 // stages, recovery=recovery)
     x = torch.randn(BATCH * 400, WIDTH, generator=torch.Generator().manual_seed(0))
     steps = 300 if case == "replaced" else STEPS
     trainer = L.Trainer(

@@ -2,7 +2,6 @@
 
     python benchmarks/control_plane.py                    # 64, 250, 500, 1000 and 2000 workers
     python benchmarks/control_plane.py --workers 500 --profile
-    python benchmarks/control_plane.py --planning 8x16x32 24x64x128
 
 The workers are fake: they speak the protocol over real sockets to the real coordinator, in a few processes of many
 workers each, and compute nothing. So the time of the workers' own side is not that of a real run, in which each has a
@@ -12,9 +11,6 @@ processor; what counts is the coordinator's processor time, which is given besid
 - step: mean of some steps, from the first loss until all have applied the last one;
 - agree: one worker is killed; until the last of the others has its part of the new generation's plan (Resume);
 - connect: until all others have told that they are connected (they asked for their neighbours' addresses).
-
-``--planning`` measures how late a thread of the coordinator's process wakes up, which wants to every millisecond, while
-a plan for one failure is made ahead with unequal costs: in another thread, and in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import os
 import pstats
 import selectors
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -36,12 +32,11 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator, Coord
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.connection import MessageConnection, connect
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.plans.background_planner import Urgency
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
 from lightning_recycle.control.protocol.recovery import WorkerStatus
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.problem import Technique
 
 _STAGES = 8
@@ -290,47 +285,11 @@ def measure(workers: int, profile: bool) -> dict[str, tuple[float, float]]:
     return found
 
 
-def lateness(grid: Grid, apart: bool) -> tuple[float, list[float]]:
-    """Seconds that planning took, and by how many the thread was late each time, sorted."""
-    planner = RunPlanner(grid, "heuristic", Technique(), apart_from=0 if apart else 1 << 60)
-    costs = {
-        stage: {"F": 0.1 + stage % 5 / 1e3, "B": 0.11 + stage % 3 / 1e3, "W": 0.09, "REDUCE": 0.02, "STEP": 0.01}
-        for stage in range(grid.stages)
-    }
-    problem = planner.problem(frozenset({Worker(grid.pipelines // 2, grid.stages // 2)}), costs)
-    late, began = [], time.monotonic()
-    planner.background.begin(Urgency.AHEAD, planner.maker.make(problem, planner.assumptions))
-    while not planner.background.is_idle:
-        wanted = time.monotonic() + 0.001
-        time.sleep(0.001)
-        late.append(time.monotonic() - wanted)
-    seconds = time.monotonic() - began
-    planner.close()
-    return seconds, sorted(late)
-
-
-def compare_planning(grids: Iterable[Grid]) -> None:
-    print("A plan is made ahead; by how many ms a thread of the coordinator's process wakes up late")
-    print(f"{'grid':>12}{'planned in':>20}{'s':>8}{'median':>10}{'99 %':>10}{'most':>10}{'total s':>10}")
-    for grid in grids:
-        name = f"{grid.pipelines}x{grid.stages}x{grid.microbatches}"
-        for apart in (False, True):
-            seconds, late = lateness(grid, apart)
-            figures = [late[len(late) // 2], late[len(late) * 99 // 100], late[-1]]
-            shown = "".join(f"{1e3 * value:>10.1f}" for value in figures)
-            where = "a process" if apart else "a thread"
-            print(f"{name:>12}{where:>20}{seconds:>8.1f}{shown}{sum(late):>10.1f}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 250, 500, 1000, 2000])
-    parser.add_argument("--planning", nargs="+", default=[], metavar="DxSxM", help="only how plans hold up the loop")
     parser.add_argument("--profile", action="store_true", help="also print where the coordinator's time goes")
     options = parser.parse_args()
-    if options.planning:
-        compare_planning(Grid(*map(int, text.split("x"))) for text in options.planning)
-        return
     allow_descriptors(2 * max(options.workers) + 256)
     print(f"{os.cpu_count()} processors; seconds that passed (seconds of the coordinator's processor time)")
     print(f"{'workers':>8}" + "".join(f"{name:>22}" for name in ("start", "step", "agree", "connect")))

@@ -1,7 +1,11 @@
-"""What the benchmarks share: a quiet ``Trainer.fit``, spreads of measurements, the machine in words.
+"""What the benchmarks share: a quiet ``Trainer.fit``, spreads of measurements, sides that take turns, the machine.
 
 A benchmark measures through the front door: it reads ``trainer.strategy.history`` and ``trainer.strategy.schedules``
 after a fit and never looks inside the package. All times are seconds.
+
+Sides of a comparison take turns within seconds, so that both meet the same load of a shared machine: all run at the
+same time in processes of their own; a worker that reaches the end of its turn says so and blocks, and
+:meth:`Turns.play` lets one side go at a time. Named pipes carry both, since their paths can be passed to any process.
 """
 
 from __future__ import annotations
@@ -9,10 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import select
 import statistics
+import struct
+import time
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +29,9 @@ from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from lightning_recycle import PipelineModule, ReCycleStrategy
-from lightning_recycle.option_table import OptionGroup
-from lightning_recycle.session.configuration import Options
+from lightning_recycle import PipelineModule
 
-__all__ = ["Spread", "console", "describe_machine", "fit", "quieten", "recycle_strategy", "step_seconds"]
+__all__ = ["Gate", "Spread", "Turn", "Turns", "console", "describe_machine", "fit", "quieten", "step_seconds"]
 
 console = Console(width=120)
 
@@ -63,16 +68,6 @@ class _Quiet(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         quieten()
-
-
-def recycle_strategy(*sizes: int, **options: Any) -> ReCycleStrategy:
-    """``ReCycleStrategy(*sizes, **options)``, where options of groups are given without them."""
-    for item in fields(Options):
-        if isinstance(item.default, OptionGroup):
-            names = {option.name for option in fields(item.default)} & options.keys()
-            if names:
-                options[item.name] = type(item.default)(**{name: options.pop(name) for name in names})
-    return ReCycleStrategy(*sizes, **options)
 
 
 def fit(
@@ -134,3 +129,103 @@ def describe_machine() -> str:
         f"{model}, {cores} cores, load averages {load} (1, 5, 15 minutes); {platform.system()} {platform.release()},"
         f" Python {platform.python_version()}, torch {torch.__version__}, lightning {L.__version__}"
     )
+
+
+# ---------------------------------------------------------------------- sides that take turns
+
+_ARRIVAL = struct.Struct("<d")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a side took for one turn.
+
+    Args:
+        seconds: from the start until the last of its workers was through.
+        processor_seconds: of all its workers together.
+    """
+
+    seconds: float
+    processor_seconds: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A side's end of the pipes, for its workers; can be pickled."""
+
+    directory: str
+    side: str
+
+    def wait(self, rank: int) -> None:
+        """Worker ``rank`` has ended its turn, and waits for the next one.
+
+        Raises:
+            OSError: if the referee is gone, as another side has failed.
+        """
+        # In this order: the referee closes the pipe of arrivals first, so whoever finds it open will see the other end.
+        start = os.open(Path(self.directory) / f"{self.side}.{rank}", os.O_RDONLY | os.O_NONBLOCK)
+        arrivals = os.open(Path(self.directory) / f"{self.side}.arrivals", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(arrivals, _ARRIVAL.pack(time.process_time()))
+            select.select([start], [], [])
+            if not os.read(start, 1):
+                raise BrokenPipeError("The comparison is over: another side has failed.")
+        finally:
+            os.close(arrivals)
+            os.close(start)
+
+
+class Turns:
+    """The referee.
+
+    Args:
+        directory: where the pipes are made.
+        sides: names of those that take turns, and the number of workers of each.
+        check: called about once a second while waiting; raises if a side has failed.
+    """
+
+    def __init__(self, directory: str, sides: Mapping[str, int], check: Callable[[], None]) -> None:
+        self._sides, self._check = tuple(sides), check
+        self._arrivals: dict[str, int] = {}
+        self._starts: dict[str, list[int]] = {}
+        for side, workers in sides.items():
+            self._arrivals[side] = _open_pipe(Path(directory) / f"{side}.arrivals")
+            self._starts[side] = [_open_pipe(Path(directory) / f"{side}.{rank}") for rank in range(workers)]
+
+    def play(self, count: int) -> dict[str, list[Turn]]:
+        """Waits until all sides are at their gates, then gives each ``count`` turns, one side after the other."""
+        spent = {side: self._await(side) for side in self._sides}
+        turns: dict[str, list[Turn]] = {side: [] for side in self._sides}
+        for number in range(count):
+            for side in self._sides if number % 2 == 0 else reversed(self._sides):
+                began = time.perf_counter()
+                self._start(side)
+                now_spent = self._await(side)
+                turns[side].append(Turn(time.perf_counter() - began, now_spent - spent[side]))
+                spent[side] = now_spent
+        for side in self._sides:
+            self._start(side)
+        return turns
+
+    def close(self) -> None:
+        for fd in (*self._arrivals.values(), *(fd for fds in self._starts.values() for fd in fds)):
+            os.close(fd)
+
+    def _start(self, side: str) -> None:
+        for fd in self._starts[side]:
+            os.write(fd, b"x")
+
+    def _await(self, side: str) -> float:
+        """Waits for all workers of ``side``; returns their processor time so far, together."""
+        fd, total = self._arrivals[side], 0.0
+        for _ in self._starts[side]:
+            while not select.select([fd], [], [], 1.0)[0]:
+                self._check()
+            total += _ARRIVAL.unpack(os.read(fd, _ARRIVAL.size))[0]
+        return total
+
+
+def _open_pipe(path: Path) -> int:
+    """Makes a named pipe; opened for both directions, so that neither end ever blocks in ``open``."""
+    os.mkfifo(path)
+    return os.open(path, os.O_RDWR)

@@ -9,24 +9,36 @@ there pass here, too, and names the others. With ``--markdown`` it writes that a
 Outcomes are kept in ``--out`` as they come, and tests that have one do not run again: a run that was interrupted goes
 on, and deleting a strategy's file of a part runs the part anew. A test that takes too long is ended with its process,
 and the others go on in another.
+
+This file is also the pytest plugin that the processes which run Lightning's tests load (``-p lightning_suite``):
+another default strategy for every Trainer, and a note of each test as it ends. Variables tell it what to do:
+``DEFAULT_STRATEGY`` is the strategy's name, ``OUTCOMES`` the file of notes, whose tests are left out, ``SHARE`` the
+share of tests to run. A note is a line of JSON: ``{"test": ...}`` when a test begins, the same with ``"outcome"``
+("passed", "failed" or "skipped") and ``"message"`` when it has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import inspect
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+STRATEGY, OUTCOMES, SHARE = "DEFAULT_STRATEGY", "OUTCOMES", "SHARE"  # variables of the plugin
 PARTS = ("callbacks", "checkpointing", "trainer/flags", "loggers", "core", "loops", "trainer")
 REASONS = Path(__file__).with_name("lightning_suite_reasons.txt")
 _LOOK_SECONDS = 0.5
@@ -76,14 +88,14 @@ def run(checkout: Path, part: str, strategy: str, out: Path, seconds: float, sha
     path = os.pathsep.join([str(here), str(checkout / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ,
-        "DEFAULT_STRATEGY": strategy,
-        "OUTCOMES": str(notes),
-        "SHARE": str(share),
+        STRATEGY: strategy,
+        OUTCOMES: str(notes),
+        SHARE: str(share),
         "PYTHONPATH": path,
     }
     apart = [other for other in PARTS if other.startswith(f"{part}/")]
     others = [f"--ignore=tests_pytorch/{other}" for other in apart]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "default_strategy", "-p", "no:cacheprovider", *others]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "lightning_suite", "-p", "no:cacheprovider", *others]
     _forget_unfinished(notes)
     while True:
         size = notes.stat().st_size if notes.exists() else 0
@@ -225,6 +237,90 @@ def main() -> None:
         versions = ", ".join(f"{name} {version(name)}" for name in ("lightning", "torch"))
         heading = f"{date.today()}, {versions}, Python {sys.version.split()[0]}."
         write_page(options.markdown, page(comparisons, options.beside, read_reasons(REASONS.read_text()), heading))
+
+
+# ---------------------------------------------------------------------- the plugin, in pytest's process
+
+_found: dict[str, dict[str, str]] = {}
+"""What is known of the test that runs."""
+
+
+def pytest_configure(config: Any) -> None:
+    """Replaces the default strategy of every Trainer that is made afterwards in this process."""
+    import lightning.pytorch as pl
+
+    wanted = os.environ[STRATEGY]
+    if wanted != "recycle":  # its workers find what they import; with this they do so under any other strategy
+        multiprocessing.set_forkserver_preload(["lightning.pytorch"])
+    original = pl.Trainer.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        if bound.arguments.get("strategy", "auto") == "auto":
+            bound.arguments["strategy"] = strategy(wanted)
+        original(*bound.args, **bound.kwargs)
+
+    pl.Trainer.__init__ = init  # type: ignore[method-assign]
+
+
+def strategy(name: str) -> Any:
+    """What to give a Trainer as ``strategy`` for ``name``."""
+    if name == "recycle":
+        from lightning_recycle import ReCycleStrategy
+
+        return ReCycleStrategy(pipeline_parallel_size=1)
+    if name == "ddp_forkserver":  # has no name in Lightning
+        from lightning.pytorch.strategies import DDPStrategy
+
+        return DDPStrategy(start_method="forkserver")
+    return name
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Leaves out what has run, is not in the sample, or names a strategy with processes itself and so would be the
+    same twice.
+    """
+    path = Path(os.environ[OUTCOMES])
+    known = {json.loads(line)["test"] for line in path.read_text().splitlines()} if path.exists() else set()
+    share = float(os.environ.get(SHARE, "1"))
+    items[:] = [
+        item for item in items if item.nodeid not in known and in_sample(item.nodeid, share) and not _spawns(item)
+    ]
+
+
+def in_sample(test: str, share: float) -> bool:
+    """Whether ``test`` belongs to a sample of this share of all tests; the same ones in each run."""
+    return zlib.crc32(test.encode()) < share * 2**32
+
+
+def _spawns(item: Any) -> bool:
+    constants = item.function.__code__.co_consts  # of its body, without the other parameters that it is run with
+    return any("spawn" in text for text in [item.nodeid, *constants] if isinstance(text, str))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _found[nodeid] = {"outcome": "passed", "message": ""}
+    _note({"test": nodeid})
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    found = _found[report.nodeid]
+    if report.failed and found["outcome"] != "failed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        found.update(outcome="failed", message=str(report.longrepr if crash is None else crash.message))
+    elif report.skipped and found["outcome"] == "passed":
+        found.update(outcome="skipped")
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _note({"test": nodeid, **_found.pop(nodeid)})
+
+
+def _note(line: dict[str, str]) -> None:
+    with open(os.environ[OUTCOMES], "a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

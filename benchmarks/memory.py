@@ -35,12 +35,12 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from harness import console, describe_machine, fit, recycle_strategy
+from harness import console, describe_machine, fit
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule
+from lightning_recycle import MonitoringOptions, PipelineModule, PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, OpKind, Schedule, retime
 from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
@@ -177,7 +177,7 @@ class Found:
     before: int
 
 
-def measure(grid: Grid, kind: type[Dense], **strategy: Any) -> Found:
+def measure(grid: Grid, kind: type[Dense], **planning: Any) -> Found:
     """Trains with a failure in the first stage."""
     model = kind()
     count = grid.global_microbatches * SAMPLES
@@ -186,11 +186,16 @@ def measure(grid: Grid, kind: type[Dense], **strategy: Any) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         equal = StageProfile(SLOT, SLOT, SLOT, 0.0, 0.0, 0, 0)
         save_profile(f"{folder}/profile", Profile((equal,) * grid.stages, latency=0.0, bandwidth=0.0, steps=1))
-        options = {"profile": f"{folder}/profile", "run_summary": False, **strategy}
+        strategy = ReCycleStrategy(
+            grid.stages,
+            grid.microbatches,
+            planning=PlanningOptions(profile=f"{folder}/profile", **planning),
+            monitoring=MonitoringOptions(run_summary=False),
+        )
         trainer = fit(
             model,
             loader,
-            recycle_strategy(grid.stages, grid.microbatches, **options),
+            strategy,
             devices=grid.num_workers,
             steps=STEPS,
             callbacks=[FaultInjectionCallback([Fault("kill", 1, 0, step=KILLED)]), _Peaks(folder)],

@@ -1,7 +1,7 @@
 """No tax: fault-free steps, processor time and memory, compared with alternatives and for each feature.
 
-    .venv/bin/python benchmarks/overhead.py            # three sizes of the example GPT, about a quarter of an hour
-    .venv/bin/python benchmarks/overhead.py --quick    # the smallest one, about two minutes
+    .venv/bin/python benchmarks/overhead.py            # four sizes of the example GPT, twenty minutes
+    .venv/bin/python benchmarks/overhead.py --quick    # one of them, about two minutes
 
 The first comparison is with other ways to train the same model on the same global batches, of data in memory:
 
@@ -47,13 +47,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from harness import console, describe_machine, fit, quieten, recycle_strategy
+from harness import Gate, Turn, Turns, console, describe_machine, fit, quieten
 from rich.table import Table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from turns import Gate, Turn, Turns
 
+from lightning_recycle import PlanningOptions, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.model.layers import even_parts
 from lightning_recycle.runtime.stage.stage_bundle import Shadow
 
@@ -111,6 +111,7 @@ SIZES = (
     Size("small", width=64, blocks=2, heads=4, context=64, batch_size=8, steps_per_turn=30),
     Size("tiny", width=128, blocks=4, heads=4, context=128, batch_size=8, steps_per_turn=8),  # conf/model/gpt_tiny.yaml
     Size("mini", width=256, blocks=8, heads=8, context=128, batch_size=8, steps_per_turn=2),  # conf/model/gpt_mini.yaml
+    Size("trivial", width=8, blocks=2, heads=1, context=4, batch_size=4, steps_per_turn=50),  # all of it is overhead
 )
 
 
@@ -188,7 +189,7 @@ class _WatchedGPT(GPT):
 def run_strategy(plan: Plan, gate: Gate, watched: bool = False, **options: Any) -> float:
     """One fit with ``ReCycleStrategy(**options)``; returns the loss of its last step."""
     loader = DataLoader(TensorDataset(*plan.size.data(plan.steps)), batch_size=plan.size.batch_size)
-    strategy = recycle_strategy(pipeline_parallel_size=STAGES, num_microbatches=MICROBATCHES, seed=SEED, **options)
+    strategy = ReCycleStrategy(STAGES, MICROBATCHES, seed=SEED, **options)
     trainer = fit(
         plan.size.build(_WatchedGPT if watched else GPT),
         loader,
@@ -382,11 +383,11 @@ class Played:
 
 CORES = len(os.sched_getaffinity(0))
 
+_FUSED = PlanningOptions(split_backward=False)
+
 SIDES: dict[str, Side] = {
     "baseline": Side(run_baseline),
-    "ours, 1F1B": Side(
-        lambda plan, gate: run_strategy(plan, gate, split_backward=False)
-    ),  # like for like: fused backward
+    "ours, 1F1B": Side(lambda plan, gate: run_strategy(plan, gate, planning=_FUSED)),  # like for like
     "ours, default": Side(run_strategy),
 }
 
@@ -399,11 +400,11 @@ ALTERNATIVES: dict[str, Side] = {
 
 _FEATURE_SIDES: dict[str, Side] = {
     "default": Side(run_strategy),
-    "not staggered": Side(lambda plan, gate: run_strategy(plan, gate, staggered=False)),
-    "shadow on host": Side(lambda plan, gate: run_strategy(plan, gate, shadow="host")),
+    "not staggered": Side(lambda plan, gate: run_strategy(plan, gate, planning=PlanningOptions(staggered=False))),
+    "shadow on host": Side(lambda plan, gate: run_strategy(plan, gate, recovery=RecoveryOptions(shadow="host"))),
     "on_training_output": Side(lambda plan, gate: run_strategy(plan, gate, watched=True)),
-    "split": Side(lambda plan, gate: run_strategy(plan, gate, split_backward=True)),
-    "fused": Side(lambda plan, gate: run_strategy(plan, gate, split_backward=False)),
+    "split": Side(lambda plan, gate: run_strategy(plan, gate, planning=PlanningOptions(split_backward=True))),
+    "fused": Side(lambda plan, gate: run_strategy(plan, gate, planning=_FUSED)),
 }
 
 FEATURES: tuple[tuple[str, str, str, float | None], ...] = (
@@ -517,7 +518,7 @@ def _features_table(size: Size, options: argparse.Namespace, rounds: int) -> Tab
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smallest model, one round of few turns")
+    parser.add_argument("--quick", action="store_true", help="one model, one round of few turns")
     parser.add_argument("--rounds", type=int, default=2, help="fresh processes per model")
     parser.add_argument("--turns", type=int, default=12, help="of each side per round")
     parser.add_argument("--warmup", type=int, default=10, help="steps at the start of a round that do not count")

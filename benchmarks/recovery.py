@@ -49,12 +49,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
-from harness import Spread, console, describe_machine, fit, recycle_strategy, step_seconds
+from harness import Spread, console, describe_machine, fit, step_seconds
 from overhead import MICROBATCHES, PIPELINES, SIZES, STAGES, Size
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_recycle import StageLostError
+from lightning_recycle import RecoveryOptions, ReCycleStrategy, StageLostError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.control.monitoring.history import Event
 
@@ -142,8 +142,10 @@ def run(size: Size, fault: Fault) -> Recovery:
     return read_recovery(trainer.strategy.history, fault, statistics.median(before), statistics.median(after))
 
 
-def _train(size: Size, fault: Fault, steps: int, callbacks: Sequence[L.Callback] = (), **options: Any) -> L.Trainer:
-    strategy = recycle_strategy(STAGES, MICROBATCHES, **options)
+def _train(
+    size: Size, fault: Fault, steps: int, callbacks: Sequence[L.Callback] = (), max_restarts: int = 0
+) -> L.Trainer:
+    strategy = ReCycleStrategy(STAGES, MICROBATCHES, recovery=RecoveryOptions(max_restarts=max_restarts))
     extra: list[L.Callback] = [FaultInjectionCallback([fault]), *callbacks]
     if fault.kind in ("hang", "deadlock"):
         extra.append(HeartbeatCallback(interval=TIMEOUT / 10, timeout=TIMEOUT))

@@ -1,54 +1,43 @@
-"""The paper's tables, with the simulator's numbers beside them, and the questions that users ask.
+"""The tables of docs/simulation_results.md: policies with the same schedule, checkpoints and recovery.
 
-    .venv/bin/python benchmarks/simulation.py                # everything, some minutes on one core
-    .venv/bin/python benchmarks/simulation.py table day      # some of: table pauses ablation day fractions
-                                                             #          spares layers sensitivity
-                                                             #          ideal auto same batch checkpoints calibration
-                                                             #          slow wrong links
+    .venv/bin/python benchmarks/simulation.py             # everything, hours on one core
+    .venv/bin/python benchmarks/simulation.py same day    # some of: same auto ideal spares checkpoints layers
+                                                          #          ablation day
 
-``ideal``, ``same``, ``batch`` and ``checkpoints`` compare policies with the same schedule, checkpoints and recovery
-(``same_schedule.py``), and so do ``slow``, ``wrong`` and ``links`` (``slow_and_wrong.py``); ``calibration`` is the
-paper's table over 400 seeds, against a null model (``calibration.py``).
-The other sections run policies as published: ReCycle with planned schedules, all others with 1F1B, unless they say so.
-
-``table`` is the paper's table of throughput by failure interval. Protocol: failures are a Poisson process of the whole
-cluster, nobody comes back, a run lasts 6 h (the longest interval), mean of 20 seeds. It is the same for every cell, and
-so are all constants. Neither the length of the runs nor what comes back is in the material that we have.
+Every row is one policy. The only things that differ are who does a dead worker's work, and how fast that is. The
+paper's own table, with systems as published, is printed by ``calibration.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass
 
-from calibration import THROUGHPUT as PAPER
-from calibration import calibration_tables
 from rich.console import Console
 from rich.table import Table
-from same_schedule import assumptions, auto_table, batch_table, checkpoint_table, ideal_table, same_table
-from slow_and_wrong import links_table, slow_table, wrong_table
 
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
 from lightning_recycle.simulation import (
+    Auto,
     Bamboo,
     Cause,
     Cluster,
+    CommonPolicy,
     DropReplica,
     ElasticLayers,
     FailedFraction,
     FailureRate,
     FailureSource,
-    FaultFree,
     Merge,
     Oobleck,
     Poisson,
-    Policy,
     Recycle,
-    Regular,
     Restart,
     Spares,
+    TraceReplay,
     TrainingModel,
     Varuna,
     get_model,
@@ -57,16 +46,73 @@ from lightning_recycle.simulation import (
 )
 from lightning_recycle.simulation.step_times import planned_seconds, planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
+from lightning_recycle.traces import load_trace
+
+__all__ = ["SECTIONS", "assumptions", "main", "new_table"]
 
 console = Console(width=120)
 
-INTERVALS = ("6h", "2h", "30min")
-DURATION = "6h"
+MODELS = ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b")
+SCHEDULES = ("1f1b", "planned")
+POLICIES: dict[str, type[CommonPolicy]] = {
+    "auto": Auto,
+    "re-routing (ReCycle)": Recycle,
+    "... and moving layers": ElasticLayers,
+    "merge": Merge,
+    "drop the replica": DropReplica,
+    "Oobleck": Oobleck,
+    "two spares, per GPU": Spares,
+    "restart": Restart,
+    "Varuna": Varuna,
+    "Bamboo": Bamboo,
+}
 SEEDS = range(20)
-PAPER_RECYCLE = Recycle(fault_free="1f1b")  # the paper's system runs 1F1B until something fails
+RIVALS = ("re-routing (ReCycle)", "... and moving layers", "merge", "drop the replica", "Oobleck")
+"""Policies that come near ``Auto`` anywhere."""
 
-CAUSES = tuple(cause.value for cause in Cause)
-LARGE = ("megatron_18_4b", "megatron_39_1b", "megatron_76_1b", "megatron_145_6b")
+
+@dataclass(frozen=True)
+class Scene:
+    """Failures, for how long, and how often."""
+
+    name: str
+    source: FailureSource
+    duration: float
+    seeds: range
+
+
+def scenes() -> tuple[Scene, ...]:
+    random = (
+        Scene("6 h", Poisson("6h"), 21600.0, SEEDS),
+        Scene("2 h", Poisson("2h"), 21600.0, SEEDS),
+        Scene("30 min", Poisson("30min"), 21600.0, SEEDS),
+        Scene("2 h, repair", Poisson("2h", repair="4h"), 3 * 86400.0, range(5)),
+    )
+    # The first minutes, in which the clusters come up, are left out.
+    traces = {"aws-g4dn": 600.0, "aws-p2": 1200.0, "aws-p3": 600.0, "gcp-a100": 600.0, "gcp-v100": 600.0}
+    return random + tuple(
+        Scene(name, TraceReplay(name, start), load_trace(name).duration - start, range(1))
+        for name, start in traces.items()
+    )
+
+
+def ratio(model: TrainingModel, policy: CommonPolicy, scene: Scene) -> float:
+    """Relative to fault-free 1F1B, per GPU of the cluster."""
+    cluster = Cluster.of(model, extra_nodes=getattr(policy, "spares", 0))
+    return repeat(model, cluster, policy, scene.source, scene.duration, scene.seeds).ratio_per_gpu
+
+
+def policy_of(kind: type[CommonPolicy], schedule: str) -> CommonPolicy:
+    return kind(schedule=schedule, **({"spares": 2} if kind is Spares else {}))  # type: ignore[arg-type]
+
+
+def assumptions(model: TrainingModel) -> str:
+    """What decides a result besides policy and failures."""
+    return (
+        f"{model.name}: {model.pipelines} x {model.stages}, global batch {model.global_batch}, "
+        f"{100 * model.efficiency:.1f} % of the peak of an {model.device.name} while computing, "
+        f"{model.network_bandwidth * 8e-9:g} Gb/s"
+    )
 
 
 def new_table(title: str, *columns: str, left: int = 1) -> Table:
@@ -76,98 +122,156 @@ def new_table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def policies() -> dict[str, Policy]:
-    return {"Bamboo": Bamboo(), "Oobleck": Oobleck(), "Recycle": PAPER_RECYCLE}
-
-
-def throughput_table() -> Iterable[Table]:
-    table = new_table(
-        f"Throughput by failure interval: samples/s, {DURATION} runs, mean of {len(SEEDS)} seeds",
-        "model", "policy", "interval", "paper", "ours", "paper/ff", "ours/ff", "spread", "points", left=2,
-    )  # fmt: skip
-    for name, rows in PAPER.items():
-        model = get_model(name)
-        free = model.global_batch / model.fault_free_seconds()
-        for label, policy in policies().items():
-            paper = rows[label]
-            for number, interval in enumerate(INTERVALS):
-                found = repeat(model, Cluster.of(model), policy, Poisson(interval), DURATION, SEEDS)
-                ours = f"{found.throughput:.2f}" if found.throughput else "OOM"
-                if paper is None:
-                    table.add_row(name, label, interval, "OOM", ours, "", "", "", "")
-                    continue
-                points = 100 * (found.ratio - paper[number] / free)
-                mark = f"[bold]{points:+.1f}[/bold] !" if abs(points) > 5 else f"{points:+.1f}"
-                table.add_row(
-                    name, label, interval, f"{paper[number]:.2f}", ours, f"{paper[number] / free:.3f}",
-                    f"{found.ratio:.3f}", f"{found.deviation:.3f}", mark,
+def same_table() -> Iterable[Table]:
+    """All policies under the same schedule: three models, two batches, nine kinds of failures."""
+    chosen = scenes()
+    for batch in (128, 1024):
+        for name in MODELS:
+            model = get_model(name, throughput=None, efficiency=get_model(name).efficiency, global_batch=batch)
+            for schedule in SCHEDULES:
+                table = new_table(
+                    f"Schedule {schedule}; throughput relative to fault-free 1F1B. {assumptions(model)}",
+                    "policy", *(scene.name for scene in chosen),
                 )  # fmt: skip
-    yield table
-    table = new_table(
-        "The other policies under the same protocol: ratio to fault-free 1F1B", "model", "policy", *INTERVALS, left=2
-    )
-    others: dict[str, tuple[Policy, int]] = {
-        "Recycle, planned from the start": (Recycle(), 0),
-        "ElasticLayers": (ElasticLayers(), 0),
-        "Merge": (Merge(), 0),
-        "DropReplica": (DropReplica(), 0),
-        "Spares(2)": (Spares(2), 2),
-        "Restart": (Restart(), 0),
-        "Varuna": (Varuna(), 0),
-        "FaultFree, zero-bubble": (FaultFree("zero_bubble"), 0),
+                for label, kind in POLICIES.items():
+                    found = [ratio(model, policy_of(kind, schedule), scene) for scene in chosen]
+                    table.add_row(label, *(f"{value:.3f}" if value else "OOM" for value in found))
+                yield table
+
+
+def auto_table() -> Iterable[Table]:
+    """The policy that chooses, against the best single policy in every cell: 1 means as fast."""
+    chosen = scenes()
+    for batch in (128, 1024):
+        for name in MODELS:
+            model = get_model(name, throughput=None, efficiency=get_model(name).efficiency, global_batch=batch)
+            for schedule in SCHEDULES:
+                table = new_table(
+                    f"Auto and the best single policy, schedule {schedule}. {assumptions(model)}",
+                    "", *(scene.name for scene in chosen),
+                )  # fmt: skip
+                found = {
+                    label: [ratio(model, policy_of(POLICIES[label], schedule), scene) for scene in chosen]
+                    for label in RIVALS
+                }
+                auto = [ratio(model, policy_of(Auto, schedule), scene) for scene in chosen]
+                best = [max(RIVALS, key=lambda label, n=n: found[label][n]) for n in range(len(chosen))]
+                table.add_row("auto", *(f"{value:.3f}" for value in auto))
+                table.add_row("best", *(f"{found[label][n]:.3f}" for n, label in enumerate(best)))
+                table.add_row("which", *best)
+                table.add_row("auto / best", *(f"{auto[n] / found[label][n]:.3f}" for n, label in enumerate(best)))
+                yield table
+
+
+def ideal(model: TrainingModel, policy: CommonPolicy) -> list[float]:
+    """Throughput relative to live GPUs times the bubble-free rate, with 1 to 12 of 32 nodes gone for good."""
+    cluster = Cluster.of(model)
+    return [
+        simulate(model, cluster, policy, FailedFraction(k / cluster.nodes), "1h", 0).fraction_of_ideal
+        for k in range(1, 13)
+    ]
+
+
+def ideal_table() -> Iterable[Table]:
+    """Fraction of ideal: mean and least over 1 to 12 lost of 32."""
+    columns = [f"{name.removeprefix('gpt3_')}, {batch}" for name in MODELS for batch in (128, 1024)]
+    for schedule in SCHEDULES:
+        table = new_table(
+            f"Fraction of ideal, schedule {schedule}: throughput / (live GPUs x bubble-free rate), mean and least "
+            "over 1 to 12 of 32 GPUs lost",
+            "policy", *columns,
+        )  # fmt: skip
+        for label, kind in POLICIES.items():
+            if kind is Spares:
+                continue  # without spares it is merge
+            cells = []
+            for name in MODELS:
+                for batch in (128, 1024):
+                    usual = get_model(name)
+                    model = get_model(name, throughput=None, efficiency=usual.efficiency, global_batch=batch)
+                    found = ideal(model, kind(schedule=schedule, checkpoint="memory"))  # type: ignore[arg-type]
+                    cells.append(f"{statistics.fmean(found):.3f} {min(found):.3f}" if any(found) else "OOM")
+            table.add_row(label, *cells)
+        yield table
+
+
+def checkpoint_table() -> Iterable[Table]:
+    """How much of the distance to restarting is the checkpoints and the start of the job."""
+    intervals = ("96h", "24h", "6h", "2h")
+    rows = {
+        "synchronous, Daly; restart 300 s": {"checkpoint": "synchronous", "checkpoint_every": "daly"},
+        "synchronous, Daly; restart 60 s": {"checkpoint": "synchronous", "checkpoint_every": "daly", "restart": 60.0},
+        "background, 5 min; restart 300 s": {},
+        "background, 5 min; restart 60 s": {"restart": 60.0},
+        "sharded, Daly; restart 60 s": {"checkpoint": "sharded", "checkpoint_every": "daly", "restart": 60.0},
+        "memory, 1 min; restart 60 s": {"checkpoint": "memory", "checkpoint_every": 60.0, "restart": 60.0},
     }
-    for name in PAPER:
-        model = get_model(name)
-        for label, (policy, extra) in others.items():
-            ratios = [
-                repeat(model, Cluster.of(model, extra_nodes=extra), policy, Poisson(interval), DURATION, SEEDS).ratio
-                for interval in INTERVALS
+    for schedule in SCHEDULES:
+        table = new_table(
+            f"How far re-routing is ahead of restarting, in points of fault-free 1F1B (schedule {schedule} for both; "
+            "3 days, back after 4 h, 5 seeds)",
+            "model", "checkpoints of restart", *intervals, left=2,
+        )  # fmt: skip
+        for name in MODELS:
+            model = get_model(name)
+            ours = [
+                ratio(model, Recycle(schedule=schedule), _days(interval))  # type: ignore[arg-type]
+                for interval in intervals
             ]
-            table.add_row(name, label, *(f"{ratio:.3f}" for ratio in ratios))
-    yield table
+            for label, settings in rows.items():
+                policy = Restart(schedule=schedule, **settings)  # type: ignore[arg-type]
+                theirs = [ratio(model, policy, _days(interval)) for interval in intervals]
+                ahead = (f"{100 * (a - b):+.1f}" for a, b in zip(ours, theirs, strict=True))
+                table.add_row(name, label, *ahead)
+        yield table
 
 
-def pause_table() -> Iterable[Table]:
-    """What a failure would have to cost for the paper's number to come out, all else as it is."""
+def _days(interval: str) -> Scene:
+    return Scene(interval, Poisson(interval, repair="4h"), 3 * 86400.0, range(5))
+
+
+def spares_table() -> Iterable[Table]:
+    for schedule in ("1f1b", "planned"):
+        table = new_table(
+            f"How many hot spares equal ReCycle? Schedule {schedule} for both; 3 days, back after 4 h, 5 seeds; per "
+            "GPU: spares are paid for",
+            "model", "failure every", "ReCycle", "0 spares", "1", "2", "4", "8", "equal", "best per GPU", left=2,
+        )  # fmt: skip
+        for name in MODELS:
+            model = get_model(name)
+            for interval in ("24h", "6h", "2h", "1h"):
+                source = Poisson(interval, repair="4h")
+                ours = Recycle(schedule=schedule)  # type: ignore[arg-type]
+                goal = repeat(model, Cluster.of(model), ours, source, "3d", range(5)).ratio
+                found = {}
+                for spares in (0, 1, 2, 3, 4, 6, 8):
+                    policy = Spares(spares, schedule=schedule)  # type: ignore[arg-type]
+                    found[spares] = repeat(model, Cluster.of(model, extra_nodes=spares), policy, source, "3d", range(5))
+                equal = next((str(n) for n, result in found.items() if result.ratio >= goal - 0.001), "more than 8")
+                best = max(found, key=lambda n: found[n].ratio_per_gpu)
+                per_gpu = f"{found[best].ratio_per_gpu:.3f} ({best} spares)"
+                cells = (f"{found[n].ratio:.3f}" for n in (0, 1, 2, 4, 8))
+                table.add_row(name, interval, f"{goal:.3f}", *cells, equal, per_gpu)
+        yield table
+
+
+def layers_table() -> Iterable[Table]:
     table = new_table(
-        "Seconds that training would have to stand still per failure to give the paper's throughput, all else as is",
-        "model", "policy", "interval", "paper/ff", "ours/ff", "ours, s", "needed, s", left=2,
+        "When does re-routing alone fall behind moving layers? Steady state with k failed workers, ratio to 1F1B",
+        "model", "k failed", "Recycle", "ElasticLayers", "gain",
     )  # fmt: skip
-    for name, rows in PAPER.items():
+    for name in MODELS:
         model = get_model(name)
-        free = model.global_batch / model.fault_free_seconds()
-        for label in ("Oobleck", "Recycle"):
-            paper = rows[label]
-            assert paper is not None
-            for value, interval in zip(paper, INTERVALS, strict=True):
-                ratio, usual = value / free, 10.0
-                found = with_pause(model, label, interval, usual)
-                needed = solve(partial(with_pause, model, label, interval), ratio, 7200.0)
-                table.add_row(
-                    name, label, interval, f"{ratio:.3f}", f"{found:.3f}", f"{usual:.0f}",
-                    "none is too much" if needed is None else f"{needed:.0f}",
-                )  # fmt: skip
+        cluster = Cluster.of(model)
+        for failed in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16):
+            if failed > model.stages * (model.pipelines - 1):
+                continue
+            source = FailedFraction(failed / cluster.nodes)
+            plain, moved = (
+                simulate(model, cluster, policy, source, "1h").ratio for policy in (Recycle(), ElasticLayers())
+            )
+            table.add_row(name, str(failed), f"{plain:.3f}", f"{moved:.3f}", f"{100 * (moved / plain - 1):+.1f}%")
     yield table
-
-
-def with_pause(model: TrainingModel, label: str, interval: str, seconds: float) -> float:
-    policy: Policy
-    if label == "Oobleck":
-        policy = Oobleck(detection=0.0, regroup=seconds)
-    else:
-        policy = Recycle(fault_free="1f1b", detection=0.0, regroup=seconds)
-    return repeat(model, Cluster.of(model), policy, Poisson(interval), DURATION, SEEDS).ratio
-
-
-def solve(falling: Callable[[float], float], goal: float, most: float) -> float | None:
-    """The argument in 0..``most`` at which a falling function reaches ``goal``; None when it starts below."""
-    if falling(0.0) < goal:
-        return None
-    low, high = 0.0, most
-    while high - low > 1.0:
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > goal else (low, middle)
-    return high
 
 
 def ablation(grid: Grid, failed: Worker, effort: int) -> list[float]:
@@ -204,14 +308,14 @@ def ablation_table() -> Iterable[Table]:
         "The same in simulated runs: ratio to fault-free 1F1B, failure every 2 h on average, 6 h, 20 seeds",
         "model", "no re-routing", "adaptive", "+ decoupled", "+ staggered",
     )  # fmt: skip
-    for name in PAPER:
+    for name in MODELS:
         model = get_model(name)
         cells = []
         for adaptive, decoupled, staggered in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)):
             policy = Recycle(
                 adaptive=bool(adaptive), decoupled=bool(decoupled), staggered=bool(staggered), fault_free="1f1b"
             )
-            cells.append(repeat(model, Cluster.of(model), policy, Poisson("2h"), DURATION, SEEDS).ratio)
+            cells.append(repeat(model, Cluster.of(model), policy, Poisson("2h"), "6h", SEEDS).ratio)
         table.add_row(name, *(f"{cell:.3f}" for cell in cells))
     yield table
 
@@ -240,124 +344,20 @@ def day_table() -> Iterable[Table]:
             assert result.accounting.total == cluster.gpus * 86_400_000_000_000
             table.add_row(
                 label, type(policy).__name__, f"{seconds:.1f}", str(result.failures), f"{result.ratio:.3f}",
-                *(f"{100 * parts[cause]:.1f}%" for cause in CAUSES),
+                *(f"{100 * parts[cause.value]:.1f}%" for cause in Cause),
             )  # fmt: skip
     yield table
 
 
-def fraction_table() -> Iterable[Table]:
-    table = new_table(
-        "Throughput with 1, 5, 10 % of the GPUs failed: ratio to fault-free 1F1B (and to zero-bubble), GPUs taken",
-        "model", "GPUs", "policy", "1 %", "5 %", "10 %", left=3,
-    )  # fmt: skip
-    for name in (*PAPER, *LARGE):
-        model = get_model(name)
-        cluster = Cluster.of(model)
-        zero = simulate(model, cluster, FaultFree("zero_bubble"), FailedFraction(0.0), "1h").ratio
-        for schedule in ("1f1b", "planned"):
-            for kind in (Recycle, Merge, DropReplica, Oobleck):
-                policy = kind(schedule=schedule, effort=0, checkpoint="memory")  # type: ignore[arg-type]
-                cells = []
-                for part in (0.01, 0.05, 0.1):
-                    source = FailedFraction(part)
-                    ratio = simulate(model, cluster, policy, source, "1h").ratio
-                    cells.append(f"{ratio:.3f} ({ratio / zero:.3f}), {source.count(model.gpus)}")
-                table.add_row(name, str(model.gpus), f"{kind.__name__}, {schedule}", *cells)
-    yield table
-
-
-def spares_table() -> Iterable[Table]:
-    for schedule in ("1f1b", "planned"):
-        table = new_table(
-            f"How many hot spares equal ReCycle? Schedule {schedule} for both; 3 days, back after 4 h, 5 seeds; per "
-            "GPU: spares are paid for",
-            "model", "failure every", "ReCycle", "0 spares", "1", "2", "4", "8", "equal", "best per GPU", left=2,
-        )  # fmt: skip
-        for name in PAPER:
-            model = get_model(name)
-            for interval in ("24h", "6h", "2h", "1h"):
-                source = Poisson(interval, repair="4h")
-                ours = Recycle(schedule=schedule)  # type: ignore[arg-type]
-                goal = repeat(model, Cluster.of(model), ours, source, "3d", range(5)).ratio
-                found = {}
-                for spares in (0, 1, 2, 3, 4, 6, 8):
-                    policy = Spares(spares, schedule=schedule)  # type: ignore[arg-type]
-                    found[spares] = repeat(model, Cluster.of(model, extra_nodes=spares), policy, source, "3d", range(5))
-                equal = next((str(n) for n, result in found.items() if result.ratio >= goal - 0.001), "more than 8")
-                best = max(found, key=lambda n: found[n].ratio_per_gpu)
-                per_gpu = f"{found[best].ratio_per_gpu:.3f} ({best} spares)"
-                cells = (f"{found[n].ratio:.3f}" for n in (0, 1, 2, 4, 8))
-                table.add_row(name, interval, f"{goal:.3f}", *cells, equal, per_gpu)
-        yield table
-
-
-def layers_table() -> Iterable[Table]:
-    table = new_table(
-        "When does re-routing alone fall behind moving layers? Steady state with k failed workers, ratio to 1F1B",
-        "model", "k failed", "Recycle", "ElasticLayers", "gain",
-    )  # fmt: skip
-    for name in PAPER:
-        model = get_model(name)
-        cluster = Cluster.of(model)
-        for failed in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16):
-            if failed > model.stages * (model.pipelines - 1):
-                continue
-            source = FailedFraction(failed / cluster.nodes)
-            plain, moved = (
-                simulate(model, cluster, policy, source, "1h").ratio for policy in (Recycle(), ElasticLayers())
-            )
-            table.add_row(name, str(failed), f"{plain:.3f}", f"{moved:.3f}", f"{100 * (moved / plain - 1):+.1f}%")
-    yield table
-
-
-def sensitivity_table() -> Iterable[Table]:
-    table = new_table(
-        "How much the unknown protocol matters: Recycle's ratio, intervals 6 h / 2 h / 30 min",
-        "protocol", *PAPER,
-    )  # fmt: skip
-    table.add_row(
-        "paper", *(" ".join(f"{v / get_model(n).throughput:.3f}" for v in PAPER[n]["Recycle"]) for n in PAPER)
-    )  # type: ignore[operator, union-attr]
-
-    def add(label: str, source: Callable[[str], FailureSource], duration: str, **changes: int) -> None:
-        cells = []
-        for name in PAPER:
-            model = get_model(name, **changes)
-            found = [
-                repeat(model, Cluster.of(model), PAPER_RECYCLE, source(i), duration, SEEDS).ratio for i in INTERVALS
-            ]
-            cells.append(" ".join(f"{ratio:.3f}" for ratio in found))
-        table.add_row(label, *cells)
-
-    add("Poisson, 6 h (the table's)", Poisson, "6h")
-    add("Poisson, 8 h", Poisson, "8h")
-    add("Poisson, 12 h", Poisson, "12h")
-    add("one after each interval, 6 h", Regular, "6h")
-    add("one after each interval, 8 h", Regular, "8h")
-    add("Poisson, back after 2 h, 24 h", lambda interval: Poisson(interval, repair="2h"), "24h")
-    add("Poisson, 6 h, global batch 256", Poisson, "6h", global_batch=256)
-    add("Poisson, 6 h, global batch 1024", Poisson, "6h", global_batch=1024)
-    yield table
-
-
 SECTIONS: dict[str, Callable[[], Iterable[Table]]] = {
-    "table": throughput_table,
-    "pauses": pause_table,
+    "same": same_table,
+    "auto": auto_table,
+    "ideal": ideal_table,
+    "spares": spares_table,
+    "checkpoints": checkpoint_table,
+    "layers": layers_table,
     "ablation": ablation_table,
     "day": day_table,
-    "fractions": fraction_table,
-    "spares": spares_table,
-    "layers": layers_table,
-    "sensitivity": sensitivity_table,
-    "ideal": ideal_table,
-    "auto": auto_table,
-    "same": same_table,
-    "batch": batch_table,
-    "slow": slow_table,
-    "wrong": wrong_table,
-    "links": links_table,
-    "checkpoints": checkpoint_table,
-    "calibration": calibration_tables,
 }
 
 
@@ -370,7 +370,7 @@ def main() -> None:
     for name in chosen:
         started = time.perf_counter()
         if name == chosen[0]:
-            for model in (*PAPER, *LARGE):
+            for model in MODELS:
                 console.print(f"[dim]{assumptions(get_model(model))}[/dim]")
         for table in SECTIONS[name]():
             console.print(table)

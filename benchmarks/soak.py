@@ -20,16 +20,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
-from harness import console, describe_machine, fit, recycle_strategy
+from harness import console, describe_machine, fit
 from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import LayerSpec, PipelineModule
+from lightning_recycle import LayerSpec, PipelineModule, RecoveryOptions, ReCycleStrategy, VerificationOptions
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 
 __all__ = ["Footprint", "Sample", "main", "measure"]
@@ -126,8 +125,12 @@ def measure(
     microbatches = 2
     data = TensorDataset(torch.randn(4096, 16), torch.randint(0, 4, (4096,)))
     loader = DataLoader(data, batch_size=2 * microbatches, shuffle=True)
-    checks: dict[str, Any] = {"verify": verify, "checksum_every": 10} if verify else {}
-    strategy = recycle_strategy(STAGES, microbatches, max_restarts=1_000_000, **checks)
+    strategy = ReCycleStrategy(
+        STAGES,
+        microbatches,
+        recovery=RecoveryOptions(max_restarts=1_000_000),
+        verification=VerificationOptions(verify=verify, checksum_every=10 if verify else "auto"),
+    )
     callbacks = [HeartbeatCallback(timeout=2.0), FaultInjectionCallback(mtbf=mtbf, kinds=KINDS, seed=seed)]
     sampler = _Sampler(interval)
     sampler.start()

@@ -3,7 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from turns import Gate, Turns
+from harness import Gate, Turns
 
 
 def in_thread(function: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:

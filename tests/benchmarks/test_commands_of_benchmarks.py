@@ -1,4 +1,4 @@
-"""The benchmarks of the host loop and of devices run, the latter tiny and on the processor."""
+"""Benchmarks that run as commands: of devices, tiny and on the processor, and of the control plane."""
 
 import re
 import subprocess
@@ -20,16 +20,6 @@ def run(name: str, *arguments: str) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_what_the_host_does_between_operations_is_measured() -> None:
-    shown = run("host_loop.py", "--microbatches", "5", "--steps", "2", "--linears", "1", "--profile")
-    for kind in ("F", "BW", "B", "W", "REDUCE", "STEP"):
-        assert re.search(rf"(fused|split) +│ {kind} +│ +\d+\.\d", shown), shown
-    assert "post_receive" in shown
-    assert "run_backward" in shown
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
 def test_what_is_measured_on_the_processor_says_that_it_is_nothing_of_a_device() -> None:
     shown = run("gpu.py", "--device", "cpu", "--quick")
     assert shown.count("NOT figures of a GPU") == 2
@@ -44,3 +34,9 @@ def test_without_a_device_nothing_is_measured_and_nothing_fails() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     assert "there is no CUDA device" in run("gpu.py")
+
+
+@pytest.mark.long
+def test_the_control_plane_of_a_small_grid_is_measured() -> None:
+    shown = run("control_plane.py", "--workers", "16")
+    assert re.search(r"^ +16 .*\d\.\d{3}", shown, re.MULTILINE), shown

@@ -1,8 +1,8 @@
 """Silent corruption among real workers: who is found and how soon, false alarms, and what checks take of a step.
 
-    .venv/bin/python benchmarks/corruption_in_processes.py --only cases --cases 200    # some seconds each
-    .venv/bin/python benchmarks/corruption_in_processes.py --only alarms --steps 20000
-    .venv/bin/python benchmarks/corruption_in_processes.py --only cost
+    .venv/bin/python benchmarks/corruption.py --only cases --cases 200    # some seconds each
+    .venv/bin/python benchmarks/corruption.py --only alarms --steps 20000
+    .venv/bin/python benchmarks/corruption.py --only cost
 
 *Cases*: a worker of a 3 x 1, 4 x 1 or 3 x 2 grid errs for good, in a seeded way: every n-th matrix product is wrong, or
 a bit flips in every fifth step, in a parameter, the optimizer's state, or an activation or weight gradient of always
@@ -32,12 +32,12 @@ from typing import Any
 import lightning as L
 import torch
 from emulated import SleepingModel
-from harness import console, describe_machine, fit, quieten, recycle_strategy
+from harness import console, describe_machine, fit, quieten
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PipelineModule
+from lightning_recycle import PipelineModule, PlanningOptions, RecoveryOptions, ReCycleStrategy, VerificationOptions
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 __all__ = ["Case", "Outcome", "main", "run_case"]
@@ -83,23 +83,25 @@ def _fit(
     data: TensorDataset,
     grid: tuple[int, int],
     steps: int,
-    options: dict[str, Any],
+    checks: VerificationOptions,
     callbacks: Sequence[L.Callback] = (),
-    **kwargs: Any,
+    *,
+    precision: str = "32-true",
+    **options: Any,
 ) -> L.Trainer:
     """Trains in a folder of its own."""
     pipelines, stages = grid
-    options = {"pipeline_parallel_size": stages, "num_microbatches": _GLOBAL_MICROBATCHES // pipelines, **options}
+    microbatches = options.pop("num_microbatches", _GLOBAL_MICROBATCHES // pipelines)
     with tempfile.TemporaryDirectory() as folder:
         return fit(
             module,
-            DataLoader(data, batch_size=2 * options["num_microbatches"]),
-            recycle_strategy(**options),
+            DataLoader(data, batch_size=2 * microbatches),
+            ReCycleStrategy(stages, microbatches, verification=checks, **options),
             devices=pipelines * stages,
             steps=steps,
             callbacks=callbacks,
             default_root_dir=folder,
-            **kwargs,
+            precision=precision,
         )
 
 
@@ -172,15 +174,11 @@ def run_case(case: Case) -> Outcome:
     began = time.perf_counter()
     model, data = Model().double(), _data(_GLOBAL_BATCH * case.steps)
     expected = _plain(model, data, case.steps)
-    options = {"verify": 1.0, "checksum_every": 10}
-    run = _fit(
-        model,
-        data,
-        (case.pipelines, case.stages),
-        case.steps,
-        options,
+    checks, callbacks = (
+        VerificationOptions(verify=1.0, checksum_every=10),
         [FaultInjectionCallback(case.faults()), _Quiet()],
     )
+    run = _fit(model, data, (case.pipelines, case.stages), case.steps, checks, callbacks)
     found = tuple((e.worker, e.step, e.details["proof"]) for e in run.strategy.history if e.kind == "corruption")
     weights = model.state_dict()
     difference = max(float((weights[name] - value).abs().max()) for name, value in expected.items())
@@ -242,11 +240,11 @@ def alarms(steps: int) -> bool:
     each, seconds = steps // 2, time.perf_counter()
     quiet = True
     for grid in ((3, 1), (2, 2)):
-        options = {"verify": 1.0, "checksum_every": 1, "max_restarts": 100, "seed": 3}
+        checks, recovery = VerificationOptions(verify=1.0, checksum_every=1), RecoveryOptions(max_restarts=100)
         kills = [Fault("kill", d, s, step=step) for d, s, step in ((0, 0, each // 7), (1, grid[1] - 1, each // 3))]
         callbacks = [FaultInjectionCallback(kills), _Quiet()]
         module, data = Model(dropout=0.3), _data(_GLOBAL_BATCH * 64, torch.float32)
-        run = _fit(module, data, grid, each, options, callbacks, precision="bf16-mixed")
+        run = _fit(module, data, grid, each, checks, callbacks, precision="bf16-mixed", recovery=recovery, seed=3)
         kinds = Counter(event.kind for event in run.strategy.history if event.kind != "step")
         found = {name: kinds[name] for name in ("corruption", "disputed", "incomparable", "not_finite")}
         quiet = quiet and not any(found.values()) and run.global_step == each
@@ -260,9 +258,16 @@ def alarms(steps: int) -> bool:
 # ---------------------------------------------------------------------- cost
 
 
-def _seconds(module: PipelineModule, data: TensorDataset, grid: tuple[int, int], steps: int, **options: Any) -> float:
+def _seconds(
+    module: PipelineModule,
+    data: TensorDataset,
+    grid: tuple[int, int],
+    steps: int,
+    checks: VerificationOptions,
+    **options: Any,
+) -> float:
     """The median seconds of a step, from the tenth on."""
-    run = _fit(module, data, grid, steps, options, [_Quiet()])
+    run = _fit(module, data, grid, steps, checks, [_Quiet()], **options)
     taken = [e.seconds for e in run.strategy.history if e.kind == "step" and e.step >= 10 and e.seconds is not None]
     return statistics.mean(sorted(taken)[: int(0.9 * len(taken))])
 
@@ -270,12 +275,13 @@ def _seconds(module: PipelineModule, data: TensorDataset, grid: tuple[int, int],
 def cost(rounds: int, steps: int) -> None:
     """Steps with checks and without, in turns."""
     table = Table("workers", "checks", "step without (ms)", "with (ms)", "more, by round")
-    off = {"checksum_every": 0, "verify": 0.0}
+    off: dict[str, Any] = {"checksum_every": 0, "verify": 0.0}
+    fused = PlanningOptions(split_backward=False, staggered=False)
     data = _data(_GLOBAL_BATCH * 8, torch.float32)
     for name, grid, make, without, checks in (
         ("2 x 1, computing, width 768", (2, 1), lambda: Model(768), {}, {"checksum_every": "auto"}),
         ("2 x 1, computing, width 768", (2, 1), lambda: Model(768), {}, {"verify": 0.01}),
-        ("3 x 4, sleeping, 1F1B", (3, 4), _sleeping, {"split_backward": False, "staggered": False}, {"verify": 0.01}),
+        ("3 x 4, sleeping, 1F1B", (3, 4), _sleeping, {"planning": fused}, {"verify": 0.01}),
         ("3 x 4, sleeping, by default", (3, 4), _sleeping, {}, {"verify": 0.01}),
     ):
         is_sleeping = grid == (3, 4)
@@ -283,7 +289,10 @@ def cost(rounds: int, steps: int) -> None:
         used = _sleeping_data() if is_sleeping else data
         pairs = []
         for _ in range(rounds):
-            plain, checked = (_seconds(make(), used, grid, steps, **{**given, **off, **more}) for more in ({}, checks))
+            plain, checked = (
+                _seconds(make(), used, grid, steps, VerificationOptions(**{**off, **more}), **given)
+                for more in ({}, checks)
+            )
             pairs.append((plain, checked))
         table.add_row(
             name,
