@@ -25,7 +25,6 @@ from lightning_recycle.simulation import (
     Bamboo,
     Cause,
     Cluster,
-    CommonPolicy,
     DropReplica,
     ElasticLayers,
     FailedFraction,
@@ -34,6 +33,7 @@ from lightning_recycle.simulation import (
     Merge,
     Oobleck,
     Poisson,
+    Policy,
     Recycle,
     Restart,
     Spares,
@@ -54,7 +54,7 @@ console = Console(width=120)
 
 MODELS = ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b")
 SCHEDULES = ("1f1b", "planned")
-POLICIES: dict[str, type[CommonPolicy]] = {
+POLICIES: dict[str, type[Policy]] = {
     "auto": Auto,
     "re-routing (ReCycle)": Recycle,
     "... and moving layers": ElasticLayers,
@@ -96,13 +96,13 @@ def scenes() -> tuple[Scene, ...]:
     )
 
 
-def ratio(model: TrainingModel, policy: CommonPolicy, scene: Scene) -> float:
+def ratio(model: TrainingModel, policy: Policy, scene: Scene) -> float:
     """Relative to fault-free 1F1B, per GPU of the cluster."""
     cluster = Cluster.of(model, extra_nodes=getattr(policy, "spares", 0))
     return repeat(model, cluster, policy, scene.source, scene.duration, scene.seeds).ratio_per_gpu
 
 
-def policy_of(kind: type[CommonPolicy], schedule: str) -> CommonPolicy:
+def policy_of(kind: type[Policy], schedule: str) -> Policy:
     return kind(schedule=schedule, **({"spares": 2} if kind is Spares else {}))  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ def auto_table() -> Iterable[Table]:
                 yield table
 
 
-def ideal(model: TrainingModel, policy: CommonPolicy) -> list[float]:
+def ideal(model: TrainingModel, policy: Policy) -> list[float]:
     """Throughput relative to live GPUs times the bubble-free rate, with 1 to 12 of 32 nodes gone for good."""
     cluster = Cluster.of(model)
     return [

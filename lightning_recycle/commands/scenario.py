@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 
-from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation import (
     Cause,
@@ -28,7 +28,6 @@ from lightning_recycle.simulation import (
     Policy,
     Scripted,
     SimulationResult,
-    Topology,
     TraceReplay,
     TrainingModel,
     Transformer,
@@ -71,7 +70,6 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         model,
         gpus_per_node=config["cluster"]["gpus_per_node"],
         extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
-        topology=_topology(config["cluster"]["topology"]),
     )
     random = not policy.ignores_failures and not isinstance(failures, (Scripted, TraceReplay))
     first, count = whole("", "first_seed", config["first_seed"]), whole("", "seeds", config["seeds"], 1)
@@ -115,22 +113,13 @@ def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
     return found
 
 
-def _topology(settings: Any) -> Topology | None:
-    if settings is None:
-        return None
-    known = [item.name for item in fields(Topology)]
-    if not isinstance(settings, Mapping) or not set(settings) <= set(known):
-        raise ConfigurationError(f"cluster.topology={settings!r}: give null, or some of {', '.join(known)}.")
-    return Topology(**settings)
-
-
 def _duration(value: Any, failures: FailureSource) -> float:
     if value != "auto":
         return as_seconds("duration", value, positive=True)
     if not isinstance(failures, TraceReplay):
         return _USUAL_DURATION
     trace = load_trace(failures.trace)
-    left = (trace.duration - float(failures.start)) / failures.speed
+    left = trace.duration - float(failures.start)
     if left <= 0:
         raise ConfigurationError(
             f"failures.start={failures.start:g} s: the trace {failures.trace} ends after {trace.duration:g} s."
@@ -141,16 +130,12 @@ def _duration(value: Any, failures: FailureSource) -> float:
 # -- the result --------------------------------------------------------------------------------------------------------
 
 
-def result_of(scenario: Scenario, prices: Mapping[str, Any], command: str) -> dict[str, Any]:
+def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
     """The training runs of a scenario.
 
     Args:
         scenario: the scenario.
-        prices: dollars for a GPU hour, by name.
         command: command that repeats the runs; stored in the result.
-
-    Raises:
-        ConfigurationError: when a price is impossible.
     """
     started = time.perf_counter()
     found = repeat(
@@ -171,9 +156,7 @@ def result_of(scenario: Scenario, prices: Mapping[str, Any], command: str) -> di
         "goodput": statistics.fmean(result.goodput for result in found.results),
         "ettr": statistics.fmean(result.ettr for result in found.results),
         "mfu": statistics.fmean(result.mfu for result in found.results),
-        "cost": _cost(found.results, prices),
         "node_failures": found.failures,
-        "tainted": _tainted(found.results),
         "note": _note(found.results),
         "losses": _means(result.losses() for result in found.results),
         "fractions": _means(result.accounting.fractions() for result in found.results),
@@ -210,7 +193,6 @@ def _asked(scenario: Scenario) -> dict[str, Any]:
             "nodes": cluster.nodes,
             "gpus_per_node": cluster.gpus_per_node,
             "gpus": cluster.gpus,
-            "topology": None if cluster.topology is None else asdict(cluster.topology),
         },
         "policy": _described(scenario.policy),
         "failures": _described(scenario.failures),
@@ -223,26 +205,6 @@ def _described(instance: Any) -> dict[str, Any]:
     settings, usual = asdict(instance), asdict(type(instance)())
     changed = [name for name in settings if settings[name] != usual[name]]
     return {"name": type(instance).__name__, "settings": settings, "changed": changed}
-
-
-def _cost(results: tuple[SimulationResult, ...], prices: Mapping[str, Any]) -> dict[str, Any]:
-    """Dollars of a run and of a thousand samples, for each price of a GPU hour."""
-    samples = statistics.fmean(result.samples for result in results)
-    found: dict[str, Any] = {}
-    for name, price in prices.items():
-        dollars = statistics.fmean(result.dollars(at_least("price", name, price)) for result in results)
-        found[name] = {
-            "per_gpu_hour": price,
-            "dollars": dollars,
-            "per_thousand_samples": 1000 * dollars / samples if samples else None,
-        }
-    return found
-
-
-def _tainted(results: tuple[SimulationResult, ...]) -> float:
-    """Part of the samples that rest on wrong results which nobody has found."""
-    samples = sum(result.samples for result in results)
-    return sum(result.tainted_samples for result in results) / samples if samples else 0.0
 
 
 def _note(results: tuple[SimulationResult, ...]) -> str | None:

@@ -39,7 +39,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.report.wording import (
     assumptions_text,
-    cost_text,
     duration_text,
     failures_text,
     policy_text,
@@ -84,7 +83,7 @@ def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tu
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     if not isinstance(settings["timeline"], bool):
         raise ConfigurationError(f"timeline={settings['timeline']!r}: give true or false.")
-    result = result_of(scenario_from(settings), settings["price"], shlex.join([_NAME, *overrides]))
+    result = result_of(scenario_from(settings), shlex.join([_NAME, *overrides]))
     if settings["output"] is None:
         return result, []
     file = folder / "result.json"
@@ -198,11 +197,8 @@ def _summary(result: Result) -> Table:
         ("throughput / 1F1B fault-free", ratio),
         ("of what live GPUs could do", f"{result['fraction_of_ideal']:.3f}"),
         ("goodput, ETTR, MFU", f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}"),
-        ("cost", cost_text(result)),
     ):
         table.add_row(name, value)
-    if result["tainted"]:
-        table.add_row("tainted", f"{100 * result['tainted']:.1f} % of the samples rest on wrong results")
     if result["note"]:
         table.add_row("note", f"nothing was trained: {result['note']}")
     return table

@@ -7,33 +7,31 @@
 1.0
 """
 
-from lightning_recycle.simulation.cluster import Cluster, Topology
+from lightning_recycle.simulation.engine import Repetitions, repeat, simulate
 from lightning_recycle.simulation.failures import (
-    Corruption,
+    FailedFraction,
+    FailureRate,
     FailureSource,
     Outage,
+    Poisson,
+    Regular,
     Scripted,
-    Slowdown,
     TraceReplay,
 )
 from lightning_recycle.simulation.policies.auto import Auto
-from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.oobleck import Oobleck
 from lightning_recycle.simulation.policies.policy import Policy
 from lightning_recycle.simulation.policies.published import Bamboo, Varuna
 from lightning_recycle.simulation.policies.recycle import ElasticLayers, Recycle
 from lightning_recycle.simulation.policies.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
-from lightning_recycle.simulation.random_failures import (
-    CorruptNodes,
-    FailedFraction,
-    FailureRate,
-    Poisson,
-    Regular,
-    SlowNodes,
-)
 from lightning_recycle.simulation.results import Accounting, Cause, Event, Interval, SimulationResult, State
-from lightning_recycle.simulation.runs import Repetitions, repeat, simulate
-from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, available_models, get_model
+from lightning_recycle.simulation.training_model import (
+    Cluster,
+    MeasuredModel,
+    TrainingModel,
+    available_models,
+    get_model,
+)
 from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
 from lightning_recycle.simulation.units import as_seconds
 
@@ -44,9 +42,6 @@ __all__ = [
     "Bamboo",
     "Cause",
     "Cluster",
-    "CommonPolicy",
-    "CorruptNodes",
-    "Corruption",
     "DropReplica",
     "ElasticLayers",
     "Event",
@@ -68,11 +63,8 @@ __all__ = [
     "Restart",
     "Scripted",
     "SimulationResult",
-    "SlowNodes",
-    "Slowdown",
     "Spares",
     "State",
-    "Topology",
     "TraceReplay",
     "TrainingModel",
     "Transformer",

@@ -1,29 +1,28 @@
-"""The engine: plays a training run from event to event.
+"""The engine: plays a training run from event to event, once or for several seeds.
 
 Concept: between two events training runs in one configuration, step after step, so an interval of any length is one
-calculation. Events are failures and repairs (from the source), nodes that get slow or wrong and are found, ends of
-pauses, checkpoints, changes that wait for the end of a step, and the policy's alarm. A failure that undoes steps turns
-the preceding intervals from training into lost; GPU time is counted from the finished timeline, so it cannot disagree
-with it.
-
-Slow nodes: all wait, until after ``slow_after`` the work is dealt out anew, if the policy can. Where training would be
-faster without the node, it is left out like one that fails, as soon as the time lost by then equals what leaving it out
-costs (the rule of ski rental, which at most doubles the loss; nobody knows how long a node stays slow).
-
-Wrong nodes: what was trained since the first wrong result is undone when it is found. Found by a check of the step in
-progress, only that step is; otherwise all load the newest checkpoint from before the first wrong result.
+calculation. Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait for the
+end of a step, and the policy's alarm. A failure that undoes steps turns the preceding intervals from training into
+lost; GPU time is counted from the finished timeline, so it cannot disagree with it.
 
 Contract: deterministic for a seed; time is in whole nanoseconds; the parts of the accounting add up exactly.
 
 Must not know: what a policy does, where failures come from.
+
+A single run with a handful of failures says little: two runs of six hours with a failure every 30 minutes can differ by
+a tenth of the throughput.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from lightning_recycle.simulation.failures import Change, Health, Wrong
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.simulation.failures import Change, FailureSource
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -31,15 +30,12 @@ from lightning_recycle.simulation.policies.policy import (
     Loss,
     Policy,
     Reaction,
-    Watch,
-    WatchfulPolicy,
-    checked,
-    waiting,
 )
-from lightning_recycle.simulation.results import Event, Span, State, samples_of
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
+from lightning_recycle.simulation.results import Event, Interval, SimulationResult, Span, State, account, samples_of
+from lightning_recycle.simulation.training_model import Cluster, TrainingModel
+from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
-__all__ = ["Run"]
+__all__ = ["Repetitions", "Run", "mean_time_between_failures", "repeat", "simulate"]
 
 _FILL = "fill"
 
@@ -58,18 +54,14 @@ class Run:
 
     def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
         self.context, self.policy, self.end = context, policy, end
-        self.watchful = policy if isinstance(policy, WatchfulPolicy) else None
-        self.watch = self.watchful.watch if self.watchful else Watch()
         self.spans: list[Span] = []
-        self.health = Health(context.cluster.nodes)
-        self.known: frozenset[int] = frozenset()  # slow nodes that are known to be slow
-        self.slow_due: tuple[int, bool] | None = None  # when slow nodes are looked at; whether to leave them out then
+        self.live = frozenset(range(context.cluster.nodes))
+        self.events: list[Event] = []
         self.changes = list(changes)[::-1]  # the next one last
         self.now = 0
         self.pauses: list[tuple[str, int]] = []  # what is left of them, the next one last; label and end
         self.pending: _Pending | None = None
         self.alarm: int | None = None
-        self.saved = [(0, 0)]  # checkpoints: (taken, readable)
         self.checkpoint = 0  # the state to which a loss goes back
         self.taken = 0  # the newest state of which a checkpoint was begun
         self.readable = 0  # when it can be loaded
@@ -77,12 +69,11 @@ class Run:
         # where it can be loaded when the pauses are over (it was itself loaded, or is written in them)
         self.origin = 0  # a step begins here, and every step's duration later
         self.begun = 0  # when the first of them really began
-        begin = self.changes.pop() if self.changes and self.changes[-1].tick == 0 else Change(0)
-        self.health.apply(begin)
-        first = policy.begin(context, self.health.counted)
-        self.planned = self.configuration = first.configuration
-        self._take(first, Happening(0.0, self.health.counted))
-        self._degraded(begin)
+        if self.changes and self.changes[-1].tick == 0:
+            self._apply(self.changes.pop())
+        first = policy.begin(context, self.live)
+        self.configuration = first.configuration
+        self._take(first, Happening(0.0, self.live))
 
     def play(self) -> None:
         """Until the end."""
@@ -107,11 +98,6 @@ class Run:
             ticks.append(self.changes[-1].tick)
         if self.alarm is not None:
             ticks.append(self.alarm)
-        if (back := self.health.next_repair) is not None:
-            ticks.append(back)
-        if self.slow_due is not None and self._settled():
-            ticks.append(self.slow_due[0])
-        ticks += (tick for each in self.health.wrong if (tick := self._found_at(each)) is not None)
         return max(self.now, min(ticks))
 
     def _happen(self) -> None:
@@ -132,150 +118,29 @@ class Run:
             self._switch(reaction)
         elif self.changes and self.changes[-1].tick <= self.now:
             change = self.changes.pop()
-            down, up = self.health.apply(change)
-            if down or up:
-                self._ask(self._happening(down, up))
-            self._degraded(change)
-        elif (back := self.health.next_repair) is not None and back <= self.now:
-            if up := self.health.repaired(self.now):
-                self._ask(self._happening(up=up))
+            self._apply(change)
+            self._ask(Happening(self._seconds(), self.live, change.down, change.up))
         elif self.alarm is not None and self.alarm <= self.now:
             self.alarm = None
-            self.health.events.append(Event(self._seconds(), "alarm"))
-            self._ask(replace(self._happening(), woken=True))
-        elif wrong := next((each for each in self.health.wrong if self._found_at(each) == self.now), None):
-            self._find(wrong)
-        elif self.slow_due is not None and self.slow_due[0] <= self.now and self._settled():
-            self._look_at_slow_nodes(leave=self.slow_due[1])
+            self.events.append(Event(self._seconds(), "alarm"))
+            self._ask(Happening(self._seconds(), self.live, woken=True))
 
-    def _happening(self, down: tuple[int, ...] = (), up: tuple[int, ...] = ()) -> Happening:
-        return Happening(self._seconds(), self.health.counted, down, up)
-
-    def _settled(self) -> bool:
-        """Whether training runs and nothing is about to change."""
-        return self.configuration.running and not self.pauses and self.pending is None
-
-    # -- slow and wrong nodes -------------------------------------------------------------------------------------
-
-    def _degraded(self, change: Change) -> None:
-        """Nodes that get slow, fast again or wrong with ``change``."""
-        for name, nodes in (
-            ("slow", tuple(node for node, speed in change.speeds if speed < 1)),
-            ("fast again", tuple(node for node, speed in change.speeds if speed == 1)),
-        ):
+    def _apply(self, change: Change) -> None:
+        """Nodes fail and come back."""
+        self.live = self.live.difference(change.down).union(change.up)
+        for kind, nodes in (("failure", change.down), ("repair", change.up)):
             if nodes:
-                self.health.events.append(Event(change.tick / TICKS_PER_SECOND, name, nodes))
-        if change.speeds:
-            self.known -= {node for node, _ in change.speeds}
-            after = self.watch.slow_after
-            unknown = self.health.speeds.keys() - self.known
-            self.slow_due = (self.now + as_ticks(after), False) if unknown and after is not None else None
-            self._set_pace()
-        for each in change.wrong:
-            if each.node in self.health.counted and self._takes_part(each.node):
-                running = self.configuration.running and not self.pauses
-                self.health.begins_wrong(each, self.now, counts=running)
-
-    def _takes_part(self, node: int) -> bool:
-        return self.planned.nodes is None or node in self.planned.nodes
-
-    def _slow_nodes(self) -> dict[int, float]:
-        """Speeds of those that take part."""
-        speeds = self.health.speeds
-        return {node: speeds[node] for node in speeds if node in self.health.counted and self._takes_part(node)}
-
-    def _set_pace(self) -> None:
-        """The step in progress goes on at the pace of the nodes as they are now."""
-        old, self.configuration = self.configuration, self._paced()
-        if old.running and self.configuration.running and not self.pauses and self.now:
-            self._carry_on(old)
-
-    def _paced(self) -> Configuration:
-        """The policy's configuration with what checks and slow nodes cost."""
-        found, slow = self.planned, self._slow_nodes()
-        if found.running and slow:
-            if self.watchful and slow.keys() <= self.known:
-                found = self.watchful.slowed(self.context, found, slow)
-            else:
-                found = waiting(found, slow)
-        return checked(found, self.watch.check_cost) if found.running and self.watch.check_cost else found
-
-    def _look_at_slow_nodes(self, *, leave: bool) -> None:
-        self.slow_due = None
-        self.known = frozenset(self.health.speeds)
-        self._set_pace()
-        slow = frozenset(self._slow_nodes())
-        if not slow:
-            return
-        happening = Happening(self._seconds(), self.health.counted - slow, tuple(sorted(slow)))
-        reaction = self.policy.react(self.context, self.planned, happening)
-        if reaction is None or reaction.configuration.throughput <= self.configuration.throughput:
-            return
-        if leave:
-            self.health.events.append(Event(self._seconds(), "left out", happening.down))
-            self.health.leave_out(slow, self.now)
-            self._take(reaction, happening)
-            return
-        undone = {
-            Loss.NOTHING: self.now,
-            Loss.STEP: self._step_begin(self.configuration),
-            Loss.CHECKPOINT: self._newest_checkpoint(),
-        }
-        costs = self._seconds() - undone[reaction.lost] / TICKS_PER_SECOND
-        costs += sum(pause.seconds for pause in reaction.pauses)
-        gain = 1 - self.configuration.throughput / reaction.configuration.throughput
-        self.slow_due = (self.now + max(1, as_ticks(costs / gain)), True)
-
-    def _found_at(self, wrong: Wrong) -> int | None:
-        """When a wrong node is found as things stand: just before the end of a step that is checked, or noticed."""
-        every, ticks = self.watch.check_every, [] if wrong.noticed is None else [max(self.now, wrong.noticed)]
-        if every is not None and wrong.since is not None and self.configuration.running and not self.pauses:
-            period = as_ticks(every)
-            due = max(self.now, wrong.since if not period else (wrong.since // period + 1) * period) + 1
-            ticks.append(self._boundary(due) - 1)
-        return min(ticks, default=None)
-
-    def _find(self, wrong: Wrong) -> None:
-        """A wrong node is taken out, and what rests on its results is undone."""
-        since, begun = wrong.since, self._step_begin(self.configuration)
-        down = self.health.found(wrong, self.now)
-        if since is None or since >= begun:
-            self._ask(self._happening(down), self._without_this_step)
-            return
-        self.saved = [each for each in self.saved if each[0] <= since]
-        good = max(taken for taken, readable in self.saved if readable <= self.now)
-        self.checkpoint = self.taken = good
-        self.readable = self.now
-        self._ask(self._happening(down), self._from_older_checkpoint)
-
-    def _without_this_step(self, reaction: Reaction | None) -> Reaction:
-        found = reaction or Reaction(self.planned)
-        if found.lost is not Loss.NOTHING:
-            return found
-        return replace(found, lost=Loss.STEP, at_boundary=False)
-
-    def _from_older_checkpoint(self, reaction: Reaction | None) -> Reaction:
-        found = reaction or Reaction(self.planned)
-        if self.watchful is None:
-            return replace(found, lost=Loss.CHECKPOINT, at_boundary=False)
-        return self.watchful.reloaded(self.context, found)
-
-    def tainted_samples(self) -> float:
-        """Samples that rest on a wrong result which nobody has found."""
-        first = min((each.since for each in self.health.wrong if each.since is not None), default=None)
-        return 0.0 if first is None else samples_of(self.spans, first)
+                self.events.append(Event(change.tick / TICKS_PER_SECOND, kind, nodes))
 
     # -- what a policy decides ------------------------------------------------------------------------------------
 
-    def _ask(self, happening: Happening, revise: Callable[[Reaction | None], Reaction] | None = None) -> None:
+    def _ask(self, happening: Happening) -> None:
         if self.pending is not None:
             # A waiting reaction may rely on a node that has just failed, so the policy answers both at once.
             before, self.pending = self.pending.happening, None
             up = tuple(sorted((*happening.up, *(node for node in before.up if node in happening.live))))
             happening = replace(happening, up=up, woken=happening.woken or before.woken)
-        reaction = self.policy.react(self.context, self.planned, happening)
-        if revise is not None:
-            reaction = revise(reaction)
+        reaction = self.policy.react(self.context, self.configuration, happening)
         if reaction is not None:
             self._take(reaction, happening)
 
@@ -288,12 +153,10 @@ class Run:
         self._switch(reaction)
 
     def _switch(self, reaction: Reaction) -> None:
-        self.planned = reaction.configuration
-        old, self.configuration = self.configuration, self._paced()
+        old, self.configuration = self.configuration, reaction.configuration
         interrupted = reaction.lost is Loss.STEP or bool(reaction.pauses) or not reaction.configuration.running
         if reaction.lost is Loss.CHECKPOINT:
             self.taken, self.readable = self._newest_checkpoint(), self.now  # one half written is never complete
-            self.saved = [each for each in self.saved if each[0] <= self.taken]
             self._undo(self.taken)
         elif interrupted:
             self._undo(self._step_begin(old))
@@ -325,8 +188,6 @@ class Run:
         self.origin = self.begun = self.now
         if self.pending is not None:  # it waits for a step that begins only now, after a checkpoint
             self.pending.tick = self._boundary(self.pending.tick)
-        if self.configuration.running:
-            self.health.resumed(self.now)
         if self.checkpointing is not None:
             self._begin_checkpoint(loaded=not self.checkpointing)
             self.checkpointing = None
@@ -336,7 +197,6 @@ class Run:
         self.checkpoint = self._newest_checkpoint()
         self.taken = self.now
         self.readable = self.now + (0 if loaded else as_ticks(self.configuration.checkpoint_writing))
-        self.saved.append((self.taken, self.readable))
 
     def _newest_checkpoint(self) -> int:
         """The newest state that can be loaded now."""
@@ -379,7 +239,7 @@ class Run:
         if until <= self.now:
             return
         configuration = self.configuration
-        live = len(self.health.live) * self.context.cluster.gpus_per_node
+        live = len(self.live) * self.context.cluster.gpus_per_node
         if self.pauses:
             state, label = State.PAUSED, self.pauses[-1][0]
         else:
@@ -397,7 +257,6 @@ class Run:
 
     def _undo(self, since: int) -> None:
         """Training after ``since`` is lost."""
-        self.health.undone(since)
         at = len(self.spans)
         while at and self.spans[at - 1].end > since:
             at -= 1
@@ -414,3 +273,152 @@ class Run:
 
 def _step(configuration: Configuration) -> int:
     return max(1, as_ticks(configuration.step_seconds))
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+_SAMPLES = 8  # runs from which the mean time between failures is known
+
+
+def simulate(
+    model: TrainingModel,
+    cluster: Cluster,
+    policy: Policy,
+    failures: FailureSource,
+    duration: Duration = "1d",
+    seed: int = 0,
+) -> SimulationResult:
+    """Train ``model`` on ``cluster`` for ``duration`` while nodes fail.
+
+    Args:
+        model: the model to train.
+        cluster: the machines.
+        policy: how failures are handled.
+        failures: the source of failures.
+        duration: seconds, or text such as "6h".
+        seed: seed of the failures.
+
+    Raises:
+        ConfigurationError: when the arguments do not fit together.
+    """
+    seconds = as_seconds("simulate(duration)", duration, positive=True)
+    workers = cluster.workers_per_node(model)
+    if cluster.nodes * workers < model.pipelines * model.stages:
+        raise ConfigurationError(
+            f"{model.name} needs {model.gpus} GPUs, the cluster has {cluster.gpus}: use Cluster.of(model)."
+        )
+    changes = () if policy.ignores_failures else failures.changes(cluster, seconds, seed)
+    mtbf = None if policy.ignores_failures else mean_time_between_failures(failures, cluster, seconds)
+    run = Run(Context(model, cluster, mtbf), policy, changes, as_ticks(seconds))
+    run.play()
+    return SimulationResult(
+        model=model.name,
+        policy=type(policy).__name__,
+        duration=seconds,
+        gpus=cluster.gpus,
+        samples=samples_of(run.spans),
+        fault_free_throughput=model.global_batch / model.fault_free_seconds(),
+        fault_free_gpus=model.gpus,
+        bubble_free_throughput=model.global_batch / model.useful_gpu_seconds,
+        flops_per_sample=sum(model.transformer.flops()),
+        peak_flops=model.device.peak_flops,
+        accounting=account(run.spans, cluster.gpus),
+        intervals=tuple(map(_interval, run.spans)),
+        events=tuple(run.events),
+    )
+
+
+def mean_time_between_failures(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
+    """Seconds between two failures of the cluster on average; None when nothing fails after the beginning.
+
+    What an operator knows from the past: the mean of eight runs with other seeds, where the source is random.
+    """
+    try:
+        return _counted(failures, cluster, duration)  # type: ignore[arg-type]
+    except TypeError:  # a source that cannot be hashed
+        return _counted.__wrapped__(failures, cluster, duration)
+
+
+@lru_cache(maxsize=1024)
+def _counted(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
+    count = sum(
+        bool(change.down) and change.tick > 0
+        for seed in range(_SAMPLES)
+        for change in failures.changes(cluster, duration, 1_000_000 + seed)
+    )
+    return _SAMPLES * duration / count if count else None
+
+
+def _interval(span: Span) -> Interval:
+    training = span.state is State.TRAINING
+    return Interval(
+        span.begin / TICKS_PER_SECOND,
+        span.end / TICKS_PER_SECOND,
+        span.state,
+        span.label,
+        span.gpus,
+        span.live_gpus,
+        span.configuration.throughput if training else 0.0,
+        span.configuration.choice,
+    )
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """Results that differ only in the seed."""
+
+    results: tuple[SimulationResult, ...]
+
+    @property
+    def throughput(self) -> float:
+        """Mean samples/s."""
+        return statistics.fmean(result.throughput for result in self.results)
+
+    @property
+    def ratio(self) -> float:
+        """Mean throughput relative to fault-free 1F1B."""
+        return statistics.fmean(result.ratio for result in self.results)
+
+    @property
+    def ratio_per_gpu(self) -> float:
+        """Mean of the same per GPU of the cluster."""
+        return statistics.fmean(result.ratio_per_gpu for result in self.results)
+
+    @property
+    def fraction_of_ideal(self) -> float:
+        """Mean throughput relative to what the live GPUs would achieve without bubbles and pauses."""
+        return statistics.fmean(result.fraction_of_ideal for result in self.results)
+
+    @property
+    def error(self) -> float:
+        """Half of the 95 % interval of the mean ratio (normal approximation); 0 for a single run."""
+        return 1.96 * self.deviation / math.sqrt(len(self.results))
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the ratio from run to run."""
+        return statistics.stdev(result.ratio for result in self.results) if len(self.results) > 1 else 0.0
+
+    @property
+    def failures(self) -> float:
+        """Mean number of nodes that failed."""
+        return statistics.fmean(result.failures for result in self.results)
+
+
+def repeat(
+    model: TrainingModel,
+    cluster: Cluster,
+    policy: Policy,
+    failures: FailureSource,
+    duration: Duration = "1d",
+    seeds: Iterable[int] = range(10),
+) -> Repetitions:
+    """:func:`simulate` for each seed.
+
+    Raises:
+        ConfigurationError: as for ``simulate``, or when there is no seed.
+    """
+    results = tuple(simulate(model, cluster, policy, failures, duration, seed) for seed in seeds)
+    if not results:
+        raise ConfigurationError("repeat(seeds=()): give at least one seed.")
+    return Repetitions(results)

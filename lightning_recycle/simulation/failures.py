@@ -1,38 +1,42 @@
-"""Failures of nodes: the interface of failure sources, replayed failures, and the state of all nodes.
+"""Failures of nodes: drawn from a seed, replayed from a trace, or given one by one.
 
 Contract: :meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the
-same seed gives the same stream. A node that is down does not fail again. All nodes are up, as fast as usual and right
-at time 0 unless a change at time 0 says otherwise. Repairs after wrong results and slow nodes that are left out depend
-on the run: :class:`Health` has them and the source's changes, so that there is one answer to which nodes are live
-(``live``) and one to which the policy has (``counted``: the live ones without those left out).
+same seed gives the same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change at
+time 0 says otherwise.
 
 Must not know: the work of the nodes, policies, how time advances.
+
+Sources of rates: Llama 3 (Dubey et al., arXiv 2407.21783, section 3.3.4): 419 unplanned interruptions in 54 days on
+16,384 GPUs. Meta RSC-1 (Kokolis et al., HPCA'25, arXiv 2410.21680): 6.5 failures per 1,000 node-days, nodes of 8 GPUs.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
+from random import Random
 from typing import Protocol, runtime_checkable
 
 from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.results import Event
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_ticks, keep_seconds
+from lightning_recycle.simulation.training_model import Cluster
+from lightning_recycle.simulation.units import Duration, as_ticks, keep_seconds
 from lightning_recycle.traces import load_trace
 
 __all__ = [
+    "LLAMA3_PER_GPU_DAY",
+    "RSC1_PER_GPU_DAY",
     "Change",
-    "Corruption",
+    "FailedFraction",
+    "FailureRate",
     "FailureSource",
-    "Health",
     "Outage",
+    "Poisson",
+    "Regular",
     "Scripted",
-    "Slowdown",
     "TraceReplay",
-    "Wrong",
     "changes_of",
 ]
 
@@ -47,38 +51,6 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
-class Slowdown:
-    """``nodes`` compute at ``speed`` times their usual speed from ``begin`` to ``end`` (seconds); None: for good."""
-
-    begin: float
-    nodes: tuple[int, ...]
-    speed: float
-    end: float | None = None
-
-    def __post_init__(self) -> None:
-        fraction("Slowdown", "speed", self.speed)
-        if not self.speed:
-            raise ConfigurationError("Slowdown(speed=0): a node that does nothing has failed; give an Outage.")
-
-
-@dataclass(frozen=True, slots=True)
-class Corruption:
-    """``node`` computes wrong results from ``begin`` (seconds) until it is found.
-
-    Args:
-        begin: seconds.
-        node: the node.
-        noticed: seconds until it is found, where nothing is checked; None for never.
-        repair: seconds from then until the node is back; None for never.
-    """
-
-    begin: float
-    node: int
-    noticed: float | None = None
-    repair: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Change:
     """At ``tick`` (nanoseconds), all at once.
 
@@ -86,15 +58,11 @@ class Change:
         tick: when.
         down: nodes that fail.
         up: nodes that come back.
-        speeds: (node, speed) of nodes that are now that fast; 1 is the usual speed.
-        wrong: nodes that begin to compute wrong results.
     """
 
     tick: int
     down: tuple[int, ...] = ()
     up: tuple[int, ...] = ()
-    speeds: tuple[tuple[int, float], ...] = ()
-    wrong: tuple[Corruption, ...] = ()
 
 
 @runtime_checkable
@@ -106,16 +74,8 @@ class FailureSource(Protocol):
         ...
 
 
-def changes_of(
-    outages: Iterable[Outage],
-    duration: float,
-    slowdowns: Iterable[Slowdown] = (),
-    corruptions: Iterable[Corruption] = (),
-) -> tuple[Change, ...]:
-    """The changes of outages and the rest, which may overlap.
-
-    A node is up again when its last outage has ended, and as slow as the worst of its slowdowns.
-    """
+def changes_of(outages: Iterable[Outage], duration: float) -> tuple[Change, ...]:
+    """The changes of outages, which may overlap: a node is up again when its last outage has ended."""
     marks: dict[int, dict[int, int]] = {}
     for outage in outages:
         for when, step in ((outage.begin, 1), (outage.end, -1)):
@@ -123,40 +83,18 @@ def changes_of(
                 at = marks.setdefault(as_ticks(when), {})
                 for node in outage.nodes:
                     at[node] = at.get(node, 0) + step
-    paces: dict[int, list[tuple[bool, Slowdown]]] = {}
-    for slowdown in slowdowns:
-        for when, begins in ((slowdown.begin, True), (slowdown.end, False)):
-            if when is not None and when < duration:
-                paces.setdefault(as_ticks(when), []).append((begins, slowdown))
-    wrong: dict[int, list[Corruption]] = {}
-    for corruption in corruptions:
-        if corruption.begin < duration:
-            wrong.setdefault(as_ticks(corruption.begin), []).append(corruption)
     broken: dict[int, int] = {}
-    slow: list[Slowdown] = []
-    speeds: dict[int, float] = {}
     found = []
-    for tick in sorted({*marks, *paces, *wrong}):
+    for tick in sorted(marks):
         down: list[int] = []
         up: list[int] = []
-        for node, step in sorted(marks.get(tick, {}).items()):
+        for node, step in sorted(marks[tick].items()):
             before = broken.get(node, 0)
             broken[node] = before + step
             if (before == 0) != (broken[node] == 0):
                 (down if before == 0 else up).append(node)
-        changed: set[int] = set()
-        for begins, slowdown in sorted(paces.get(tick, ()), key=lambda pace: pace[0]):
-            changed.update(slowdown.nodes)
-            if begins:
-                slow.append(slowdown)
-            else:
-                slow.remove(slowdown)
-        now = {node: min((each.speed for each in slow if node in each.nodes), default=1.0) for node in sorted(changed)}
-        news = tuple((node, speed) for node, speed in now.items() if speed != speeds.get(node, 1.0))
-        speeds |= now
-        change = Change(tick, tuple(down), tuple(up), news, tuple(wrong.get(tick, ())))
-        if change != Change(tick):
-            found.append(change)
+        if down or up:
+            found.append(Change(tick, tuple(down), tuple(up)))
     return tuple(found)
 
 
@@ -170,17 +108,14 @@ class TraceReplay:
     Args:
         trace: a name from ``lightning_recycle.traces.available_traces()``, or the path of a file in the same formats.
         start: time of the trace at which the simulation begins.
-        speed: seconds of the trace per simulated second.
     """
 
     trace: str = "aws-p3"
     start: Duration = 0.0
-    speed: float = 1.0
 
     def __post_init__(self) -> None:
         load_trace(self.trace)  # refuses unknown names here, not later
         keep_seconds(self, "start")
-        at_least("TraceReplay", "speed", self.speed, above=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`; nothing is random."""
@@ -195,7 +130,7 @@ class TraceReplay:
                 outages.append(Outage(begin, tuple(range(first, last)), end))
 
         for event in trace.events:
-            time = max(0.0, (event.time - start) / self.speed)
+            time = max(0.0, event.time - start)
             if event.up:
                 outage(event.node, down_since.pop(event.node), time)
             else:
@@ -211,134 +146,161 @@ class Scripted:
 
     Args:
         outages: Outage objects, or (begin, nodes, end) with times in seconds and None for an outage without end.
-        slowdowns: Slowdown objects, or (begin, nodes, speed, end).
-        corruptions: Corruption objects, or (begin, node, noticed, repair).
     """
 
     outages: Sequence[Outage] = field(default=())
-    slowdowns: Sequence[Slowdown] = field(default=())
-    corruptions: Sequence[Corruption] = field(default=())
 
     def __post_init__(self) -> None:
         given = tuple(
             outage if isinstance(outage, Outage) else Outage(outage[0], tuple(outage[1]), outage[2])
             for outage in self.outages
         )
-        slow = tuple(
-            each if isinstance(each, Slowdown) else Slowdown(each[0], tuple(each[1]), each[2], each[3])
-            for each in self.slowdowns
-        )
-        wrong = tuple(each if isinstance(each, Corruption) else Corruption(*each) for each in self.corruptions)
-        for name, value in (("outages", given), ("slowdowns", slow), ("corruptions", wrong)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "outages", given)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""
-        named = [node for outage in self.outages for node in outage.nodes]
-        named += [node for slowdown in self.slowdowns for node in slowdown.nodes]
-        for node in (*named, *(corruption.node for corruption in self.corruptions)):
+        for node in (node for outage in self.outages for node in outage.nodes):
             if whole("Scripted", "node", node) >= cluster.nodes:
                 raise ConfigurationError(f"Scripted: there is no node {node} in a cluster of {cluster.nodes}.")
-        return changes_of(self.outages, duration, self.slowdowns, self.corruptions)
+        return changes_of(self.outages, duration)
 
 
-@dataclass
-class Wrong:
-    """A node whose wrong results nobody has found.
+def _one_by_one(
+    times: Iterable[float], random: Random, cluster: Cluster, duration: float, repair: float | None, most: int
+) -> tuple[Change, ...]:
+    """At each of ``times`` a live node fails, each equally likely, while fewer than ``most`` are down."""
+    back: dict[int, float] = {}  # down nodes, with the time of their return
+    outages: list[Outage] = []
+    for time in times:
+        live = [node for node in range(cluster.nodes) if back.get(node, 0.0) <= time]
+        if cluster.nodes - len(live) < most:
+            node, end = random.choice(live), None if repair is None else time + repair
+            back[node] = float("inf") if end is None else end
+            outages.append(Outage(time, (node,), end))
+    return changes_of(outages, duration)
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """A Poisson process: some node of the cluster fails every ``mtbf`` on average, each live one equally likely.
+
+    As in the paper's experiments, the rate is that of the cluster: it does not fall while nodes are down.
 
     Args:
-        node: the node.
-        since: tick of the first wrong result that is part of the state; None while there is none.
-        noticed: tick at which it is found where nothing is checked; None for never.
-        repair: seconds until the node is back after that; None for never.
+        mtbf: mean time between failures.
+        repair: time until a failed node is back; None for never.
     """
 
-    node: int
-    since: int | None
-    noticed: int | None
-    repair: float | None
+    mtbf: Duration = "2h"
+    repair: Duration | None = None
+
+    def __post_init__(self) -> None:
+        keep_seconds(self, "mtbf", "repair", positive=True)
+
+    def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
+        """See :class:`FailureSource`."""
+        random = Random(seed)
+
+        def times() -> Iterator[float]:
+            time = random.expovariate(1.0 / float(self.mtbf))
+            while time < duration:
+                yield time
+                time += random.expovariate(1.0 / float(self.mtbf))
+
+        repair = None if self.repair is None else float(self.repair)
+        return _one_by_one(times(), random, cluster, duration, repair, cluster.nodes)
 
 
-class Health:
-    """The state of all nodes.
+LLAMA3_PER_GPU_DAY = 419 / (54 * 16384)
+"""4.74e-4 per GPU and day: one in 50,700 GPU-hours."""
+RSC1_PER_GPU_DAY = 6.5 / 1000 / 8
+"""8.1e-4 per GPU and day: one in 29,500 GPU-hours."""
+
+_RATES = {"llama3": LLAMA3_PER_GPU_DAY, "rsc1": RSC1_PER_GPU_DAY}
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """Independent exponential lifetimes: a node with g GPUs fails at g times the rate of a GPU.
 
     Args:
-        nodes: number of nodes.
+        rate: failures per GPU and day, or "llama3" or "rsc1".
+        repair: time until a failed node is back; None for never.
     """
 
-    def __init__(self, nodes: int) -> None:
-        self._all = frozenset(range(nodes))
-        self._broken: set[int] = set()
-        self._repairs: list[tuple[int, int]] = []  # (tick, node) of nodes taken out for wrong results
-        self._in_repair: set[int] = set()
-        self._left_out: set[int] = set()
-        self.speeds: dict[int, float] = {}
-        """Of the slow nodes."""
-        self.wrong: list[Wrong] = []
-        self.live = self._all
-        self.counted = self._all
-        self.events: list[Event] = []
+    rate: float | str = "llama3"
+    repair: Duration | None = "4h"
 
-    @property
-    def next_repair(self) -> int | None:
-        """When the next node is back from a repair after wrong results."""
-        return self._repairs[0][0] if self._repairs else None
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, str):
+            if self.rate not in _RATES:
+                raise ConfigurationError(
+                    f"FailureRate(rate={self.rate!r}): give failures per GPU and day, or one of {', '.join(_RATES)}."
+                )
+            object.__setattr__(self, "rate", _RATES[self.rate])
+        at_least("FailureRate", "rate", self.rate, above=True)
+        keep_seconds(self, "repair", positive=True)
 
-    def apply(self, change: Change) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the source says; returns the nodes that the policy has lost and got."""
-        self._broken.difference_update(change.up)
-        self._broken.update(change.down)
-        for node, speed in change.speeds:
-            self.speeds[node] = speed
-            if speed == 1.0:
-                del self.speeds[node]
-            self._left_out.discard(node)
-        return self._changed(change.tick)
+    def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
+        """See :class:`FailureSource`."""
+        per_second = float(self.rate) * cluster.gpus_per_node / 86400
+        repair = None if self.repair is None else float(self.repair)
+        random = Random(seed)
+        queue = [(random.expovariate(per_second), node) for node in range(cluster.nodes)]  # next failures
+        heapq.heapify(queue)
+        outages: list[Outage] = []
+        while queue and queue[0][0] < duration:
+            time, node = heapq.heappop(queue)
+            back = None if repair is None else time + repair
+            outages.append(Outage(time, (node,), back))
+            if back is not None:
+                heapq.heappush(queue, (back + random.expovariate(per_second), node))
+        return changes_of(outages, duration)
 
-    def begins_wrong(self, found: Corruption, tick: int, *, counts: bool) -> None:
-        """A node begins to compute wrong results; ``counts``: these are part of the state at once."""
-        noticed = None if found.noticed is None else tick + as_ticks(found.noticed)
-        self.wrong.append(Wrong(found.node, tick if counts else None, noticed, found.repair))
-        self.events.append(Event(tick / TICKS_PER_SECOND, "wrong", (found.node,)))
 
-    def found(self, wrong: Wrong, tick: int) -> tuple[int, ...]:
-        """A wrong node is found and taken out; returns the nodes that the policy has lost."""
-        self.wrong.remove(wrong)
-        self.events.append(Event(tick / TICKS_PER_SECOND, "found", (wrong.node,)))
-        if wrong.node in self.live:
-            self._in_repair.add(wrong.node)
-            if wrong.repair is not None:
-                heapq.heappush(self._repairs, (tick + as_ticks(wrong.repair), wrong.node))
-        return self._changed(tick)[0]
+@dataclass(frozen=True)
+class Regular:
+    """Every ``interval``, one node fails, drawn from the live ones; none comes back.
 
-    def repaired(self, tick: int) -> tuple[int, ...]:
-        """Repairs that are over; returns the nodes that the policy has got."""
-        while self._repairs and self._repairs[0][0] <= tick:
-            self._in_repair.discard(heapq.heappop(self._repairs)[1])
-        return self._changed(tick)[1]
+    Source: the public traces of Oobleck's evaluation (``6h.csv`` to ``10m.csv``) are of this kind: 30 nodes, one
+    removed after each interval, 15 in total.
 
-    def leave_out(self, nodes: Iterable[int], tick: int) -> None:
-        """The policy goes on without these slow nodes."""
-        self._left_out.update(nodes)
-        self._changed(tick)
+    Args:
+        interval: time between two failures; the first comes after one interval.
+        most: largest fraction of the nodes that fail.
+    """
 
-    def undone(self, since: int) -> None:
-        """The state is that of tick ``since``: later wrong results are gone."""
-        for each in self.wrong:
-            if each.since is not None and each.since >= since:
-                each.since = None
+    interval: Duration = "2h"
+    most: float = 0.5
 
-    def resumed(self, tick: int) -> None:
-        """Training goes on: wrong nodes that work are part of it."""
-        self.wrong = [each for each in self.wrong if each.since is not None or each.node in self.counted]
-        for each in self.wrong:
-            each.since = tick if each.since is None else each.since
+    def __post_init__(self) -> None:
+        keep_seconds(self, "interval", positive=True)
+        fraction("Regular", "most", self.most)
 
-    def _changed(self, tick: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        live, counted = self.live, self.counted
-        self.live = self._all - self._broken - self._in_repair
-        self.counted = self.live - self._left_out
-        for kind, nodes in (("failure", live - self.live), ("repair", self.live - live)):
-            if nodes:
-                self.events.append(Event(tick / TICKS_PER_SECOND, kind, tuple(sorted(nodes))))
-        return tuple(sorted(counted - self.counted)), tuple(sorted(self.counted - counted))
+    def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
+        """See :class:`FailureSource`."""
+        times = takewhile(lambda time: time < duration, map(float(self.interval).__mul__, count(1)))
+        return _one_by_one(times, Random(seed), cluster, duration, None, int(self.most * cluster.nodes))
+
+
+@dataclass(frozen=True)
+class FailedFraction:
+    """``part`` of the nodes fail at the very beginning and stay down: the throughput is that of the failed fraction.
+
+    Args:
+        part: fraction of the nodes, e.g. 0.01, 0.05, 0.1; rounded to whole nodes, at least one where it is above 0.
+    """
+
+    part: float = 0.05
+
+    def __post_init__(self) -> None:
+        fraction("FailedFraction", "part", self.part)
+
+    def count(self, nodes: int) -> int:
+        """Number of nodes that fail, of ``nodes``: 1 % of 32 is one node, which is 3.1 %."""
+        return max(round(self.part * nodes), int(self.part > 0))
+
+    def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
+        """See :class:`FailureSource`."""
+        nodes = Random(seed).sample(range(cluster.nodes), self.count(cluster.nodes))
+        return changes_of([Outage(0.0, tuple(nodes))] if nodes else [], duration)

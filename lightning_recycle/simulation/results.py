@@ -1,8 +1,8 @@
 """Results of a simulated run: throughput, GPU time by cause, and the timeline.
 
 Contract: GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up exactly to the
-cluster's GPUs times the duration. Of each span's GPU time useful, repeated and slow time is rounded down; the rest of
-the participants' time is bubble.
+cluster's GPUs times the duration. Of each span's GPU time useful and repeated time is rounded down; the rest of the
+participants' time is bubble.
 
 Must not know: how the run was simulated.
 """
@@ -36,8 +36,6 @@ class Cause(str, Enum):
     """Pauses: detection, regrouping, transfer, restart, writing checkpoints."""
     FAILED = "failed"
     """Down."""
-    SLOW = "slow"
-    """Taking part in a step that lasts longer because of slow nodes."""
 
 
 class State(str, Enum):
@@ -70,8 +68,7 @@ class Interval:
 class Event:
     """An event at ``time`` seconds with the nodes concerned.
 
-    "failure", "repair"; "slow" and "fast again"; "left out" (slow nodes); "wrong" (the first wrong result) and "found";
-    "alarm" (of the policy).
+    "failure", "repair", or "alarm" (of the policy).
     """
 
     time: float
@@ -89,7 +86,6 @@ class Accounting:
     redone: int = 0
     reconfiguring: int = 0
     failed: int = 0
-    slow: int = 0
 
     @property
     def total(self) -> int:
@@ -123,7 +119,6 @@ class SimulationResult:
         bubble_free_throughput: samples/s of one GPU that computes F, B and W all the time.
         flops_per_sample: floating-point operations of a sample, without those that are done again.
         peak_flops: of one GPU, per second.
-        tainted_samples: those of ``samples`` that were trained on a wrong result which nobody has found by the end.
     """
 
     model: str
@@ -139,7 +134,6 @@ class SimulationResult:
     bubble_free_throughput: float = 0.0
     flops_per_sample: float = 0.0
     peak_flops: float = 1.0
-    tainted_samples: float = 0.0
 
     @property
     def throughput(self) -> float:
@@ -178,11 +172,6 @@ class SimulationResult:
         """Model FLOPs utilization: operations of the samples over the peak of all GPUs of the cluster."""
         return self.throughput * self.flops_per_sample / (self.peak_flops * self.gpus)
 
-    def dollars(self, per_gpu_hour: float) -> float:
-        """Cost of the GPUs while they are live; one that is down is given back."""
-        live = self.accounting.total - self.accounting.failed
-        return per_gpu_hour * live / TICKS_PER_SECOND / 3600
-
     @property
     def failures(self) -> int:
         """Number of node failures; a node may fail more than once."""
@@ -191,13 +180,13 @@ class SimulationResult:
     def losses(self) -> Mapping[str, float]:
         """Samples/s lost by cause, against fault-free 1F1B on as many GPUs as the cluster has; they add up.
 
-        A GPU-second that is idle, redone, reconfiguring, slow or failed loses what a GPU achieves in a second without
+        A GPU-second that is idle, redone, reconfiguring or failed loses what a GPU achieves in a second without
         failures; "slower steps" is the rest: the difference in bubbles, negative where a schedule is faster than 1F1B.
         """
         per_gpu_second = self.fault_free_throughput / self.fault_free_gpus
         lost = {
             cause.value: self.accounting.seconds(cause) * per_gpu_second / self.duration
-            for cause in (Cause.FAILED, Cause.RECONFIGURING, Cause.REDONE, Cause.IDLE, Cause.SLOW)
+            for cause in (Cause.FAILED, Cause.RECONFIGURING, Cause.REDONE, Cause.IDLE)
         }
         missing = per_gpu_second * self.gpus - self.throughput
         return {**lost, "slower steps": missing - sum(lost.values())}
@@ -243,26 +232,25 @@ def account(spans: Sequence[Span], gpus: int) -> Accounting:
     Raises:
         PlanningError: when a configuration claims more work than its GPUs have time, or more GPUs than are live.
     """
-    useful = bubble = slow = idle = redone = reconfiguring = failed = 0
+    useful = bubble = idle = redone = reconfiguring = failed = 0
     for span in spans:
         ticks, taking_part = span.end - span.begin, span.gpus
         failed += (gpus - span.live_gpus) * ticks
         idle += (span.live_gpus - taking_part) * ticks
         if span.state is State.TRAINING:
-            work, again, longer = _training(span, ticks)
+            work, again = _training(span, ticks)
             useful += work
             redone += again
-            slow += longer
-            bubble += taking_part * ticks - work - again - longer
+            bubble += taking_part * ticks - work - again
         elif span.state is State.LOST:
             redone += taking_part * ticks
         else:  # nothing takes part while training is stopped
             reconfiguring += taking_part * ticks
-    return Accounting(useful, bubble, idle, redone, reconfiguring, failed, slow)
+    return Accounting(useful, bubble, idle, redone, reconfiguring, failed)
 
 
-def _training(span: Span, ticks: int) -> tuple[int, int, int]:
-    """Useful and repeated GPU time, and what slow nodes cost."""
+def _training(span: Span, ticks: int) -> tuple[int, int]:
+    """Useful and repeated GPU time."""
     configuration = span.configuration
     step = max(1, as_ticks(configuration.step_seconds))
     work, again = as_ticks(configuration.useful_gpu_seconds), as_ticks(configuration.repeated_gpu_seconds)
@@ -272,17 +260,13 @@ def _training(span: Span, ticks: int) -> tuple[int, int, int]:
             f"{span.live_gpus} live ones do {(work + again) / 1e9:g} GPU-seconds of work in {step / 1e9:g} s."
         )
     useful = work * ticks // step
-    again = min(again * ticks // step, configuration.gpus * ticks - useful)
-    longer = as_ticks(configuration.slow_gpu_seconds) * ticks // step
-    return useful, again, min(longer, configuration.gpus * ticks - useful - again)
+    return useful, min(again * ticks // step, configuration.gpus * ticks - useful)
 
 
-def samples_of(spans: Sequence[Span], since: int = 0) -> float:
-    """Samples that were trained after ``since`` (ticks) and never undone."""
+def samples_of(spans: Sequence[Span]) -> float:
+    """Samples that were trained and never undone."""
     return sum(
-        span.configuration.samples
-        * (span.end - max(span.begin, since))
-        / max(1, as_ticks(span.configuration.step_seconds))
+        span.configuration.samples * (span.end - span.begin) / max(1, as_ticks(span.configuration.step_seconds))
         for span in spans
-        if span.state is State.TRAINING and span.end > since
+        if span.state is State.TRAINING
     )

@@ -75,10 +75,6 @@ class PlannedStep(NamedTuple):
     fill: float = 0.0
     lead: float = 0.0
 
-    def longer(self, seconds: float) -> PlannedStep:
-        """The same step, longer by ``seconds``."""
-        return self._replace(seconds=self.seconds + seconds)
-
 
 @lru_cache(maxsize=16)
 def planned_schedule(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
@@ -173,7 +169,6 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
     """Costs of each unit of ``model`` with that many replicas, by default those of the fault-free grid."""
     count = model.stages if unmovable(model) else model.units
     costs = model.costs() if unmovable(model) else model.costs((1,) * count, pipelines)
-    parts = model.parts(model.even() if unmovable(model) else (1,) * count)
     return LayerCosts(
         forward=costs.forward,
         backward_input=costs.backward_input,
@@ -181,8 +176,8 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
         reduce=costs.reduce,
         optimizer=costs.optimizer,
         output_bytes=(model.microbatch * model.transformer.boundary_bytes() / model.tensor_parallel,) * count,
-        held_bytes=tuple(model.activation_bytes(part.activations) for part in parts),
-        parameter_bytes=tuple(model.state_bytes(part.parameters) for part in parts),
+        held_bytes=(model.activation_bytes(1 / count),) * count,
+        parameter_bytes=(model.state_bytes(1 / count),) * count,
         memory_limit=model.memory_bytes,
         bandwidth=model.network_bandwidth,
         latency=model.network_latency,

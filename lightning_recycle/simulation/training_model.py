@@ -1,4 +1,4 @@
-"""Models on a grid of GPUs: durations and memory of their stages, and the catalogue of the paper's models.
+"""Models on a grid of GPUs: durations and memory of their stages, the catalogue of the paper's models, and clusters.
 
 Concept: a :class:`TrainingModel` describes a transformer's fault-free layout and the costs of its operations there.
 The costs come from floating-point operations; the one number these do not give, the fraction of the GPU's peak that is
@@ -6,8 +6,7 @@ reached, is chosen so that the fault-free 1F1B schedule has the measured through
 whose durations were measured.
 
 Contract: frozen; seconds, bytes, samples. Layers can be cut into equal *units* (``lcm(layers, stages)`` of them), so
-that the fault-free split is even whatever the number of stages; the output layer's work is spread over all units. With
-``layers_per_block=2`` attention and MLP are units of their own, which are not equal.
+that the fault-free split is even whatever the number of stages; the output layer's work is spread over all units.
 
 The catalogue: the three models that the paper ran on 32 A100 have the reported fault-free throughput (arXiv
 2405.14009); the four of Megatron-LM (Narayanan et al., SC'21, arXiv 2104.04473, table 1) the sustained operations per
@@ -29,21 +28,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least, fraction, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
-from lightning_recycle.simulation.transformer import (
-    STATE_BYTES_PER_PARAMETER,
-    Gpu,
-    LayerPart,
-    Transformer,
-    block_parts,
-    get_gpu,
-)
+from lightning_recycle.simulation.transformer import STATE_BYTES_PER_PARAMETER, Gpu, Transformer, get_gpu
 
-__all__ = ["MeasuredModel", "TrainingModel", "available_models", "get_model"]
+__all__ = ["Cluster", "MeasuredModel", "TrainingModel", "available_models", "get_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +56,6 @@ class TrainingModel:
         network_bandwidth: bytes/s from one worker to another (100 Gb/s by default).
         network_latency: seconds for an empty message.
         usable_memory: fraction of the GPU's memory not lost to the framework and fragmentation.
-        bucket_cap_mb: MiB of gradients that are reduced at once, while others are computed; None for all of a stage.
-        layers_per_block: 1: stages are cut between blocks; 2: between attention and MLP, too. Then the number of stages
-            must divide that of blocks.
 
     Raises:
         ConfigurationError: when a value is impossible, or the throughput is beyond the GPU's peak.
@@ -87,8 +75,6 @@ class TrainingModel:
     network_bandwidth: float = 12.5e9
     network_latency: float = 1e-5
     usable_memory: float = 0.9
-    bucket_cap_mb: float | None = None
-    layers_per_block: int = 1
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "global_batch", "microbatch", "tensor_parallel"):
@@ -97,15 +83,6 @@ class TrainingModel:
         at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
         at_least("TrainingModel", "network_latency", self.network_latency)
         fraction("TrainingModel", "usable_memory", self.usable_memory)
-        if self.bucket_cap_mb is not None:
-            at_least("TrainingModel", "bucket_cap_mb", self.bucket_cap_mb, above=True)
-        if self.layers_per_block not in (1, 2):
-            raise ConfigurationError(f"TrainingModel(layers_per_block={self.layers_per_block!r}): give 1 or 2.")
-        if self.layers_per_block == 2 and self.transformer.layers % self.stages:
-            raise ConfigurationError(
-                f"TrainingModel(layers_per_block=2): {self.transformer.layers} blocks are not whole on {self.stages} "
-                "stages: give a number of stages that divides them, or layers_per_block=1."
-            )
         if self.global_batch % (self.pipelines * self.microbatch):
             raise ConfigurationError(
                 f"TrainingModel(global_batch={self.global_batch}): {self.pipelines} pipelines with micro-batches of "
@@ -134,26 +111,8 @@ class TrainingModel:
 
     @property
     def units(self) -> int:
-        """Parts of the model between which it can be cut: the least common multiple of layers and stages, all equal;
-        with ``layers_per_block=2`` attention and MLP of each block.
-        """
-        if self.layers_per_block == 2:
-            return 2 * self.transformer.layers
+        """Parts of the model between which it can be cut, all equal: the least common multiple of layers and stages."""
         return math.lcm(self.transformer.layers, self.stages)
-
-    def parts(self, units: Sequence[int]) -> tuple[LayerPart, ...]:
-        """What part of the model each of some stages is that have that many units, one after the other.
-
-        Raises:
-            ConfigurationError: when these are more or fewer units than the model has, and units are not equal.
-        """
-        if self.layers_per_block == 1:
-            return tuple(LayerPart(*(count / self.units,) * 5) for count in units)
-        if sum(units) != self.units:
-            raise ConfigurationError(f"units={tuple(units)!r}: give stages of {self.units} units in all.")
-        halves = block_parts(self.transformer, recompute=self.recompute)
-        bounds = tuple(accumulate(units, initial=0))
-        return tuple(_range_part(halves, self.transformer.layers, *pair) for pair in pairwise(bounds))
 
     @property
     def sample_seconds(self) -> tuple[float, float, float]:
@@ -203,18 +162,18 @@ class TrainingModel:
         REDUCE is a ring all-reduce of half-precision gradients among ``pipelines`` replicas, STEP reads and writes the
         optimizer's state once.
         """
-        parts = self.parts(self.even() if units is None else units)
+        parts = [count / self.units for count in (self.even() if units is None else units)]
         replicas = self.pipelines if pipelines is None else pipelines
         forward, backward, weight = (seconds * self.microbatch for seconds in self.sample_seconds)
         gradients = 2.0 * self.transformer.parameters / self.tensor_parallel
         ring = 2.0 * (replicas - 1) / replicas / self.network_bandwidth
         message = self.microbatch * self.transformer.boundary_bytes() / self.tensor_parallel
         return Costs(
-            forward=tuple(forward * part.forward for part in parts),
-            backward_input=tuple(backward * part.backward for part in parts),
-            backward_weight=tuple(weight * part.weight for part in parts),
-            reduce=tuple(gradients * part.parameters * ring for part in parts),
-            optimizer=tuple(2.0 * self.state_bytes(part.parameters) / self.device.memory_bandwidth for part in parts),
+            forward=tuple(forward * part for part in parts),
+            backward_input=tuple(backward * part for part in parts),
+            backward_weight=tuple(weight * part for part in parts),
+            reduce=tuple(gradients * part * ring for part in parts),
+            optimizer=tuple(2.0 * self.state_bytes(part) / self.device.memory_bandwidth for part in parts),
             communication=communication_seconds(
                 message,
                 latency_seconds=self.network_latency,
@@ -222,17 +181,14 @@ class TrainingModel:
             )
             if len(parts) > 1
             else 0.0,
-            buckets=()
-            if self.bucket_cap_mb is None
-            else tuple(max(1, math.ceil(gradients * part.parameters / (self.bucket_cap_mb * 2**20))) for part in parts),
         )
 
     def in_flight_limit(self, units: Sequence[int] | None = None) -> tuple[int, ...]:
         """Micro-batches that fit into the memory of a worker of each stage; 0 where not even the state fits."""
         limits = []
-        for part in self.parts(self.even() if units is None else units):
-            free = self.memory_bytes - self.state_bytes(part.parameters)
-            held = self.activation_bytes(part.activations)
+        for count in self.even() if units is None else units:
+            free = self.memory_bytes - self.state_bytes(count / self.units)
+            held = self.activation_bytes(count / self.units)
             limits.append(max(0, min(self.grid.global_microbatches, int(free // held))))
         return tuple(limits)
 
@@ -243,15 +199,6 @@ class TrainingModel:
     def calibrated(self, throughput: float) -> TrainingModel:
         """The same model with another fault-free throughput in samples/s."""
         return replace(self, throughput=throughput)
-
-
-@lru_cache(maxsize=65536)
-def _range_part(halves: tuple[LayerPart, LayerPart], blocks: int, begin: int, end: int) -> LayerPart:
-    """What part of a model of so many blocks the halves ``begin`` to ``end`` - 1 are."""
-    attention, mlp = (end + 1) // 2 - (begin + 1) // 2, end // 2 - begin // 2
-    one, other = halves
-    names = ("forward", "backward", "weight", "parameters", "activations")
-    return LayerPart(*((attention * getattr(one, n) + mlp * getattr(other, n)) / blocks for n in names))
 
 
 @lru_cache(maxsize=4096)
@@ -389,3 +336,51 @@ def get_model(name: str, **changes: object) -> TrainingModel:
     if name not in _SETTINGS:
         raise ConfigurationError(f"unknown model {name!r}: choose one of {', '.join(_SETTINGS)}.")
     return TrainingModel(name=name, **{**_SETTINGS[name], **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """``nodes`` nodes with ``gpus_per_node`` GPUs each, and a link for each worker (the model's ``network_bandwidth``).
+
+    When one GPU fails, its node is taken out until it is repaired, as schedulers do. Use ``gpus_per_node=1`` where
+    single GPUs fail.
+    """
+
+    nodes: int
+    gpus_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        whole("Cluster", "nodes", self.nodes, 1)
+        whole("Cluster", "gpus_per_node", self.gpus_per_node, 1)
+
+    @classmethod
+    def of(cls, model: TrainingModel, *, gpus_per_node: int | None = None, extra_nodes: int = 0) -> Cluster:
+        """The nodes that the model's fault-free grid needs, plus ``extra_nodes``.
+
+        Raises:
+            ConfigurationError: when the grid does not fill whole nodes.
+        """
+        size = model.tensor_parallel if gpus_per_node is None else gpus_per_node
+        if model.gpus % whole("Cluster", "gpus_per_node", size, 1):
+            raise ConfigurationError(
+                f"Cluster(gpus_per_node={size}): {model.name} needs {model.gpus} GPUs, not a whole number of nodes."
+            )
+        return cls(model.gpus // size + whole("Cluster", "extra_nodes", extra_nodes), size)
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.gpus_per_node
+
+    def workers_per_node(self, model: TrainingModel) -> int:
+        """Workers (grid positions) per node.
+
+        Raises:
+            ConfigurationError: when nodes do not hold whole workers.
+        """
+        if self.gpus_per_node % model.tensor_parallel:
+            raise ConfigurationError(
+                f"{model.name} has {model.tensor_parallel} GPUs per worker, which do not fill nodes of "
+                f"{self.gpus_per_node}: use gpus_per_node={model.tensor_parallel} or a multiple."
+            )
+        return self.gpus_per_node // model.tensor_parallel

@@ -15,12 +15,11 @@ from Korthikanti et al. (arXiv 2205.05198), equation 2: s b h (34 + 5 a s / h) p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["GPUS", "Gpu", "LayerPart", "Transformer", "block_parts", "get_gpu"]
+__all__ = ["GPUS", "Gpu", "Transformer", "get_gpu"]
 
 
 STATE_BYTES_PER_PARAMETER = 16.0
@@ -121,36 +120,3 @@ class Transformer:
     def state_bytes(self, per_parameter: float = STATE_BYTES_PER_PARAMETER) -> float:
         """Bytes of weights, gradients and optimizer state."""
         return self.parameters * at_least("Transformer", "per_parameter", per_parameter)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPart:
-    """Fractions of a block's F, B, W, parameters and activations."""
-
-    forward: float
-    backward: float
-    weight: float
-    parameters: float
-    activations: float
-
-
-@lru_cache(maxsize=64)
-def block_parts(shape: Transformer, *, recompute: bool = False) -> tuple[LayerPart, LayerPart]:
-    """(attention, MLP) of a block of ``shape``; with ``recompute`` B runs F again first, and only inputs are held."""
-    h, s = float(shape.width), float(shape.sequence)
-    output = shape.sequence * shape.width * shape.vocabulary / shape.layers  # half of the output layer's 2 s h V
-    linear = 8 * s * h * h + output, 16 * s * h * h + output
-    products = 4 * s * s * h, 0.0
-    forward = tuple(map(sum, zip(linear, products, strict=True)))
-    again = forward if recompute else (0.0, 0.0)
-    backward = tuple(own + 2 * extra + twice for own, extra, twice in zip(linear, products, again, strict=True))
-    embedding = (shape.vocabulary + shape.sequence) * h / shape.layers / 2
-    parameters = 4 * h * h + 6 * h + embedding, 8 * h * h + 7 * h + embedding
-    activations = (1.0, 1.0) if recompute else (13 + 5 * shape.heads * s / h, 21.0)
-    halves = [_fractions(values) for values in (forward, backward, linear, parameters, activations)]
-    attention, mlp = (LayerPart(*values) for values in zip(*halves, strict=True))
-    return attention, mlp
-
-
-def _fractions(values: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(value / sum(values) for value in values)

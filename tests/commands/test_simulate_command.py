@@ -78,8 +78,6 @@ def test_what_is_written_is_what_the_simulator_says(one: tuple[str, Path]) -> No
     assert result["policy"]["settings"]["schedule"] == "1f1b"
     assert result["mfu"] == pytest.approx(fmean(each.mfu for each in expected.results))
     assert result["model"]["efficiency"] == model.efficiency
-    dollars = result["cost"]["on_demand"]["dollars"]
-    assert dollars == pytest.approx(fmean(each.dollars(4.10) for each in expected.results))
     assert sum(result["gpu_seconds"].values()) == pytest.approx(32 * 6 * 3600)
     assert sum(result["losses"].values()) == pytest.approx(result["fault_free_throughput"] - result["throughput"])
 
@@ -91,7 +89,7 @@ def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
     assert f"{result['throughput']:.2f} samples/s" in out
     assert f"{result['ratio']:.3f}" in out
     assert "Restart (1F1B, 2 min)" in out
-    for shown in ("global batch 128", "of the peak of an A100-80GB", "100 Gb/s", "per 1,000 samples"):
+    for shown in ("global batch 128", "of the peak of an A100-80GB", "100 Gb/s"):
         assert shown in out
     assert f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}" in out
     for cause, lost in result["losses"].items():
@@ -263,7 +261,7 @@ def test_configuration_of_models_is_that_of_the_catalogue() -> None:
 BAD = [
     (["model=gpt5"], "unknown model 'gpt5': choose one of gpt3_3_35b, gpt3_6_7b, gpt3_medium, megatron_"),
     (["policy=hope"], "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic_layers, fault_free"),
-    (["failures=never"], "unknown failures 'never': choose one of corrupt, fraction, llama3, mtbf, regular"),
+    (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
     (["experiment=mine"], "unknown experiment 'mine': choose one of choices, fractions, paper"),
     (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': choose one of mtbf, repair"),

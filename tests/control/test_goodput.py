@@ -16,12 +16,8 @@ from lightning_recycle.simulation.units import as_ticks
 POSITIONS, USEFUL = 6, 4.0  # workers, and worker-seconds of F, B and W in a step
 
 
-KNOWN = [cause for cause in Cause if cause is not Cause.SLOW]
-"""A run does not tell what it waits for a slow worker from other waiting: that is in its bubbles."""
-
-
 def test_the_causes_are_those_of_the_simulator_in_its_order() -> None:
-    assert tuple(PARTS) == tuple(cause.value for cause in KNOWN)
+    assert tuple(PARTS) == tuple(cause.value for cause in Cause)
 
 
 def sums(account_: Goodput, now: float) -> dict[str, float]:
@@ -92,7 +88,7 @@ def test_a_scripted_record_is_accounted_for_as_the_simulator_would() -> None:
     ]
     simulated = account(spans, POSITIONS)
     measured = {cause: sum(by_phase.values()) for cause, by_phase in scripted().seconds(51.5).items()}
-    assert measured == pytest.approx({cause.value: simulated.seconds(cause) for cause in KNOWN}, abs=1e-6)
+    assert measured == pytest.approx({cause.value: simulated.seconds(cause) for cause in Cause}, abs=1e-6)
 
 
 def test_what_was_lost_is_told_by_phase() -> None:

@@ -11,14 +11,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from lightning_recycle.planning import Problem, layer_moves, normalized_failures, roles
-from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.policies.common import checkpoint_costs
 from lightning_recycle.simulation.policies.oobleck import cut, pipelines_step
-from lightning_recycle.simulation.policies.policy import Context
+from lightning_recycle.simulation.policies.policy import Context, checkpoint_costs
 from lightning_recycle.simulation.policies.published import morph
 from lightning_recycle.simulation.policies.recycle import _best_split
 from lightning_recycle.simulation.step_times import distribution, pipeline_step, planned_step
-from lightning_recycle.simulation.training_model import one_f_one_b_seconds
+from lightning_recycle.simulation.training_model import Cluster, one_f_one_b_seconds
 
 __all__ = ["NAIVE", "Naive", "Outcome"]
 
@@ -67,8 +65,6 @@ class Naive:
     outages: list
     duration: float
     nodes: int
-    slowdowns: list = field(default_factory=list)
-    corruptions: list = field(default_factory=list)
     live: set = field(default_factory=set)
 
     def down_at(self, time: float) -> set:
@@ -79,25 +75,6 @@ class Naive:
                 found.update(outage.nodes)
         return found
 
-    def seconds(self, way: Way, now: float) -> float:
-        """Of a step, in which all wait for the slowest node (``slow_after`` None)."""
-        slow = [
-            each.speed
-            for each in self.slowdowns
-            if each.begin <= now + 1e-9 < (NEVER if each.end is None else each.end)
-            and self.workers(way) & self.live & set(each.nodes)
-        ]
-        work = self.model.useful_gpu_seconds * way.samples / self.model.global_batch + self.twice(way)
-        return way.seconds + (1 / min(slow, default=1.0) - 1) * work / len(self.workers(way))
-
-    def workers(self, way: Way) -> set:
-        layout = way.layout
-        return {w for team in layout for w in team} if isinstance(layout, tuple) else set(layout)
-
-    def twice(self, way: Way) -> float:
-        """GPU-seconds of a step that are computed twice."""
-        return 0.0
-
     def play(self) -> Outcome:
         moments = {outage.begin for outage in self.outages} | {o.end for o in self.outages if o.end is not None}
         changes, down = [], self.down_at(0.0)
@@ -107,10 +84,6 @@ class Naive:
                 changes.append((time, down))
         everybody, down = set(range(self.nodes)), self.down_at(0.0)
         self.live = everybody - down
-        paces = sorted({each.begin for each in self.slowdowns} | {each.end or 0.0 for each in self.slowdowns})
-        repairs: list = []  # (time, node)
-        begins = sorted(self.corruptions, key=lambda each: each.begin)
-        wrong: list = []  # [node, first wrong result in the state, when it is noticed, seconds of repair]
         policy = self.policy
         self.costs = checkpoint_costs(
             policy.checkpoint,
@@ -123,7 +96,6 @@ class Naive:
 
         way = self.way = self.start()
         now, begun, kept = 0.0, 0.0, 0.0
-        entered = 0.0  # when the step really began; ``begun`` is when it would have at today's speed
         pauses: list[float] = []  # ends
         paused = stopped = 0.0
         checkpoints = [(0.0, 0.0, 0.0)]  # taken, readable, samples then
@@ -137,14 +109,10 @@ class Naive:
         def switch(answer: Answer) -> None:
             nonlocal way, kept, pauses, saving, begun, filling
             fresh = answer.back != "now"
-            undone = entered if way is not None and not pauses else now
             if answer.back == "checkpoint":
                 del checkpoints[newest() + 1 :]
-                undone, _, kept = checkpoints[-1]
+                kept = checkpoints[-1][2]
             if fresh:
-                for each in wrong:
-                    if each[1] is not None and each[1] >= undone - 1e-9:
-                        each[1] = None
                 pauses, saving, filling = [], (0.0 if answer.back == "checkpoint" else None), False
             elif answer.pauses and filling:
                 pauses, filling = pauses[:-1], False
@@ -163,29 +131,19 @@ class Naive:
             if not pauses and (fresh or not was_running):
                 go_on()
             elif not pauses and way and old:  # the step in progress goes on at another speed
-                begun = now - (now - begun) * self.seconds(way, now) / current
+                begun = now - (now - begun) * way.seconds / old.seconds
 
         def go_on() -> None:
-            nonlocal begun, entered, saving, filling
-            begun, entered, filling = now, now, False
-            if way is not None:
-                wrong[:] = [each for each in wrong if each[1] is not None or each[0] in self.live]
-                for each in wrong:
-                    each[1] = now if each[1] is None else each[1]
+            nonlocal begun, saving, filling
+            begun, filling = now, False
             if saving is not None:
                 checkpoints.append((now, now + saving, kept))
                 saving = None
 
         self.layout = way.layout if way else ()
         while now < self.duration:
-            current = self.seconds(way, now) if way else 0.0
             change = changes[0][0] if changes else NEVER
-            pace = next((time for time in paces if time > now + 1e-9), NEVER)
-            begin = begins[0].begin if begins else NEVER
-            notice = min((each[2] for each in wrong), default=NEVER)
-            repair = min(repairs, default=(NEVER, 0))[0]
-            until = min(change, alarm, self.duration, pace, begin, max(now, notice), repair)
-            found = None
+            until = min(change, alarm, self.duration)
             if pauses:
                 if pauses[0] <= until:
                     paused += pauses[0] - now
@@ -197,14 +155,9 @@ class Naive:
             elif way is None:
                 stopped += until - now
             else:
-                end = begun + self.seconds(way, now)
-                found = next((each for each in wrong if each[1] is not None), None)
-                if policy.check_every is None:
-                    found = None
-                if end <= until and found:
-                    until = end
-                elif end <= until:
-                    now = begun = entered = end
+                end = begun + way.seconds
+                if end <= until:
+                    now = begun = end
                     kept += way.samples
                     taken, readable, _ = checkpoints[-1]
                     if now >= max(taken + every, readable) - 1e-9:
@@ -216,44 +169,16 @@ class Naive:
                         answer, waiting = waiting[1], None
                         switch(answer)
                     continue
-                else:
-                    found = None
                 if until == self.duration:
-                    kept += way.samples * (self.duration - begun) / self.seconds(way, now)
+                    kept += way.samples * (self.duration - begun) / way.seconds
             now, before = until, self.live
             if now == self.duration:
                 break
-            woken = False
-            if found or now == notice or notice < now:
-                found = found or next(each for each in wrong if each[2] <= now)
-                wrong.remove(found)
-                if found[0] in self.live and found[3] is not None:
-                    repairs.append((now + found[3], found[0]))
-                if found[0] in self.live:
-                    down = down | {("repair", found[0])}
-            elif now == change:
-                down = {each for each in down if isinstance(each, tuple)} | changes.pop(0)[1]
-            elif now == repair:
-                node = min(repairs)[1]
-                repairs.remove(min(repairs))
-                down = down - {("repair", node)}
-            elif now == pace:
-                if way is not None and not pauses:
-                    begun = now - (now - begun) * self.seconds(way, now) / current
-                    waiting = waiting and (now, *waiting[1:])
-                continue
-            elif now == begin:
-                each = begins.pop(0)
-                if each.node in self.live and (way is None or each.node in self.workers(way)):
-                    since = now if way is not None and not pauses else None
-                    noticed = NEVER if each.noticed is None else now + each.noticed
-                    wrong.append([each.node, since, noticed, each.repair])
-                continue
+            woken = now != change
+            if woken:
+                alarm = NEVER
             else:
-                woken, alarm = True, NEVER
-            self.live = everybody - {each[1] if isinstance(each, tuple) else each for each in down}
-            if not woken and not found and self.live == before:
-                continue
+                self.live = everybody - changes.pop(0)[1]
             self.gone = before - self.live
             if waiting:  # both are answered at once
                 woken = woken or waiting[2]
@@ -261,22 +186,13 @@ class Naive:
             else:
                 self.known = before
             answer = self.answer(way, woken)
-            if found:
-                step = entered if way is not None and not pauses else now
-                answer = answer or Answer(way, [], "now", layout=self.layout)
-                if found[1] is None or found[1] >= step - 1e-9:
-                    answer.back = "step" if answer.back == "now" else answer.back
-                else:
-                    checkpoints[:] = [each for each in checkpoints if each[0] <= found[1]]
-                    answer.pauses = self.from_older() if answer.way else []
-                    answer.back, answer.saved = "checkpoint", False
             if answer is None:
                 continue
             alarm = NEVER if answer.alarm is None else now + answer.alarm
             if answer.back == "now" and answer.pauses and way is not None and not pauses:
-                end = begun + self.seconds(way, now)
+                end = begun + way.seconds
                 while end < now + way.lead - 1e-12:
-                    end += self.seconds(way, now)
+                    end += way.seconds
                 waiting = (end, answer, woken)
                 continue
             switch(answer)
@@ -291,10 +207,6 @@ class Naive:
 
     def reloading(self, failed: bool) -> list[float]:
         return [self.policy.detection if failed else 0.0, self.policy.restart, self.costs[2]]
-
-    def from_older(self) -> list[float]:
-        """All load a checkpoint from before the first wrong result."""
-        return self.reloading(False)
 
     def pipelines(self, layout: tuple, share: bool = True) -> Way | None:
         """Whole pipelines, each with its part of the batch."""
@@ -526,7 +438,7 @@ class NaiveElasticLayers(NaiveRecycle):
         vacancies = tuple(model.pipelines - counts[stage] for stage in range(model.stages)) if way else ()
         if not any(vacancies):
             return None, 0.0
-        units, step = _best_split(model, vacancies, policy.technique, policy.effort, 1.0)
+        units, step = _best_split(model, vacancies, policy.technique, policy.effort)
         if step.seconds >= way.seconds * (1 - policy.gain):
             return None, 0.0
         each = model.units // model.stages
@@ -569,16 +481,6 @@ class NaiveBamboo(NaiveMerge):
         seconds = max(step.seconds * (policy.slowdown if lost else 1), work / (len(teams) * model.stages - len(lost)))
         return Way((teams, lost), seconds, model.global_batch, step.fill, step.lead)
 
-    def workers(self, way):
-        teams, lost = way.layout
-        return {worker for p, team in enumerate(teams) for s, worker in enumerate(team) if (p, s) not in lost}
-
-    def twice(self, way):
-        return self.model.global_batch * self.model.sample_seconds[0]
-
-    def from_older(self):
-        return [self.policy.rendezvous, self.costs[2]]
-
     def answer(self, way, woken):
         model, policy = self.model, self.policy
         teams, lost = self.layout or ((), frozenset())
@@ -613,9 +515,6 @@ class NaiveVaruna(Naive):
     def start(self):
         self.again = replace(self.model, recompute=True, throughput=None)
         return self.shape()
-
-    def twice(self, way):
-        return self.model.global_batch * self.again.sample_seconds[0]
 
     def shape(self):
         policy, model = self.policy, self.model

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_recycle import simulation as sim
 
-__all__ = ["DURATION", "GRIDS", "corruptions", "outages", "slowdowns", "small_model"]
+__all__ = ["DURATION", "GRIDS", "outages", "small_model"]
 
 DURATION = 2000.0
 GRIDS = [(1, 2), (2, 2), (3, 2), (3, 4), (4, 3)]
@@ -44,24 +44,3 @@ def outages(draw, nodes: int) -> list[sim.Outage]:
         hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True))
         found.append(sim.Outage(begin, tuple(hit), _end(begin, length)))
     return found
-
-
-@st.composite
-def slowdowns(draw, nodes: int) -> list[sim.Slowdown]:
-    """Up to four, which may overlap."""
-    found = []
-    for _ in range(draw(st.integers(0, 4))):
-        begin, length = draw(moments()), draw(lengths())
-        hit = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=2, unique=True))
-        found.append(sim.Slowdown(begin, tuple(hit), draw(st.sampled_from([0.1, 0.5, 0.9])), _end(begin, length)))
-    return found
-
-
-@st.composite
-def corruptions(draw, nodes: int) -> list[sim.Corruption]:
-    """Up to three."""
-    times = st.none() | st.floats(0.5, 900.0).map(lambda time: round(time, 3))
-    return [
-        sim.Corruption(draw(moments()), draw(st.integers(0, nodes - 1)), draw(times), draw(times))
-        for _ in range(draw(st.integers(0, 3)))
-    ]

@@ -6,13 +6,13 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.policies.common import (
+from lightning_recycle.simulation.policies.policy import (
     MEASURED_AGREEMENT,
+    Context,
     agreement_seconds,
     best_interval,
     checkpoint_costs,
 )
-from lightning_recycle.simulation.policies.policy import Context
 from lightning_recycle.simulation.policies.workers import assemble_teams
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
@@ -20,7 +20,7 @@ KINDS = (
     sim.Auto, sim.Recycle, sim.ElasticLayers, sim.Merge, sim.Spares, sim.DropReplica, sim.Restart, sim.Oobleck,
     sim.Varuna, sim.Bamboo,
 )  # fmt: skip
-SHARED = [item.name for item in fields(sim.CommonPolicy)]
+SHARED = [item.name for item in fields(sim.Policy)]
 
 
 def run(policy, outages, model=LARGE, duration="1h", extra=0):
@@ -175,7 +175,7 @@ def test_policies_recover_in_the_same_time_but_for_the_states_they_copy(kind) ->
 
 
 def test_all_policies_share_settings_and_defaults() -> None:
-    usual = {name: getattr(sim.CommonPolicy(), name) for name in SHARED}
+    usual = {name: getattr(sim.Merge(), name) for name in SHARED}
     for kind in KINDS:
         own = {name: getattr(kind(), name) for name in SHARED}
         different = {name for name in SHARED if own[name] != usual[name]}

@@ -1,10 +1,8 @@
 """Every second of every GPU, exactly once, whatever fails under whatever policy."""
 
-import dataclasses
-
 import pytest
 from hypothesis import strategies as st
-from random_outages import DURATION, GRIDS, corruptions, outages, slowdowns
+from random_outages import DURATION, GRIDS, outages
 from random_outages import small_model as model
 from support.drawn_examples import check_examples, examples
 
@@ -58,34 +56,6 @@ def check_failures(data) -> None:
     # Failed time is known from the outages alone.
     down = 0 if policy.ignores_failures else sum(failed_ticks(node, broken) for node in range(cluster.nodes))
     assert account.failed == down * gpus_per_node
-    assert account.slow == 0
-    assert result.tainted_samples == 0
-
-
-@examples(150, 2000)
-def test_the_parts_add_up_when_nodes_are_slow_and_wrong_as_well(examples) -> None:
-    check_examples(check_slow_and_wrong_nodes, examples)
-
-
-def check_slow_and_wrong_nodes(data) -> None:
-    policy = data.draw(st.sampled_from([policy for policy in POLICIES if not policy.ignores_failures]))
-    watch = {"slow_after": data.draw(st.sampled_from([None, 0.0, 20.0]))}
-    watch |= data.draw(st.sampled_from([{}, {"check_every": 0.0, "check_cost": 0.05}, {"check_every": 60.0}]))
-    policy = dataclasses.replace(policy, **watch)
-    chosen = model(*data.draw(st.sampled_from(GRIDS)))
-    cluster = sim.Cluster.of(chosen, extra_nodes=2)
-    source = sim.Scripted(*(data.draw(kind(cluster.nodes)) for kind in (outages, slowdowns, corruptions)))
-    result = sim.simulate(chosen, cluster, policy, source, DURATION)
-    check_the_sums(result, chosen, cluster)
-    assert 0 <= result.tainted_samples <= result.samples * (1 + 1e-9)
-    if policy.check_every == 0.0:  # what nobody has found yet is in the step in progress
-        most = max((i.throughput for i in result.intervals), default=0.0)
-        assert result.tainted_samples <= most * 100
-    # Nodes are out when the source says so, or after wrong results.
-    least = sum(failed_ticks(node, source.outages) for node in range(cluster.nodes))
-    assert result.accounting.failed >= least
-    if not source.corruptions:
-        assert result.accounting.failed == least
 
 
 def check_the_sums(result: sim.SimulationResult, chosen: sim.TrainingModel, cluster: sim.Cluster) -> None:

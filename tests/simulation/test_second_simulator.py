@@ -1,12 +1,11 @@
 """A naive simulator written from the documentation comes to the same results, whatever fails."""
 
-import dataclasses
 import functools
 
 import pytest
 from hypothesis import strategies as st
 from naive_simulator import AGREEMENT, NAIVE
-from random_outages import DURATION, GRIDS, corruptions, outages, slowdowns, small_model
+from random_outages import DURATION, GRIDS, outages, small_model
 from support.drawn_examples import check_examples, examples
 
 from lightning_recycle import simulation as sim
@@ -58,25 +57,10 @@ def check_outages(policy, data) -> None:
     compare(policy, chosen, cluster, sim.Scripted(data.draw(outages(cluster.nodes))))
 
 
-@NAMED
-@examples(12, 100)
-def test_both_agree_on_slow_and_wrong_nodes(policy, examples) -> None:
-    check_examples(functools.partial(check_slow_and_wrong_nodes, policy), examples)
-
-
-def check_slow_and_wrong_nodes(policy, data) -> None:
-    policy = dataclasses.replace(policy, slow_after=None, check_every=data.draw(st.sampled_from([None, 0.0])))
-    chosen = model(*data.draw(st.sampled_from(GRIDS)))
-    cluster = sim.Cluster.of(chosen, extra_nodes=getattr(policy, "spares", 0) or data.draw(st.sampled_from([0, 3])))
-    source = sim.Scripted(*(data.draw(kind(cluster.nodes)) for kind in (outages, slowdowns, corruptions)))
-    compare(policy, chosen, cluster, source)
-
-
 def compare(policy, chosen: sim.TrainingModel, cluster: sim.Cluster, source: sim.Scripted) -> None:
     result = sim.simulate(chosen, cluster, policy, source, DURATION)
     play = NAIVE[type(policy).__name__]
-    broken = list(source.outages)
-    naive = play(chosen, policy, broken, DURATION, cluster.nodes, source.slowdowns, source.corruptions).play()
+    naive = play(chosen, policy, list(source.outages), DURATION, cluster.nodes).play()
 
     def seconds(state):
         return sum(i.end - i.begin for i in result.intervals if i.state is state)

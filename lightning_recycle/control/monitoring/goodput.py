@@ -38,9 +38,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "reconfiguring": ("recovering", "joining"),
     "failed": ("vacant",),
 }
-"""The values of :class:`lightning_recycle.simulation.Cause`, and what they are divided into. A run does not know what
-it waits for a slow worker: that is in its bubbles.
-"""
+"""The values of :class:`lightning_recycle.simulation.Cause`, and what they are divided into."""
 
 
 class Phase(str, Enum):

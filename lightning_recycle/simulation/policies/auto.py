@@ -43,8 +43,15 @@ from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.layouts.fractional_cuts import Bounds, held_ranges
 from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWay
-from lightning_recycle.simulation.policies.common import CommonPolicy
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction, stopped
+from lightning_recycle.simulation.policies.policy import (
+    Configuration,
+    Context,
+    Happening,
+    Loss,
+    Policy,
+    Reaction,
+    stopped,
+)
 from lightning_recycle.simulation.policies.workers import live_workers
 from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
@@ -98,20 +105,14 @@ class _State:
 
 
 @dataclass(frozen=True)
-class Auto(CommonPolicy):
-    """The best way at every change. Takes the arguments of ``CommonPolicy``, and:
+class Auto(Policy):
+    """The best way at every change. Takes the arguments of ``Policy``, and:
 
     Args:
         schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
-        layers: whether layers may move.
-        shares: whether neighbouring stages may share layers.
-        prior_events: failures that the prior rate, Llama 3's, counts for.
     """
 
     schedule: ScheduleName = "planned"
-    layers: bool = True
-    shares: bool = True
-    prior_events: float = 0.001
 
     @property
     def technique(self) -> Technique:
@@ -120,7 +121,7 @@ class Auto(CommonPolicy):
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
-        state = _State(None, (), FailureRecord(prior_events=self.prior_events), 0.0)
+        state = _State(None, (), FailureRecord(), 0.0)
         return Reaction(self._fresh(context, state, self._workers(context, state, live)))
 
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
@@ -191,18 +192,14 @@ class Auto(CommonPolicy):
         if min(counts) < 1:
             return
         goal = math.inf
-        if self.layers:
-            for found in _moving(model, self.technique, self.effort, len(workers), self.shares):
-                goal = min(goal, found.step.period)
-                moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
-                stays = found.cuts == cuts or (found.cuts == _even(model) and len(workers) == full)
-                yield replace(found, choice=moved[stays])
+        for found in _moving(model, self.technique, self.effort, len(workers)):
+            goal = min(goal, found.step.period)
+            moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
+            stays = found.cuts == cuts or (found.cuts == _even(model) and len(workers) == full)
+            yield replace(found, choice=moved[stays])
         least = _least_staying(model, self.technique, cuts, counts)
-        if self.layers and (1 - goal / least) * until > _DEAREST:
-            return
-        # Where layers move, workers that move alone bring nothing.
-        alone: tuple[LayoutWay, ...] = () if self.layers else ("workers",)
-        yield from _staying(model, self.technique, self.effort, cuts, counts, alone)
+        if (1 - goal / least) * until <= _DEAREST:
+            yield from _staying(model, self.technique, self.effort, cuts, counts)
 
     def _fresh(self, context: Context, state: _State, workers: Sequence[int]) -> Configuration:
         """The way with the shortest step, everything loaded."""
@@ -262,27 +259,20 @@ def _least_staying(model: TrainingModel, technique: Technique, cuts: Bounds, cou
 
 @lru_cache(maxsize=16384)
 def _staying(
-    model: TrainingModel,
-    technique: Technique,
-    effort: int,
-    cuts: Bounds,
-    counts: tuple[int, ...],
-    ways: tuple[LayoutWay, ...],
+    model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
 ) -> tuple[_Way, ...]:
-    """Re-routing, and of the other ``ways`` what moves no layers."""
-    return _planned(model, technique, effort, cuts, counts, ways, "layers stay", shares_layers=False)
+    """Re-routing alone: where layers move, workers that move alone bring nothing."""
+    return _planned(model, technique, effort, cuts, counts, (), "layers stay")
 
 
 @lru_cache(maxsize=4096)
-def _moving(
-    model: TrainingModel, technique: Technique, effort: int, live: int, shares_layers: bool
-) -> tuple[_Way, ...]:
+def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) -> tuple[_Way, ...]:
     """The layouts for so many workers, the fault-free cuts among them, wherever these are now: what a change costs
     hardly depends on it.
     """
     counts = _filled((0,) * model.stages, live, model.pipelines)
     ways: tuple[LayoutWay, ...] = ("layers", "both")
-    return _planned(model, technique, effort, _even(model), counts, ways, unmovable(model), shares_layers)
+    return _planned(model, technique, effort, _even(model), counts, ways, unmovable(model))
 
 
 def _planned(
@@ -293,7 +283,6 @@ def _planned(
     counts: tuple[int, ...],
     ways: tuple[LayoutWay, ...],
     fixed: str,
-    shares_layers: bool,
 ) -> tuple[_Way, ...]:
     """What the planner of a run finds, whether or not it pays."""
     costs = layer_costs(model)
@@ -304,7 +293,6 @@ def _planned(
             cuts,
             next_change=1e12,
             fixed=fixed,
-            whole="" if shares_layers else "layers are not shared",
             ways=ways,
             judge=lambda other, turns: step_judgement(other, turns, effort // _LAYOUT_SHARE),
         )

@@ -10,30 +10,26 @@ Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and its publi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least
-from lightning_recycle.simulation.policies.common import CommonPolicy
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
     Happening,
     Loss,
+    Policy,
     Reaction,
-    prolonged,
     stopped,
 )
 from lightning_recycle.simulation.policies.workers import (
     Teams,
     assemble_teams,
-    crowding,
     live_workers,
-    nodes_of,
     share_batch,
-    shared_transfer,
 )
 from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
@@ -104,8 +100,6 @@ def pipelines_step(
     sizes: tuple[int, ...],
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
-    paces: tuple[float, ...] = (),
-    crowding: float = 1.0,
 ) -> PlannedStep:
     """One step on pipelines of these sizes: that of the slowest with its share of the batch.
 
@@ -116,19 +110,14 @@ def pipelines_step(
         sizes: workers of each pipeline.
         schedule: schedule of the pipelines.
         effort: effort of the planner.
-        paces: speed of the slowest worker of each pipeline, as a part of the usual one; () where none is slow.
-        crowding: factor by which messages take longer.
     """
-    paces = paces or (1.0,) * len(sizes)
     units = [cut(model.units, size) for size in sizes]
     costs = [model.costs(parts, pipelines=len(sizes)) for parts in units]
-    costs = [replace(each, communication=each.communication * crowding) for each in costs]
     slowest = [max(map(sum, zip(c.forward, c.backward_input, c.backward_weight, strict=True))) for c in costs]
-    speeds = [pace / seconds for pace, seconds in zip(paces, slowest, strict=True)]
-    shares = share_batch(model.grid.global_microbatches, speeds)
+    shares = share_batch(model.grid.global_microbatches, [1 / seconds for seconds in slowest])
     steps = [
-        pipeline_step(schedule, cost, share, model.in_flight_limit(parts), effort).longer(share * each * (1 / pace - 1))
-        for cost, share, parts, pace, each in set(zip(costs, shares, units, paces, slowest, strict=True))
+        pipeline_step(schedule, cost, share, model.in_flight_limit(parts), effort)
+        for cost, share, parts in set(zip(costs, shares, units, strict=True))
     ]
     seconds = max(step.seconds for step in steps)
     fill = max(step.seconds + step.fill for step in steps) - seconds
@@ -136,7 +125,7 @@ def pipelines_step(
 
 
 @dataclass(frozen=True)
-class Oobleck(CommonPolicy):
+class Oobleck(Policy):
     """A pipeline that loses a node continues as a smaller one, planned in advance.
 
     Assumptions:
@@ -154,7 +143,7 @@ class Oobleck(CommonPolicy):
     - A worker that comes back joins the shortest pipeline, at the end of a step; with all back, the first grid is
       restored.
 
-    Takes the arguments of ``CommonPolicy``, and:
+    Takes the arguments of ``Policy``, and:
 
     Args:
         memory_factor: bytes of a stage's state per byte of its parameters.
@@ -200,21 +189,9 @@ class Oobleck(CommonPolicy):
             return None
         found = self._configuration(context, after)
         missing = _missing(model.units, before, after)
-        usual = model.transfer_seconds(max(missing.values(), default=0.0))
-        transfer = shared_transfer(context, missing, usual)
+        transfer = model.transfer_seconds(max(missing.values(), default=0.0))
         steps = self.regrouping(len(workers), broken=broken, transfer=transfer)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
-
-    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
-        """See :class:`Policy`. The batch is shared by the pipelines' speeds, as it is by their sizes."""
-        teams = current.layout
-        assert isinstance(teams, tuple)
-        each = context.cluster.workers_per_node(context.model)
-        order = sorted(teams, key=len, reverse=True)
-        paces = tuple(min(speeds.get(worker // each, 1.0) for worker in team) for team in order)
-        sizes = tuple(map(len, order))
-        step = pipelines_step(context.model, sizes, self.schedule, self.effort, paces, crowding(context, order))
-        return prolonged(replace(current, fill_seconds=step.fill, lead_seconds=step.lead), step.seconds)
 
     def _anew(self, context: Context, workers: tuple[int, ...]) -> Teams:
         """The fastest of a few instantiations: even pipelines near the fault-free depth, or that depth and a rest."""
@@ -273,9 +250,8 @@ class Oobleck(CommonPolicy):
             return stopped("too few workers", ())
         sizes = tuple(sorted(map(len, teams), reverse=True))
         shape = ", ".join(f"{sizes.count(size)} x {size}" for size in sorted(set(sizes), reverse=True))
-        step = pipelines_step(model, sizes, self.schedule, self.effort, crowding=crowding(context, teams))
-        found = self.running(context, f"oobleck, {shape}", step, sum(sizes), teams)
-        return replace(found, nodes=nodes_of(context, (worker for team in teams for worker in team)))
+        step = pipelines_step(model, sizes, self.schedule, self.effort)
+        return self.running(context, f"oobleck, {shape}", step, sum(sizes), teams)
 
 
 def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:

@@ -1,30 +1,66 @@
-"""The interface of policies: a pure answer to "these nodes have failed, what now?".
+"""Policies: a pure answer to "these nodes have failed, what now?", and the settings and costs that all of them share.
 
 Concept: the engine plays time; a policy says how training runs between two events (:class:`Configuration`) and what
 happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. All that a policy remembers is in
 the configuration's ``layout``, so policies are frozen and answers depend only on their arguments.
 
-Training is synchronous, so a slow worker makes all wait. Where its work is not dealt out anew, its computation takes
-1 / speed as long, and nothing else does: the step is longer by (1 / speed - 1) times what a worker computes in it. For
-1F1B with equal stages that is exact for the last stage and an upper bound for the others, whose idle time hides some.
+Policies differ in who does a dead worker's work. Everything else they could all do equally well or badly, so it is the
+same for all unless a setting says otherwise, and a comparison is one of policies. Only a policy whose publication has a
+constant of its own for one of these has another default.
+
+*Checkpoints*: a checkpoint is the state at the end of a step. Training stands still for ``stall``; the checkpoint can
+be loaded ``writing`` seconds after that, and a failure before then falls back on the previous checkpoint. Workers with
+the same stage share its state, each copies or writes an equal part.
+
+=============  =====================================  ======================================  ======================
+kind           stall                                  writing                                 loading
+=============  =====================================  ======================================  ======================
+synchronous    all state to the shared storage        none                                    from the shared storage
+background     a copy to the host's memory            all state to the shared storage         from the shared storage
+sharded        each worker's part to storage that     none                                    each worker's state, the
+               grows with the cluster                                                         same way
+memory         none                                   each worker's part to a peer            from a peer
+=============  =====================================  ======================================  ======================
+
+*Recoveries*: all live workers agree on a new generation, look up the plan and whom they need, and connect. The first
+two were measured with this package's coordinator, over real sockets with up to 2,000 workers (two cores for
+everything; ``benchmarks/control_plane.py``): between the measured sizes straight lines on logarithmic scales, beyond
+them the last of these lines.
 
 Contract: ``begin`` and ``react`` are pure. ``react`` may be called again before its last answer has taken effect; it is
-then given the configuration in force or, in a pause, the one to follow.
+then given the configuration in force or, in a pause, the one to follow. Durations may be given as text and are kept in
+seconds.
 
 Must not know: how time advances, how GPU-seconds are counted.
+
+Assumptions: ``regroup`` is that of NCCL at 32 GPUs; ``connect`` gives 25 s for 10,000 workers, as much as MegaScale
+(Jiang et al., NSDI'24, arXiv 2402.15627) reports for the start of all groups there (under 30 s). A copy in memory
+survives: that the worker and the peer that has its copy fail at the same moment is neglected.
+
+Sources: background copies by CheckFreq (Mohan et al., FAST'21), copies at peers by Gemini (Wang et al., SOSP'23); the
+interval by Young (1974) and Daly (2006), first order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, get_args
 
-from lightning_recycle.simulation.cluster import Cluster
-from lightning_recycle.simulation.training_model import TrainingModel
+from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Costs
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, PlannedStep, ScheduleName, pipeline_step
+from lightning_recycle.simulation.training_model import Cluster, TrainingModel
+from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = [
+    "CHECKPOINTS",
+    "MEASURED_AGREEMENT",
+    "CheckpointCosts",
+    "CheckpointKind",
     "Configuration",
     "Context",
     "Happening",
@@ -32,12 +68,11 @@ __all__ = [
     "Pause",
     "Policy",
     "Reaction",
-    "Watch",
-    "WatchfulPolicy",
-    "checked",
-    "prolonged",
+    "agreement_seconds",
+    "best_interval",
+    "checkpoint_costs",
+    "pauses",
     "stopped",
-    "waiting",
 ]
 
 
@@ -77,7 +112,6 @@ class Configuration:
         gpus: GPUs that take part; other live ones are idle. 0 if training stands still.
         useful_gpu_seconds: F, B and W of the samples of one step, each counted once.
         repeated_gpu_seconds: computation of one step done twice: redundant or recomputed.
-        slow_gpu_seconds: GPU time by which slow nodes prolong one step; the engine's.
         checkpoint_every: seconds between checkpoints, taken at the next end of a step; None for none.
         checkpoint_seconds: how long training stands still for a checkpoint.
         checkpoint_writing: how long it then takes, while training goes on, until the checkpoint can be loaded.
@@ -87,7 +121,6 @@ class Configuration:
         lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
             only be stopped at the end of the next step.
         choice: what a policy that chooses among several ways has chosen, e.g. "layers"; empty for other policies.
-        nodes: those that take part, so that a slow or wrong one matters; None for all.
     """
 
     label: str
@@ -103,8 +136,6 @@ class Configuration:
     fill_seconds: float = 0.0
     lead_seconds: float = 0.0
     choice: str = ""
-    slow_gpu_seconds: float = 0.0
-    nodes: frozenset[int] | None = None
 
     @property
     def running(self) -> bool:
@@ -170,74 +201,241 @@ class Reaction:
     wake: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """How closely a policy looks at nodes that do not fail.
+CheckpointKind = Literal["synchronous", "background", "sharded", "memory"]
+
+CHECKPOINTS: tuple[str, ...] = get_args(CheckpointKind)
+
+
+class CheckpointCosts(NamedTuple):
+    """Seconds of a checkpoint.
 
     Args:
-        slow_after: seconds until a slow node is known to be slow; None: nothing is done about slow nodes.
-        check_every: seconds between two checks of all results, which find wrong ones before the step counts; 0: every
-            step is checked; None: no checks.
-        check_cost: part of a step's duration that checking adds to each step.
+        stall: training stands still.
+        writing: from then until the checkpoint can be loaded.
+        loading: all workers load their state.
     """
 
-    slow_after: float | None = None
-    check_every: float | None = None
-    check_cost: float = 0.0
+    stall: float
+    writing: float
+    loading: float
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A way to handle failures."""
+def checkpoint_costs(
+    kind: str, model: TrainingModel, *, storage: float, worker_storage: float, host: float
+) -> CheckpointCosts:
+    """The costs of one checkpoint.
 
-    @property
-    def ignores_failures(self) -> bool:
-        """Whether nodes never fail under this policy (the upper bound)."""
-        ...
+    Args:
+        kind: one of ``CHECKPOINTS``.
+        model: the model; its fault-free grid sets how many workers share the writing.
+        storage: bytes/s of the shared storage, per GPU of the fault-free grid.
+        worker_storage: bytes/s at which one worker reads and writes storage that grows with the cluster.
+        host: bytes/s from a GPU to its host's memory.
+    """
+    shared = model.transformer.state_bytes() / (storage * model.gpus)
+    stage = model.state_bytes(1 / model.stages)  # of one GPU
+    part = stage / model.pipelines
+    if kind == "synchronous":
+        return CheckpointCosts(shared, 0.0, shared)
+    if kind == "background":
+        return CheckpointCosts(part / host, shared, shared)
+    if kind == "sharded":
+        return CheckpointCosts(part / worker_storage, 0.0, stage / worker_storage)
+    return CheckpointCosts(0.0, part / model.network_bandwidth, model.transfer_seconds(1 / model.stages))
 
+
+def best_interval(rule: str, costs: CheckpointCosts, mtbf: float | None, usual: float = 1800.0) -> float:
+    """Seconds from a checkpoint to the next by the formula of ``rule``, at least as many as one takes.
+
+    Args:
+        rule: "young", sqrt(2 stall mtbf), or "daly", the same less the stall (the mtbf, if it is below stall / 2).
+        costs: of a checkpoint.
+        mtbf: mean seconds between failures of the whole cluster; None when nothing fails.
+        usual: the answer when nothing fails.
+    """
+    if mtbf is None:
+        return max(usual, costs.writing)
+    found = math.sqrt(2 * costs.stall * mtbf)
+    if rule == "daly":
+        found = found - costs.stall if costs.stall < 2 * mtbf else mtbf
+    return max(found, costs.writing, 1.0)
+
+
+MEASURED_AGREEMENT = ((64, 0.018), (250, 0.059), (500, 0.167), (1000, 0.437), (2000, 1.489))
+"""Workers, and seconds from a kill until all have agreed on a new generation."""
+
+
+def agreement_seconds(workers: int) -> float:
+    """Seconds until that many workers agree on a new generation."""
+    if workers < 1:
+        return 0.0
+    points = MEASURED_AGREEMENT
+    place = next((n for n in range(1, len(points)) if workers <= points[n][0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    slope = math.log(y1 / y0) / math.log(x1 / x0)
+    return float(y0 * (workers / x0) ** slope)
+
+
+_RULES = ("young", "daly")
+
+
+def pauses(**seconds: float) -> tuple[Pause, ...]:
+    """Pauses by name, without those of zero length."""
+    return tuple(Pause(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """A way to handle failures, with the settings that every policy has.
+
+    Args:
+        schedule: schedule of whole pipelines, "1f1b" or "planned" (see ``simulation.schedules``).
+        effort: effort of the planner, in operations.
+        detection: seconds from a failure to its detection; the heartbeat timeout.
+        agreement: seconds until all live workers agree on a new generation; None: as measured, by their number.
+        lookup: seconds to look up the plan and whom a worker needs.
+        regroup: seconds for new communicators, besides ``connect``.
+        connect: seconds for new communicators, for each live worker.
+        restart: seconds to restart the job, besides detection and loading a checkpoint.
+        checkpoint: "synchronous", "background", "sharded" or "memory" (see ``simulation.checkpoint_costs``).
+        checkpoint_every: time from a checkpoint to the next, or by the formula of "young" or "daly" from the mean time
+            between failures and the stall of a checkpoint.
+        storage: bytes/s of the shared storage, per GPU of the fault-free grid. (The default is 1 GB/s for 32 GPUs,
+            which gives 107 s for the 6.7B model; Oobleck's public simulator has 120 s.)
+        worker_storage: bytes/s at which a worker reads and writes storage that grows with the cluster.
+        host: bytes/s from a GPU to its host's memory.
+    """
+
+    schedules: ClassVar[tuple[str, ...]] = SCHEDULES
+    ignores_failures: ClassVar[bool] = False
+    """Whether nodes never fail under this policy (the upper bound)."""
+
+    schedule: ScheduleName = "1f1b"
+    effort: int = DEFAULT_EFFORT
+    detection: Duration = 5.0
+    agreement: Duration | None = None
+    lookup: Duration = 0.06
+    regroup: Duration = 5.0
+    connect: Duration = 0.0025
+    restart: Duration = 300.0
+    checkpoint: CheckpointKind = "background"
+    checkpoint_every: Duration = "5min"
+    storage: float = 1e9 / 32
+    worker_storage: float = 1e9
+    host: float = 20e9
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        keep_seconds(self, "detection", "agreement", "lookup", "regroup", "connect", "restart")
+        if self.checkpoint_every not in _RULES:
+            keep_seconds(self, "checkpoint_every", positive=True)
+        for setting in ("storage", "worker_storage", "host"):
+            at_least(name, setting, getattr(self, setting), above=True)
+        whole(name, "effort", self.effort)
+        for setting, choices in (("schedule", self.schedules), ("checkpoint", CHECKPOINTS)):
+            if (value := getattr(self, setting)) not in choices:
+                raise ConfigurationError(f"{name}({setting}={value!r}): give one of {', '.join(choices)}.")
+
+    @abstractmethod
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """How training starts on the live nodes."""
-        ...
 
+    @abstractmethod
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
         """What to do; None: nothing changes."""
-        ...
 
+    # -- the schedule ----------------------------------------------------------------------------------------------
 
-@runtime_checkable
-class WatchfulPolicy(Policy, Protocol):
-    """A policy that has answers to slow and wrong nodes; under any other, all wait for slow ones forever."""
+    def pipeline_step(
+        self, model: TrainingModel, microbatches: int, costs: Costs | None = None, limit: tuple[int, ...] | None = None
+    ) -> PlannedStep:
+        """A step of a whole pipeline with this policy's schedule.
 
-    @property
-    def watch(self) -> Watch:
-        """How slow and wrong nodes are found."""
-        ...
+        Args:
+            model: the model.
+            microbatches: micro-batches of the pipeline.
+            costs: costs of its stages; by default those of the fault-free split.
+            limit: micro-batches that fit into a worker of each stage; by default those of the fault-free split.
+        """
+        if costs is None:
+            costs, limit = model.costs(), model.in_flight_limit()
+        return pipeline_step(self.schedule, costs, microbatches, limit, self.effort)
 
-    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
-        """``current`` when all know that these nodes are slow, with the work dealt out for that if the policy can."""
-        ...
+    # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
-        """``reaction``, except that all load an older checkpoint, because newer ones are wrong."""
-        ...
+    def checkpoint_costs(self, context: Context) -> CheckpointCosts:
+        """Seconds of one checkpoint."""
+        return checkpoint_costs(
+            self.checkpoint,
+            context.model,
+            storage=self.storage,
+            worker_storage=self.worker_storage,
+            host=self.host,
+        )
 
+    def checkpoint_interval(self, context: Context) -> float:
+        """Seconds from a checkpoint to the next."""
+        every = self.checkpoint_every
+        if isinstance(every, str):
+            return best_interval(every, self.checkpoint_costs(context), context.mtbf)
+        return every
 
-def waiting(found: Configuration, speeds: Mapping[int, float]) -> Configuration:
-    """All wait for the slowest of these nodes."""
-    computing = (found.useful_gpu_seconds + found.repeated_gpu_seconds) / found.gpus
-    return prolonged(found, found.step_seconds + (1 / min(speeds.values()) - 1) * computing)
+    # -- recoveries ------------------------------------------------------------------------------------------------
 
+    def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Pause, ...]:
+        """The pauses of a change of the roster.
 
-def prolonged(found: Configuration, seconds: float) -> Configuration:
-    """A step takes ``seconds`` because of slow nodes, at least as long as without."""
-    longer = max(0.0, seconds - found.step_seconds)
-    return replace(
-        found, step_seconds=found.step_seconds + longer, slow_gpu_seconds=found.slow_gpu_seconds + longer * found.gpus
-    )
+        Args:
+            workers: live workers.
+            broken: whether somebody failed, so that it must be detected first.
+            transfer: seconds to copy states.
+            own: other pauses, between the agreement and the transfer; without any, ``regroup``.
+        """
+        agreed = agreement_seconds(workers) if self.agreement is None else float(self.agreement)
+        middle = own or {"regroup": float(self.regroup) + float(self.connect) * workers}
+        detect = float(self.detection) if broken else 0.0
+        return pauses(detect=detect, agree=agreed + float(self.lookup), **middle, transfer=transfer)
 
+    def restarting(self, context: Context, *, broken: bool, label: str = "restart") -> tuple[Pause, ...]:
+        """The pauses of a restart from the newest checkpoint."""
+        detect = float(self.detection) if broken else 0.0
+        loading = self.checkpoint_costs(context).loading
+        return pauses(detect=detect, **{label: float(self.restart)}, load=loading)
 
-def checked(found: Configuration, cost: float) -> Configuration:
-    """Checking the results takes ``cost`` times a step, all of it computation done twice."""
-    extra = cost * found.step_seconds
-    repeated = found.repeated_gpu_seconds + extra * found.gpus
-    return replace(found, step_seconds=found.step_seconds + extra, repeated_gpu_seconds=repeated)
+    def growing(self, context: Context, found: Configuration) -> Reaction:
+        """A checkpoint at the end of the step, and a restart from it with more workers."""
+        costs = self.checkpoint_costs(context)
+        steps = (*pauses(checkpoint=costs.stall + costs.writing), *self.restarting(context, broken=False))
+        return Reaction(found, steps, at_boundary=True, saved=True)
+
+    def running(
+        self, context: Context, label: str, step: PlannedStep, workers: int, layout: object, *, part: float = 1.0
+    ) -> Configuration:
+        """Training at ``step`` with this policy's checkpoints.
+
+        Args:
+            context: the model and the cluster.
+            label: a few words for the timeline.
+            step: a step.
+            workers: how many workers take part; 0: training stands still.
+            layout: the policy's own data.
+            part: part of the global batch that is trained.
+        """
+        model = context.model
+        if not workers:
+            return stopped(label, layout)
+        costs = self.checkpoint_costs(context)
+        return Configuration(
+            label,
+            step.seconds,
+            round(model.global_batch * part),
+            workers * model.tensor_parallel,
+            model.useful_gpu_seconds * part,
+            model.recomputed_gpu_seconds * part,
+            layout=layout,
+            fill_seconds=step.fill,
+            lead_seconds=step.lead,
+            checkpoint_every=self.checkpoint_interval(context),
+            checkpoint_seconds=costs.stall,
+            checkpoint_writing=costs.writing,
+        )

@@ -7,23 +7,21 @@ from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, fraction
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
     Happening,
     Loss,
     Pause,
+    Policy,
     Reaction,
+    pauses,
     stopped,
 )
 from lightning_recycle.simulation.policies.workers import (
     Teams,
     assemble_teams,
-    crowded,
-    crowding,
     live_workers,
-    nodes_of,
     whole_pipelines,
 )
 from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
@@ -45,7 +43,7 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class Bamboo(CommonPolicy):
+class Bamboo(Policy):
     """Each worker also runs its successor's forward, and takes it over if that dies.
 
     Source: Thorpe et al., NSDI'23 (arXiv 2204.12013), and the simulator in its public repository (uclasystem/bamboo),
@@ -67,7 +65,7 @@ class Bamboo(CommonPolicy):
       checkpoint after ``rendezvous``.
     - A node that comes back needs ``node_start`` until it can take part.
 
-    Takes the arguments of ``CommonPolicy``, and:
+    Takes the arguments of ``Policy``, and:
 
     Args:
         slowdown: factor on the step time while a worker runs two stages.
@@ -150,11 +148,6 @@ class Bamboo(CommonPolicy):
         """The pauses of a restart from a checkpoint, with Bamboo's own time for it."""
         return pauses(rendezvous=float(self.rendezvous), load=self.checkpoint_costs(context).loading)
 
-    def reloaded(self, context: Context, reaction: Reaction) -> Reaction:
-        """See :class:`Policy`."""
-        steps = self._fatal(context) if reaction.configuration.running else ()
-        return replace(super().reloaded(context, reaction), pauses=steps)
-
     def _should_reconfigure(self, context: Context, layout: _Layout, alive: set[int]) -> bool:
         stages = context.model.stages
         overloaded = len(layout.lost)
@@ -179,7 +172,7 @@ class Bamboo(CommonPolicy):
         step = self.pipeline_step(
             model,
             micro,
-            _redundant(crowded(model.costs(), crowding(context, layout.teams))),
+            _redundant(model.costs()),
             self._in_flight_limit(model),
         )
         seconds = step.seconds * (self.slowdown if layout.lost else 1.0)
@@ -195,15 +188,6 @@ class Bamboo(CommonPolicy):
             gpus=gpus,
             repeated_gpu_seconds=usual.repeated_gpu_seconds + redundant,
             layout=layout,
-            nodes=nodes_of(
-                context,
-                (
-                    worker
-                    for p, team in enumerate(layout.teams)
-                    for s, worker in enumerate(team)
-                    if (p, s) not in layout.lost
-                ),
-            ),
             fill_seconds=step.fill,
             lead_seconds=step.lead,
         )
@@ -223,7 +207,7 @@ def _redundant(costs: Costs) -> Costs:
 
 
 @dataclass(frozen=True)
-class Varuna(CommonPolicy):
+class Varuna(Policy):
     """Every change of the cluster restarts the job with a new depth.
 
     Source: Athlur et al., EuroSys'22 (arXiv 2111.04007) and its public repository (microsoft/varuna), which writes a
@@ -239,7 +223,7 @@ class Varuna(CommonPolicy):
     - The job is restarted both for failures and for returning nodes; the public scripts take 60 to 120 s, hence
       ``restart``.
 
-    Takes the arguments of ``CommonPolicy``, and:
+    Takes the arguments of ``Policy``, and:
 
     Args:
         restart: seconds to restart the job.
@@ -275,14 +259,10 @@ class Varuna(CommonPolicy):
             return stopped("does not fit", frozenset())
         pipelines, stages, microbatch, step = layout
         used = workers[: pipelines * stages]
-        factor = crowding(context, (used[begin : begin + stages] for begin in range(0, len(used), stages)))
-        if factor != 1.0:
-            *_, step = morph(again, len(workers), self.schedule, self.effort, factor) or layout
         label = f"varuna, {pipelines} x {stages}, micro-batch {microbatch}"
         return replace(
             self.running(context, label, step, pipelines * stages, frozenset(used)),
             repeated_gpu_seconds=model.global_batch * model.sample_seconds[0] * model.tensor_parallel,
-            nodes=nodes_of(context, used),
         )
 
 
@@ -292,7 +272,6 @@ def morph(
     workers: int,
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
-    factor: float = 1.0,
 ) -> tuple[int, int, int, PlannedStep] | None:
     """(D, P, micro-batch, step) of the fastest depth on that many workers; None when none fits.
 
@@ -301,7 +280,6 @@ def morph(
         workers: number of live workers.
         schedule: schedule of the pipelines; the depth is chosen by 1F1B, as Varuna's own simulator does.
         effort: effort of the planner.
-        factor: by which messages take longer in the end; the depth is chosen as if they did not.
     """
     best: tuple[int, int, int, PlannedStep] | None = None
     chosen: tuple[TrainingModel, int] | None = None
@@ -319,7 +297,7 @@ def morph(
     if best is None or chosen is None:
         return None
     shape, micro = chosen
-    costs = crowded(shape.costs(pipelines=best[0]), factor)
+    costs = shape.costs(pipelines=best[0])
     # Its own micro-batches at most S deep, as many as 1F1B holds, which is what _largest_fitting has checked.
     limit = (shape.stages,) * shape.stages
     return (*best[:3], pipeline_step(schedule, costs, micro, limit, effort))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -10,26 +9,22 @@ from typing import Literal
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Problem, Technique, normalized_failures
-from lightning_recycle.simulation.policies.common import CommonPolicy, pauses
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
     Happening,
     Loss,
+    Policy,
     Reaction,
-    prolonged,
+    pauses,
     stopped,
 )
 from lightning_recycle.simulation.policies.workers import (
     Placement,
-    crowded,
-    crowding,
     fresh,
     keep,
     live_workers,
-    nodes_of,
     place,
-    shared_transfer,
 )
 from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, distribution, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
@@ -39,7 +34,7 @@ __all__ = ["ElasticLayers", "Recycle"]
 
 
 @dataclass(frozen=True)
-class Recycle(CommonPolicy):
+class Recycle(Policy):
     """ReCycle: peers of a dead worker run its micro-batches, in the schedule's bubbles.
 
     Source: Gandhi et al., SOSP'24 (arXiv 2405.14009), and this package, whose planner provides the step times.
@@ -58,7 +53,7 @@ class Recycle(CommonPolicy):
     - With ``schedule="1f1b"`` dead workers' micro-batches are re-routed within a 1F1B schedule: fused backward, one
       optimizer step for all stages. What re-routing adds over other policies *with the same schedule* is its own merit.
 
-    Takes the arguments of ``CommonPolicy``, and:
+    Takes the arguments of ``Policy``, and:
 
     Args:
         schedule: "planned": the techniques that are switched on, also without failures; "1f1b": none of the two that
@@ -120,8 +115,7 @@ class Recycle(CommonPolicy):
         after = place(grid, before, workers, goal)
         assert after is not None  # no stage is lost
         found = self.configuration(context, after)
-        usual = after.copies * context.model.transfer_seconds(1 / grid.stages)
-        transfer = shared_transfer(context, after.received(grid, before), usual)
+        transfer = after.copies * context.model.transfer_seconds(1 / grid.stages)
         if broken:
             return Reaction(found, self.regrouping(len(workers), broken=True, transfer=transfer), Loss.STEP)
         if self.rejoin is None:
@@ -140,57 +134,27 @@ class Recycle(CommonPolicy):
             count = model.pipelines - used // model.stages
             used = used // model.stages * model.stages
             if not used:
-                return self._configuration(context, "too few workers", PlannedStep(1.0), 0, placement)
+                return self.running(context, "too few workers", PlannedStep(1.0), 0, placement)
             micro = -(-model.grid.global_microbatches // (model.pipelines - count))
             step = PlannedStep(one_f_one_b_seconds(model.costs(), micro))
         else:
-            step = self.step(context, failures, self._crowding(context, placement))
-        return self._configuration(context, f"{count} failed" if count else "all work", step, used, placement)
+            step = self.step(context, failures)
+        return self.running(context, f"{count} failed" if count else "all work", step, used, placement)
 
-    def step(self, context: Context, failures: tuple[int, ...], factor: float = 1.0) -> PlannedStep:
-        """One step with that many failures in each stage, where messages take ``factor`` times as long."""
+    def step(self, context: Context, failures: tuple[int, ...]) -> PlannedStep:
+        """One step with that many failures in each stage."""
         model = context.model
         if not any(failures):
-            usual = PlannedStep(one_f_one_b_seconds(crowded(model.costs(), factor), model.grid.microbatches))
+            usual = PlannedStep(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
             if self.fault_free == "1f1b" or not (self.technique.decoupled or self.technique.staggered):
                 return usual
-            return min(usual, planned_step(self._problem(context, failures, factor), self.effort))
-        return planned_step(self._problem(context, failures, factor), self.effort)
+            return min(usual, planned_step(self._problem(context, failures), self.effort))
+        return planned_step(self._problem(context, failures), self.effort)
 
-    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
-        """See :class:`Policy`. Peers take over as many of a slow worker's micro-batches as pays (docs/layouts.md).
-
-        Not for layers that have been moved: then all wait.
-        """
-        usual = super().slowed(context, current, speeds)
-        layout = current.layout
-        assert isinstance(layout, Placement)
-        grid, each = context.model.grid, context.cluster.workers_per_node(context.model)
-        failures = layout.failures(grid)
-        factor = self._crowding(context, layout)
-        if not self.adaptive or current.step_seconds != self.step(context, failures, factor).seconds:
-            return usual
-        problem = self._problem(context, failures, factor)
-        working = [position for position in grid.workers() if position not in problem.failed]
-        factors = {}
-        for worker, position in layout.positions:
-            if (speed := speeds.get(worker // each)) is not None:
-                # The plan is made for normalized failures; one worker of a stage is as good as another.
-                at = next(p for p in working if p.stage == position.stage and p not in factors)
-                factors[at] = 1 / speed
-        step = planned_step(replace(problem, worker_factors=tuple(sorted(factors.items()))), self.effort)
-        if step.seconds >= usual.step_seconds:
-            return usual
-        return prolonged(replace(current, fill_seconds=step.fill, lead_seconds=step.lead), step.seconds)
-
-    def _crowding(self, context: Context, placement: Placement) -> float:
-        return crowding(context, placement.pipelines(context.model.grid))
-
-    def _problem(self, context: Context, failures: tuple[int, ...], factor: float = 1.0) -> Problem:
+    def _problem(self, context: Context, failures: tuple[int, ...]) -> Problem:
         model = context.model
         gone = normalized_failures(model.grid, failures)
-        costs = crowded(model.costs(), factor)
-        return Problem(model.grid, costs, gone, self.technique, _limit(model.in_flight_limit()))
+        return Problem(model.grid, model.costs(), gone, self.technique, _limit(model.in_flight_limit()))
 
     def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
         return distribution(self._problem(context, (0,) * context.model.stages), failures, self.effort)
@@ -205,12 +169,6 @@ class Recycle(CommonPolicy):
 
     def _stage_lost(self, context: Context, held: dict) -> bool:
         return len({position.stage for position in held.values()}) < context.model.stages
-
-    def _configuration(
-        self, context: Context, label: str, step: PlannedStep, workers: int, layout: Placement
-    ) -> Configuration:
-        found = self.running(context, label, step, workers, layout)
-        return replace(found, nodes=nodes_of(context, (worker for worker, _ in layout.positions)))
 
 
 def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:
@@ -286,13 +244,11 @@ class ElasticLayers(Recycle):
         failures = layout.failures(context.model.grid)
         if not found.running or not self.adaptive or not any(failures):
             return None, 0.0
-        factor = self._crowding(context, layout)
-        units, step = _best_split(context.model, failures, self.technique, self.effort, factor)
+        units, step = _best_split(context.model, failures, self.technique, self.effort)
         if not step.seconds < found.step_seconds * (1 - self.gain):
             return None, 0.0
         moved = _moved(context.model, units) / context.model.units
-        everyone = dict.fromkeys((worker for worker, _ in layout.positions), moved)
-        copying = shared_transfer(context, everyone, context.model.transfer_seconds(moved)) / self.share
+        copying = context.model.transfer_seconds(moved) / self.share
         label = f"{found.label}, layers moved"
         better = replace(found, label=label, step_seconds=step.seconds, fill_seconds=step.fill, lead_seconds=step.lead)
         return better, copying
@@ -300,7 +256,7 @@ class ElasticLayers(Recycle):
 
 @lru_cache(maxsize=4096)
 def _best_split(
-    model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int, factor: float
+    model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int
 ) -> tuple[tuple[int, ...], PlannedStep]:
     """Units of each stage in proportion to its live workers, and the planned step."""
     live = [model.pipelines - count for count in failures]
@@ -316,7 +272,7 @@ def _best_split(
     if min(parts) == 0 or min(model.in_flight_limit(parts)) < 1:
         return model.even(), PlannedStep(float("inf"))
     gone = normalized_failures(model.grid, failures)
-    problem = Problem(model.grid, crowded(model.costs(parts), factor), gone, technique, model.in_flight_limit(parts))
+    problem = Problem(model.grid, model.costs(parts), gone, technique, model.in_flight_limit(parts))
     return parts, planned_step(problem, effort)
 
 

@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
-from lightning_recycle.simulation.policies.common import CommonPolicy
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Reaction
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Policy, Reaction
 from lightning_recycle.simulation.policies.workers import (
     Teams,
     assemble_teams,
-    dealt_by_speed,
     live_workers,
-    received,
-    shared_transfer,
     whole_pipelines,
 )
-from lightning_recycle.simulation.step_times import PlannedStep, pipeline_step, planned_seconds
+from lightning_recycle.simulation.step_times import SCHEDULES, PlannedStep, pipeline_step, planned_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares"]
 
 
 @dataclass(frozen=True)
-class FaultFree:
-    """Nodes never fail.
+class FaultFree(Policy):
+    """Nodes never fail, and no checkpoints are written: the upper bound.
 
     Args:
         schedule: "1f1b" (the paper's baseline, which also calibrates the models), "planned" as for all policies, or
             "zero_bubble": decoupled backward, at most S micro-batches in flight, one optimizer step for all stages.
     """
 
-    schedule: Literal["1f1b", "planned", "zero_bubble"] = "1f1b"
-
-    def __post_init__(self) -> None:
-        if self.schedule not in ("1f1b", "planned", "zero_bubble"):
-            raise ConfigurationError(f"FaultFree(schedule={self.schedule!r}): give '1f1b', 'planned' or 'zero_bubble'.")
-
-    @property
-    def ignores_failures(self) -> bool:
-        """Yes."""
-        return True
+    schedules: ClassVar[tuple[str, ...]] = (*SCHEDULES, "zero_bubble")
+    ignores_failures: ClassVar[bool] = True
+    schedule: Literal["1f1b", "planned", "zero_bubble"] = "1f1b"  # type: ignore[assignment] # one more
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
@@ -57,18 +45,8 @@ class FaultFree:
             one = Grid(1, grid.stages, grid.microbatches)
             problem = Problem(one, model.costs(), technique=Technique(True, False), in_flight_limit=limit)
             step = min(step, PlannedStep(planned_seconds(problem)))
-        return Reaction(
-            Configuration(
-                self.schedule,
-                step.seconds,
-                model.global_batch,
-                model.gpus,
-                model.useful_gpu_seconds,
-                model.recomputed_gpu_seconds,
-                fill_seconds=step.fill,
-                lead_seconds=step.lead,
-            )
-        )
+        found = self.running(context, self.schedule, step, grid.num_workers, None)
+        return Reaction(replace(found, checkpoint_every=None, checkpoint_seconds=0.0, checkpoint_writing=0.0))
 
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
         """Nothing to do: nodes never fail."""
@@ -76,7 +54,7 @@ class FaultFree:
 
 
 @dataclass(frozen=True)
-class WholePipelines(CommonPolicy):
+class WholePipelines(Policy):
     """Base of policies whose layout is the workers of each whole pipeline."""
 
     keep_batch: ClassVar[bool] = True
@@ -85,12 +63,6 @@ class WholePipelines(CommonPolicy):
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
         return Reaction(self._configuration(context, self._teams(context, (), live)))
-
-    def slowed(self, context: Context, current: Configuration, speeds: Mapping[int, float]) -> Configuration:
-        """See :class:`Policy`. The pipelines share the batch by their speeds; otherwise all wait."""
-        if not self.keep_batch:
-            return super().slowed(context, current, speeds)
-        return dealt_by_speed(context, self, current, speeds)
 
     def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
         model = context.model
@@ -120,7 +92,7 @@ class Merge(WholePipelines):
     - A failure loses the step in progress. Returned nodes wait, or fill a gap at the end of the step.
     - When all replicas of a stage fail at once, training restarts from the newest checkpoint.
 
-    Takes the arguments of ``CommonPolicy``.
+    Takes the arguments of ``Policy``.
     """
 
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
@@ -137,8 +109,7 @@ class Merge(WholePipelines):
         if any(all(team[stage] not in alive for team in before) for stage in range(model.stages)):
             steps = self.restarting(context, broken=broken) if found.running else ()
             return Reaction(found, steps, Loss.CHECKPOINT if before else Loss.NOTHING)
-        usual = model.transfer_seconds(1 / model.stages) if copied else 0.0
-        transfer = shared_transfer(context, received(before, teams), usual)
+        transfer = model.transfer_seconds(1 / model.stages) if copied else 0.0
         steps = self.regrouping(len(alive), broken=broken, transfer=transfer)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
 
@@ -155,7 +126,7 @@ class Spares(Merge):
     - When no spare is left, broken pipelines are merged as in the ``merge`` policy.
     - Repaired nodes become spares, or fill the gap of a broken pipeline at the end of the step.
 
-    Takes the arguments of ``CommonPolicy``, and:
+    Takes the arguments of ``Policy``, and:
 
     Args:
         spares: nodes beyond the fault-free grid; the cluster must have them (``Cluster.of(model, extra_nodes=n)``).
@@ -190,7 +161,7 @@ class Restart(WholePipelines):
     - After a restart the grid has as many whole pipelines as there are workers for; they share the global batch.
     - When returned nodes complete another pipeline, the job writes a checkpoint and restarts with that pipeline.
 
-    Takes the arguments of ``CommonPolicy``, and:
+    Takes the arguments of ``Policy``, and:
 
     Args:
         elastic: whether to continue with fewer pipelines instead of waiting for the whole grid.
@@ -234,7 +205,7 @@ class DropReplica(WholePipelines):
       back.
     - When all replica groups are lost, nobody is left to copy from: training restarts from the newest checkpoint.
 
-    Takes the arguments of ``CommonPolicy``, and:
+    Takes the arguments of ``Policy``, and:
 
     Args:
         relaunch: seconds to start a replica group on free workers, while the others train; None to never combine
@@ -271,8 +242,7 @@ class DropReplica(WholePipelines):
             found = self._configuration(context, more)
             if not whole:
                 return Reaction(found, self.restarting(context, broken=False))
-            usual = context.model.transfer_seconds(1 / context.model.stages)
-            transfer = shared_transfer(context, received(whole, more), usual)
+            transfer = context.model.transfer_seconds(1 / context.model.stages)
             steps = self.regrouping(len(more) * context.model.stages, broken=False, transfer=transfer)
             return Reaction(found, steps, at_boundary=True)
         return Reaction(current, wake=wait)

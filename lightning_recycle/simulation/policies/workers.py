@@ -10,27 +10,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from lightning_recycle.planning import Costs, Grid, Worker, layer_moves, normalized_failures, roles
-from lightning_recycle.simulation.policies.common import CommonPolicy
-from lightning_recycle.simulation.policies.policy import Configuration, Context, prolonged, stopped
+from lightning_recycle.planning import Grid, Worker, layer_moves, normalized_failures, roles
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Policy, stopped
 
 __all__ = [
     "Placement",
     "Teams",
     "assemble_teams",
-    "crowded",
-    "crowding",
-    "dealt_by_speed",
     "fresh",
     "live_workers",
-    "nodes_of",
     "place",
-    "received",
     "share_batch",
-    "shared_transfer",
     "whole_pipelines",
 ]
 
@@ -42,44 +35,6 @@ def live_workers(context: Context, nodes: Iterable[int]) -> tuple[int, ...]:
     """The physical workers of live nodes, in order."""
     each = context.cluster.workers_per_node(context.model)
     return tuple(node * each + i for node in sorted(nodes) for i in range(each))
-
-
-def nodes_of(context: Context, workers: Iterable[int]) -> frozenset[int]:
-    """The nodes of these workers."""
-    each = context.cluster.workers_per_node(context.model)
-    return frozenset(worker // each for worker in workers)
-
-
-# -- shared links ------------------------------------------------------------------------------------------------------
-
-
-def shared_transfer(context: Context, received: Mapping[int, float], usual: float) -> float:
-    """Seconds until all workers have their copies, over shared links where the cluster has a topology.
-
-    Args:
-        context: the model and the cluster.
-        received: part of the model that each worker receives.
-        usual: the seconds without shared links.
-    """
-    topology = context.cluster.topology
-    if topology is None:
-        return usual
-    model = context.model
-    seconds = {worker: model.transfer_seconds(part) for worker, part in received.items()}
-    return max(usual, topology.transfer(seconds, context.cluster.workers_per_node(model)))
-
-
-def crowding(context: Context, pipelines: Iterable[Sequence[int | None]]) -> float:
-    """How much longer messages take over shared links; ``pipelines``: workers by stage, None where one is dead."""
-    topology = context.cluster.topology
-    if topology is None:
-        return 1.0
-    return topology.crowding(pipelines, context.cluster.workers_per_node(context.model))
-
-
-def crowded(costs: Costs, factor: float) -> Costs:
-    """The costs when messages take ``factor`` times as long."""
-    return costs if factor == 1.0 else replace(costs, communication=costs.communication * factor)
 
 
 # -- positions in a grid with holes (ReCycle) -------------------------------------------------------------------------
@@ -101,18 +56,6 @@ class Placement:
         """Vacant positions of each stage."""
         held = Counter(position.stage for _, position in self.positions)
         return tuple(grid.pipelines - held[stage] for stage in range(grid.stages))
-
-    def pipelines(self, grid: Grid) -> list[list[int | None]]:
-        """The workers of each pipeline by stage; None at a vacant position."""
-        found: list[list[int | None]] = [[None] * grid.stages for _ in range(grid.pipelines)]
-        for worker, position in self.positions:
-            found[position.pipeline][position.stage] = worker
-        return found
-
-    def received(self, grid: Grid, before: Placement) -> dict[int, float]:
-        """The part of the model that each worker needs which had another stage, or none."""
-        had = {worker: position.stage for worker, position in before.positions}
-        return {worker: 1 / grid.stages for worker, at in self.positions if had.get(worker) != at.stage}
 
 
 def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -> Placement:
@@ -220,14 +163,8 @@ def assemble_teams(
     return tuple(sorted(whole[:most])), copied
 
 
-def received(before: Teams, after: Teams) -> dict[int, float]:
-    """The part of the model that each worker needs which had another stage before, or none."""
-    had = {worker: stage for team in before for stage, worker in enumerate(team)}
-    return {worker: 1 / len(team) for team in after for stage, worker in enumerate(team) if had.get(worker) != stage}
-
-
 def whole_pipelines(
-    context: Context, policy: CommonPolicy, teams: Teams, label: str, *, keep_batch: bool = True
+    context: Context, policy: Policy, teams: Teams, label: str, *, keep_batch: bool = True
 ) -> Configuration:
     """Whole pipelines with the policy's schedule and checkpoints.
 
@@ -243,13 +180,11 @@ def whole_pipelines(
     if not count:
         return stopped("too few workers for a pipeline", teams)
     grid = model.grid
-    costs = crowded(model.costs(), crowding(context, teams))
     micro = -(-grid.global_microbatches // count) if keep_batch else grid.microbatches
-    step = policy.pipeline_step(model, micro, costs, model.in_flight_limit())
+    step = policy.pipeline_step(model, micro)
     part = 1.0 if keep_batch else count / grid.pipelines
     label += "" if count == grid.pipelines else f", {count} of {grid.pipelines} pipelines"
-    found = policy.running(context, label, step, count * grid.stages, teams, part=part)
-    return replace(found, nodes=nodes_of(context, (worker for team in teams for worker in team)))
+    return policy.running(context, label, step, count * grid.stages, teams, part=part)
 
 
 def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -270,31 +205,3 @@ def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
         next_one = min(range(len(shares)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
         shares[next_one] += 1
     return tuple(shares)
-
-
-def dealt_by_speed(
-    context: Context, policy: CommonPolicy, current: Configuration, speeds: Mapping[int, float]
-) -> Configuration:
-    """Whole pipelines that share the global batch by the speed of their slowest workers.
-
-    Args:
-        context: the model and the cluster.
-        policy: the policy.
-        current: how training runs when no node is slow; its layout is the workers of each pipeline.
-        speeds: the slow nodes' speeds.
-    """
-    model, teams = context.model, current.layout
-    assert isinstance(teams, tuple)
-    each = context.cluster.workers_per_node(model)
-    paces = [min(speeds.get(worker // each, 1.0) for worker in team) for team in teams]
-    shares = share_batch(model.grid.global_microbatches, paces)
-    costs = crowded(model.costs(), crowding(context, teams))
-    busy = max(map(sum, zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)))
-    steps = [
-        policy.pipeline_step(model, share, costs, model.in_flight_limit()).longer(share * busy * (1 / pace - 1))
-        for share, pace in set(zip(shares, paces, strict=True))
-    ]
-    seconds = max(step.seconds for step in steps)
-    fill = max(step.seconds + step.fill for step in steps) - seconds
-    found = replace(current, fill_seconds=fill, lead_seconds=max(step.lead for step in steps))
-    return prolonged(found, seconds)

@@ -39,7 +39,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 RESULT_SCHEMA = 3
 _PARTS = (
     "command", "model", "cluster", "policy", "failures", "duration", "throughput", "fault_free_throughput", "ratio",
-    "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "cost", "node_failures", "note",
+    "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "node_failures", "note",
     "losses", "fractions", "gpu_seconds", "runs", "timeline",
 )  # fmt: skip
 _MARKERS = {

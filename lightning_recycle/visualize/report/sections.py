@@ -256,8 +256,7 @@ def _failed_fractions(records: Sequence[Record]) -> Section | None:
 
 
 _CAUSES = {
-    name: Series(name, name, f"u-{name}")
-    for name in ("useful", "bubble", "slow", "idle", "redone", "reconfiguring", "failed")
+    name: Series(name, name, f"u-{name}") for name in ("useful", "bubble", "idle", "redone", "reconfiguring", "failed")
 }
 
 
@@ -271,7 +270,6 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
     if not own:
         return None
     variants, models = Variants(own), models_of(own)
-    causes = [cause for cause in _CAUSES if cause != "slow" or any(record["fractions"]["slow"] for record in own)]
     groups = by(own, lambda r: (r["model"]["name"], r["model"]["global_batch"], failures_text(r), r["duration"]))
     batches = len({batch for _, batch, *_ in groups})
     pictures: list[Picture] = []
@@ -283,27 +281,26 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
             if (run := latest.get(series.key)) is None:
                 continue
             segments, begin = [], 0.0
-            for cause in causes:
+            for cause in _CAUSES:
                 part = run["fractions"][cause]
                 tip = f"{cause} {100 * part:.1f} %, {run['gpu_seconds'][cause] / 3600:,.1f} GPU-hours"
                 segments += [Segment(_CAUSES[cause], begin, begin + part, tip)] if part > 0 else []
                 begin += part
             shown.append((series.name, segments))
             row: list[Cell | str] = [model_text(model), f"{batch:,}", failures, series.name]
-            row += [_num(run["gpu_seconds"][cause], 0, cause) for cause in causes]
+            row += [_num(run["gpu_seconds"][cause], 0, cause) for cause in _CAUSES]
             rows.append([*row, _num(sum(run["gpu_seconds"].values()), 0)])
         ticks = tuple((place / 4, f"{25 * place} %") for place in range(5))
         title = f"{model_text(model)}, {f'batch {batch:,}, ' if batches > 1 else ''}{failures}"
         pictures.append(row_chart(title, shown, Axis("of all GPU time", 0.0, 1.0, ticks)))
-    columns = ["model", "batch", "failures", "policy", *causes, "all"]
+    columns = ["model", "batch", "failures", "policy", *_CAUSES, "all"]
     parts: list[Part] = [
-        Legend([_CAUSES[cause] for cause in causes], bars=True),
+        Legend([*_CAUSES.values()], bars=True),
         Charts(pictures),
         Table("GPU-seconds of a run, by cause", columns, rows, left=4),
         Note(
-            "Useful: computing samples that count, once. Bubble: waiting within a step. Slow: steps that last longer "
-            "because of slow nodes. Idle: alive, not part of training. Redone: lost steps, and what is computed twice. "
-            "Reconfiguring: pauses. Failed: down."
+            "Useful: computing samples that count, once. Bubble: waiting within a step. Idle: alive, not part of "
+            "training. Redone: lost steps, and what is computed twice. Reconfiguring: pauses. Failed: down."
         ),
     ]
     lead = "At any moment every GPU is in exactly one state; the parts add up to the whole time."
@@ -465,7 +462,6 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
     """Every training run, with the command that repeats it."""
     rows: list[list[Cell | str]] = []
     for record in records:
-        cost = next(iter(record["cost"].values()), None)
         rows.append(
             [
                 model_text(record["model"]["name"]),
@@ -479,12 +475,11 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
                 _num(record["deviation"], key="deviation"),
                 _num(record["node_failures"], 1, "node_failures"),
                 *(_num(record[key], key=key) for key in ("fraction_of_ideal", "goodput", "ettr", "mfu")),
-                _num(cost and cost["per_thousand_samples"], 2, "cost"),
                 record["command"],
             ]
         )
     columns = ["model", "policy", "failures", "length", "runs", "samples/s", "of fault-free", "per GPU", "spread"]
-    columns += ["node failures", "of ideal", "goodput", "ETTR", "MFU", "$ per 1,000 samples", "command"]
+    columns += ["node failures", "of ideal", "goodput", "ETTR", "MFU", "command"]
     lead = (
         "Per GPU: of the cluster, spares included. Spread: standard deviation of the ratio from run to run. Of ideal: "
         "of what the live GPUs could do. Goodput: part of all GPU time spent on samples that count. ETTR: part of the "

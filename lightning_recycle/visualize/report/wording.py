@@ -13,7 +13,6 @@ __all__ = [
     "MODELS",
     "POLICIES",
     "assumptions_text",
-    "cost_text",
     "duration_text",
     "failures_text",
     "model_text",
@@ -51,17 +50,13 @@ _DURATIONS = frozenset(
     [
         "agreement",
         "change",
-        "check_every",
         "checkpoint_every",
         "connect",
         "detection",
         "interval",
-        "length",
         "lookup",
-        "mean",
         "mtbf",
         "node_start",
-        "noticed",
         "reconfigure",
         "regroup",
         "rejoin",
@@ -69,9 +64,7 @@ _DURATIONS = frozenset(
         "rendezvous",
         "repair",
         "restart",
-        "slow_after",
         "start",
-        "within",
     ]
 )
 _VALUES = {
@@ -148,23 +141,13 @@ def failures_text(result: Mapping[str, Any]) -> str:
     if source == "Regular":
         return f"one failure after each {duration_text(settings['interval'])}{back}"
     if source == "FailureRate":
-        return f"{_rate(settings['rate'] * settings['scale'])}{back}"
-    if source == "SlowNodes":
-        many = f"a node at {100 * settings['speed']:g} % of its speed every {duration_text(settings['mtbf'])}"
-        return f"{many}, for {duration_text(settings['length'])}"
-    if source == "CorruptNodes":
-        noticed = "never noticed"
-        if settings["noticed"] is not None:
-            noticed = f"noticed after {duration_text(settings['noticed'])}"
-        return f"a node computes wrong results every {duration_text(settings['mtbf'])}, {noticed}{back}"
+        return f"{_rate(settings['rate'])}{back}"
     if source == "TraceReplay":
         return f"trace {settings['trace']}"
     if source == "FailedFraction":
         return f"{100 * settings['part']:.5g} % failed{_taken(result)}"
     if source == "Scripted":
-        slow, wrong = len(settings.get("slowdowns", ())), len(settings.get("corruptions", ()))
-        others = [f"{count} {name}" for count, name in ((slow, "slow nodes"), (wrong, "wrong nodes")) if count]
-        return ", ".join([f"{len(settings['outages'])} outages", *others])
+        return f"{len(settings['outages'])} outages"
     return str(source)
 
 
@@ -182,20 +165,8 @@ def assumptions_text(result: Mapping[str, Any]) -> str:
     model = result["model"]
     mfu = f"{100 * model['efficiency']:.1f} % of the peak of an {model['gpu']} while computing"
     network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
-    if shared := result["cluster"].get("topology"):
-        network += f", racks of {shared['rack']} nodes with {shared['oversubscription']:g}:1 uplinks"
     again = ", activations recomputed" if model["recompute"] else ""
     return f"global batch {model['global_batch']:,}, micro-batch {model['microbatch']}; {mfu}; {network}{again}"
-
-
-def cost_text(result: Mapping[str, Any]) -> str:
-    """Dollars for a thousand samples, at each price of a GPU hour."""
-    parts = []
-    for name, cost in result["cost"].items():
-        each = cost["per_thousand_samples"]
-        shown = "no samples" if each is None else f"${each:,.3g} per 1,000 samples"
-        parts.append(f"{name.replace('_', ' ')} (${cost['per_gpu_hour']:g} a GPU hour) {shown}")
-    return ", ".join(parts)
 
 
 def _rate(rate: float) -> str:
