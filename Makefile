@@ -30,7 +30,7 @@ install: $(STAMP) ## create the virtual environment and install the package with
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,viz,cpsat]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,cpsat]'
 	touch $@
 
 demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs

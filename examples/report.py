@@ -10,7 +10,6 @@ import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 
@@ -223,18 +222,12 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def write_pictures(schedules: Sequence[Schedule], directory: Path) -> list[Path]:
-    """Write the first and the last schedule, on one time scale: as a Gantt chart and as a trace for Perfetto.
-
-    The chart is an SVG, and a PNG too where matplotlib is installed (extra ``viz``).
-    """
+    """Write the first and the last schedule, on one time scale: as a Gantt chart and as a trace for Perfetto."""
     if not schedules:
         return []
     chosen = {"fault-free": schedules[0]}
     if schedules[-1].failed:
         chosen[f"without {', '.join(map(str, sorted(schedules[-1].failed)))}"] = schedules[-1]
     titles = [f"{schedule.grid}, {name}" for name, schedule in chosen.items()]
-    suffixes = [".svg", ".png"] if find_spec("matplotlib") else [".svg"]
-    charts = [
-        save_gantt(directory / f"schedules{suffix}", list(chosen.values()), titles, unit="s") for suffix in suffixes
-    ]
-    return [*charts, save_trace(directory / "schedules.trace.json", chosen)]
+    chart = save_gantt(directory / "schedules.svg", list(chosen.values()), titles, unit="s")
+    return [chart, save_trace(directory / "schedules.trace.json", chosen)]

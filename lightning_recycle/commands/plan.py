@@ -121,8 +121,8 @@ def _picture(settings: dict[str, Any], output: Path | None) -> Path | None:
     if settings["picture"] == "auto":
         return None if output is None else output.with_suffix(".svg")
     picture = _path(settings, "picture")
-    if picture is not None and picture.suffix not in (".svg", ".png"):
-        raise ConfigurationError(f"picture={settings['picture']!r}: give a name that ends with .svg or .png, or null.")
+    if picture is not None and picture.suffix != ".svg":
+        raise ConfigurationError(f"picture={settings['picture']!r}: give a name that ends with .svg, or null.")
     return picture
 
 

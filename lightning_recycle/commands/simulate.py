@@ -43,7 +43,7 @@ from lightning_recycle.visualize.report.wording import (
     failures_text,
     policy_text,
 )
-from lightning_recycle.visualize.timeline import save_timeline
+from lightning_recycle.visualize.timeline import timeline_trace
 
 __all__ = ["Point", "main", "points_of"]
 
@@ -92,7 +92,8 @@ def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tu
         write_atomically(file, json.dumps(result, indent=1) + "\n")
         written = [file]
         if settings["timeline"]:
-            written += save_timeline(folder, result)
+            written.append(folder / "timeline.json")
+            write_atomically(written[-1], json.dumps(timeline_trace(result)))
     except OSError as error:
         raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}.") from error
     return result, list(map(str, written))

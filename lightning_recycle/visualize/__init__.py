@@ -1,4 +1,4 @@
-"""Pictures of schedules: Gantt charts (SVG, PNG) and traces for Perfetto. Imports neither torch nor matplotlib."""
+"""Pictures of schedules: Gantt charts (SVG) and traces for Perfetto. Imports no torch."""
 
 from lightning_recycle.visualize.gantt import gantt_svg, save_gantt
 from lightning_recycle.visualize.timeline import TimedOp, chrome_trace, save_trace, timed_ops

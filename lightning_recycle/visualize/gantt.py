@@ -4,7 +4,8 @@ Concept: the picture shows at a glance what ReCycle does. Colour is the kind of 
 micro-batch; a box with an orange frame and hatching is a dead worker's micro-batch that a peer adopted ("1.3" is
 micro-batch 3 of pipeline 1); a dead worker has a grey row.
 
-Contract: reads schedules, changes nothing. SVG needs only the standard library, PNG the extra ``viz``.
+Contract: reads schedules, changes nothing; SVG by the standard library alone. Coordinates are pixels from the upper
+left corner, colours ``#rrggbb``; the title of a box appears under the mouse.
 
 Must not know: planners, the runtime.
 """
@@ -12,42 +13,44 @@ Must not know: planners, the runtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
+from xml.sax.saxutils import escape, quoteattr
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.costs import bucket_times
 from lightning_recycle.planning.grid import OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.visualize.drawing import Drawing, Group, Line, Rect, Text, to_svg, write_drawing
 
 __all__ = ["gantt_svg", "save_gantt"]
 
-_COLORS = {
-    OpKind.FORWARD: "#4a86c8",
-    OpKind.RECOMPUTE: "#a9c8ea",
-    OpKind.BACKWARD_INPUT: "#3f9b66",
-    OpKind.BACKWARD_WEIGHT: "#b5dcb9",
-    OpKind.BACKWARD: "#6f9f3f",
-    OpKind.REDUCE: "#f0b429",
-    OpKind.STEP: "#8e5bb5",
+
+class _Look(NamedTuple):
+    """Colour of a kind of operation, its meaning in the legend, and the colour of the text on it."""
+
+    color: str
+    meaning: str
+    ink: str = "#ffffff"
+
+
+_FONT = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif"
+_INK, _MUTED, _FAINT, _DEAD, _END = "#222222", "#555555", "#d5d9de", "#c9c9c9", "#c92a2a"
+_ADOPTED, _ADOPTED_HATCH, _DEAD_HATCH = "#d9480f", "#f6b48f", "#e2e2e2"
+_LOOKS = {
+    OpKind.FORWARD: _Look("#4a86c8", "F  forward"),
+    OpKind.RECOMPUTE: _Look("#a9c8ea", "R  forward, again", _INK),
+    OpKind.BACKWARD_INPUT: _Look("#3f9b66", "B  backward, inputs"),
+    OpKind.BACKWARD_WEIGHT: _Look("#b5dcb9", "W  backward, weights", _INK),
+    OpKind.BACKWARD: _Look("#6f9f3f", "BW  backward, fused"),
+    OpKind.REDUCE: _Look("#f0b429", "REDUCE", _INK),
+    OpKind.STEP: _Look("#8e5bb5", "STEP"),
 }
-_MEANING = {
-    OpKind.FORWARD: "F  forward",
-    OpKind.RECOMPUTE: "R  forward, again",
-    OpKind.BACKWARD_INPUT: "B  backward, inputs",
-    OpKind.BACKWARD_WEIGHT: "W  backward, weights",
-    OpKind.BACKWARD: "BW  backward, fused",
-    OpKind.REDUCE: "REDUCE",
-    OpKind.STEP: "STEP",
-}
-_ADOPTED, _ADOPTED_HATCH = "#d9480f", "#f6b48f"
-_DARK_TEXT = {OpKind.RECOMPUTE, OpKind.BACKWARD_WEIGHT, OpKind.REDUCE}
-_INK, _FAINT, _DEAD, _END = "#222222", "#d5d9de", "#c9c9c9", "#c92a2a"
 
 _MARGIN, _LABELS, _ROW, _GAP, _PIPELINE_GAP = 16.0, 128.0, 22.0, 2.0, 9.0
+_LEFT = _MARGIN + _LABELS
 _TITLE, _AXIS, _PANEL_GAP = 34.0, 24.0, 18.0
 _MARK = 4.0  # width of an operation that takes no time
 _BUCKET = 5.0  # height of a bucket's reduction
@@ -74,31 +77,6 @@ def gantt_svg(
     Raises:
         ConfigurationError: when there is nothing to draw, or the wrong number of titles.
     """
-    return to_svg(_layout(schedules, titles, unit, iterations, width))
-
-
-def save_gantt(
-    path: str | PathLike[str],
-    schedules: Schedule | Sequence[Schedule],
-    titles: Sequence[str] | None = None,
-    *,
-    unit: str = "slots",
-    iterations: int = 1,
-    width: float = 1200.0,
-) -> Path:
-    """Write the chart to ``path``, which ends with .svg or .png; arguments as for :func:`gantt_svg`.
-
-    Raises:
-        ConfigurationError: for another suffix, for .png without matplotlib, and as :func:`gantt_svg`.
-    """
-    target = Path(path)
-    write_drawing(_layout(schedules, titles, unit, iterations, width), target)
-    return target
-
-
-def _layout(
-    schedules: Schedule | Sequence[Schedule], titles: Sequence[str] | None, unit: str, iterations: int, width: float
-) -> Drawing:
     panels = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     if not panels:
         raise ConfigurationError("no schedule to draw: give at least one.")
@@ -113,164 +91,109 @@ def _layout(
         for ops in schedule.workers.values()
         for op in ops
     )
-    left = _MARGIN + _LABELS
-    scale = (width - left - _MARGIN - 8) / (end or 1.0)
-    drawing = Drawing(width, 0.0)
-    y = _MARGIN / 2
+    chart = _Chart(unit, iterations, width, end, (width - _LEFT - _MARGIN - 8) / (end or 1.0))
+    y, groups = _MARGIN / 2, []
     for schedule, name in zip(panels, names, strict=True):
-        y = _panel(drawing, schedule, name, unit, iterations, end, left, scale, y) + _PANEL_GAP
-    drawing.height = _legend(drawing, panels, left, y) + _MARGIN / 2
-    return drawing
+        panel, y = chart.panel(schedule, name, y)
+        groups += panel
+        y += _PANEL_GAP
+    legend, y = chart.legend(panels, y)
+    return _document([*groups, legend], width, y + _MARGIN / 2)
+
+
+def save_gantt(
+    path: str | PathLike[str],
+    schedules: Schedule | Sequence[Schedule],
+    titles: Sequence[str] | None = None,
+    *,
+    unit: str = "slots",
+    iterations: int = 1,
+    width: float = 1200.0,
+) -> Path:
+    """Write the chart to ``path``, which ends with .svg; arguments as for :func:`gantt_svg`.
+
+    Raises:
+        ConfigurationError: for another suffix, and as :func:`gantt_svg`.
+    """
+    target = Path(path)
+    if target.suffix.lower() != ".svg":
+        raise ConfigurationError(f"cannot draw to {str(target)!r}: use a name that ends with .svg.")
+    write_atomically(target, gantt_svg(schedules, titles, unit=unit, iterations=iterations, width=width))
+    return target
+
+
+# -- elements ----------------------------------------------------------------------------------------------------------
+
+
+def _document(groups: Iterable[str], width: float, height: float) -> str:
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    hatches = "".join(
+        f'<pattern id="hatch-{color[1:]}" width="6" height="6" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><path d="M0 0V6" stroke="{color}" stroke-width="2"/></pattern>\n'
+        for color in (_ADOPTED, _DEAD_HATCH)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}">\n<defs>\n{hatches}</defs>\n'
+        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>\n' + "".join(groups) + "</svg>\n"
+    )
+
+
+def _group(name: str, elements: Iterable[str]) -> str:
+    return f"<g data-name={quoteattr(name)}>\n" + "".join(elements) + "</g>\n"
+
+
+def _rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    stroke: str = "",
+    stroke_width: float = 1.0,
+    hatch: str = "",
+    opacity: float = 1.0,
+    tip: str = "",
+) -> str:
+    """A filled rectangle; ``hatch`` is the colour of diagonal lines on it."""
+    box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    look = f' opacity="{opacity:g}"' if opacity < 1 else ""
+    frame = f' stroke="{stroke}" stroke-width="{stroke_width:g}"' if stroke else ""
+    title = f"<title>{escape(tip)}</title>" if tip else ""
+    if not hatch:
+        return f'<rect {box} fill="{fill}"{look}{frame}>{title}</rect>\n'
+    lines = f'<rect {box} fill="url(#hatch-{hatch[1:]})"{look}{frame}>{title}</rect>\n'
+    return f'<rect {box} fill="{fill}"{look}>{title}</rect>\n{lines}'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float, *, dashed: bool = False) -> str:
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    return f'<path d="M{x1:.2f} {y1:.2f}L{x2:.2f} {y2:.2f}" stroke="{stroke}" stroke-width="{width:g}"{dash}/>\n'
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float = 11.0,
+    fill: str = _INK,
+    anchor: str = "start",
+    bold: bool = False,
+) -> str:
+    """One line of text with its vertical middle at ``y``."""
+    weight = ' font-weight="bold"' if bold else ""
+    # 0.35 em below the middle is the baseline; "dominant-baseline" is not supported everywhere.
+    place = f'x="{x:.2f}" y="{y + 0.35 * size:.2f}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="{size:g}" fill="{fill}"{weight}>{escape(text)}</text>\n'
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
 
 
 def _default_title(schedule: Schedule) -> str:
     failed = ", ".join(map(str, sorted(schedule.failed)))
     return f"{schedule.grid} {'without ' + failed if failed else 'fault-free'}"
-
-
-def _panel(
-    drawing: Drawing,
-    schedule: Schedule,
-    name: str,
-    unit: str,
-    iterations: int,
-    end: float,
-    left: float,
-    scale: float,
-    top: float,
-) -> float:
-    """Draw one schedule from ``top`` down; returns its lower end."""
-    grid = schedule.grid
-    numbers = f"makespan {schedule.makespan:.4g}, period {schedule.period:.4g} {unit}"
-    heading = Group("title", [Text(_MARGIN, top + _TITLE / 2, name, size=15.0, bold=True)])
-    heading.shapes.append(
-        Text(drawing.width - _MARGIN, top + _TITLE / 2, numbers, size=12.0, fill="#555555", anchor="end")
-    )
-    grid_lines = Group("axis")
-    drawing.groups += [heading, grid_lines]
-    y = first_row = top + _TITLE
-    for pipeline in range(grid.pipelines):
-        middle = y + (grid.stages * (_ROW + _GAP) - _GAP) / 2
-        label = Text(_MARGIN, middle, f"pipeline {pipeline}", fill="#555555", size=12.0)
-        drawing.groups.append(Group(f"pipeline {pipeline}", [label]))
-        for stage in range(grid.stages):
-            worker = Worker(pipeline, stage)
-            row = Group(f"worker {worker}")
-            dead = worker in schedule.failed
-            row.shapes.append(
-                Text(left - 8, y + _ROW / 2, f"stage {stage}", anchor="end", fill="#999999" if dead else _INK)
-            )
-            if dead:
-                row.shapes.append(Rect(left, y, end * scale, _ROW, "#f3f3f3", _DEAD, hatch="#e2e2e2"))
-                row.shapes.append(Text(left + 10, y + _ROW / 2, "failed", fill="#8a1f11", bold=True))
-            for iteration in range(iterations):
-                opacity = 1.0 if iteration == 0 else 0.45
-                for scheduled in schedule.workers.get(worker, ()):
-                    x = left + (scheduled.start + iteration * schedule.period) * scale
-                    row.shapes += _box(worker, scheduled, unit, x, y, scale, opacity)
-                    if scheduled.op.kind is OpKind.REDUCE:
-                        row.shapes += _buckets(schedule, stage, unit, x, y, scale, opacity)
-            drawing.groups.append(row)
-            y += _ROW + _GAP
-        y += _PIPELINE_GAP
-    bottom = y - _PIPELINE_GAP
-    marks = Group("makespan")
-    drawing.groups.append(marks)
-    # A little longer than the boxes, so that ends of iterations can be compared between panels.
-    x = left + schedule.makespan * scale
-    marks.shapes.append(Line(x, first_row - 5, x, bottom + 5, _END, 1.5, dashed=True))
-    step = _tick(end)
-    for k in range(math.floor(end / step + 1e-9) + 1):
-        x = left + k * step * scale
-        grid_lines.shapes.append(Line(x, first_row - 3, x, bottom + 4, _FAINT, 0.8))
-        grid_lines.shapes.append(Text(x, bottom + 13, f"{k * step:g}", size=10.0, fill="#555555", anchor="middle"))
-    grid_lines.shapes.append(Text(left - 8, bottom + 13, unit, size=10.0, fill="#555555", anchor="end"))
-    return bottom + _AXIS
-
-
-def _box(
-    worker: Worker, scheduled: ScheduledOp, unit: str, x: float, y: float, scale: float, opacity: float
-) -> Iterator[Rect | Text]:
-    op, kind, microbatch = scheduled.op, scheduled.op.kind, scheduled.op.microbatch
-    color = _COLORS[kind]
-    tip = f"{op}: {scheduled.start:g} to {scheduled.end:g} {unit}"
-    width = scheduled.duration * scale
-    if width < _MARK and microbatch is None:
-        # REDUCE and STEP without duration: REDUCE before, STEP after the moment they happen.
-        offset = -_MARK if kind is OpKind.REDUCE else 0.0
-        yield Rect(x + offset, y, _MARK, _ROW, color, opacity=opacity, tip=tip)
-        return
-    adopted = microbatch is not None and microbatch.pipeline != worker.pipeline
-    if adopted:
-        inset = 0.9
-        yield Rect(
-            x + inset,
-            y + inset,
-            max(width - 2 * inset, 0.5),
-            _ROW - 2 * inset,
-            color,
-            _ADOPTED,
-            1.8,
-            None,
-            opacity,
-            tip,
-        )
-        # The hatch stays in a band at the bottom, where it does not make the number unreadable.
-        yield Rect(x + 2, y + _ROW - 6, max(width - 4, 0.5), 4.0, _ADOPTED_HATCH, None, 1.0, _ADOPTED, opacity)
-    else:
-        yield Rect(x, y, width, _ROW, color, "#ffffff", 0.8, None, opacity, tip)
-    if microbatch is None:
-        label = kind.value
-    else:
-        label = f"{microbatch.pipeline}.{microbatch.index}" if adopted else f"{microbatch.index}"
-    size = 10.5
-    if len(label) * 0.65 * size > width:
-        size = 8.0
-    if len(label) * 0.65 * size <= width:
-        ink = _INK if kind in _DARK_TEXT else "#ffffff"
-        yield Text(x + width / 2, y + _ROW / 2 - (2.0 if adopted else 0.0), label, size, ink, "middle", adopted)
-
-
-def _buckets(
-    schedule: Schedule, stage: int, unit: str, x: float, y: float, scale: float, opacity: float
-) -> Iterator[Rect]:
-    """The reductions of the buckets of a stage whose last W ends at ``x``, one bar each, below the operations."""
-    costs = schedule.problem.costs
-    number = costs.buckets_of(stage)
-    if number > 1 and costs.reduce[stage]:
-        for index, (start, end) in enumerate(bucket_times(costs.reduce[stage], costs.backward_weight[stage], number)):
-            tip = f"bucket {index} of stage {stage}: {end - start:g} {unit}"
-            at, width = x + start * scale, max((end - start) * scale, 0.5)
-            yield Rect(
-                at, y + _ROW - _BUCKET, width, _BUCKET, _COLORS[OpKind.REDUCE], "#ffffff", 0.5, None, opacity, tip
-            )
-
-
-def _legend(drawing: Drawing, panels: Sequence[Schedule], left: float, y: float) -> float:
-    """Draw the legend from ``y`` down, in as many lines as it needs; returns its lower end."""
-    legend = Group("legend")
-    drawing.groups.append(legend)
-    used = {op.op.kind for schedule in panels for ops in schedule.workers.values() for op in ops}
-    entries: list[tuple[str, list[Rect | Line]]] = [
-        (_MEANING[kind], [Rect(0, 0, 14, 14, _COLORS[kind])]) for kind in OpKind if kind in used
-    ]
-    if any(schedule.failed for schedule in panels):
-        frame = [Rect(1, 1, 12, 12, "#ffffff", _ADOPTED, 1.8), Rect(2, 8, 10, 4, _ADOPTED_HATCH, hatch=_ADOPTED)]
-        entries.append(("adopted (pipeline.micro-batch)", [*frame]))
-    entries.append(("end of the iteration", [Line(7, -1, 7, 15, _END, 1.5, dashed=True)]))
-    x = left
-    for text, symbol in entries:
-        extent = 40 + 5.5 * len(text)
-        if x > left and x + extent > drawing.width:
-            x, y = left, y + 20
-        for shape in symbol:
-            if isinstance(shape, Line):
-                legend.shapes.append(replace(shape, x1=shape.x1 + x, x2=shape.x2 + x, y1=shape.y1 + y, y2=shape.y2 + y))
-            else:
-                legend.shapes.append(replace(shape, x=shape.x + x, y=shape.y + y))
-        legend.shapes.append(Text(x + 20, y + 7, text))
-        x += extent
-    return y + 20
 
 
 def _tick(end: float) -> float:
@@ -279,3 +202,123 @@ def _tick(end: float) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(end / 20))
     return next(step for step in (power, 2 * power, 5 * power, 10 * power) if end / step <= 20 + 1e-9)
+
+
+class _Chart(NamedTuple):
+    """All panels' measures: ``end`` in units of time, ``scale`` in pixels for each of them."""
+
+    unit: str
+    iterations: int
+    width: float
+    end: float
+    scale: float
+
+    def panel(self, schedule: Schedule, name: str, top: float) -> tuple[list[str], float]:
+        """One schedule from ``top`` down, and its lower end."""
+        grid = schedule.grid
+        numbers = f"makespan {schedule.makespan:.4g}, period {schedule.period:.4g} {self.unit}"
+        middle = top + _TITLE / 2
+        heading = [
+            _text(_MARGIN, middle, name, size=15.0, bold=True),
+            _text(self.width - _MARGIN, middle, numbers, size=12.0, fill=_MUTED, anchor="end"),
+        ]
+        rows: list[str] = []
+        y = first_row = top + _TITLE
+        for pipeline in range(grid.pipelines):
+            middle = y + (grid.stages * (_ROW + _GAP) - _GAP) / 2
+            label = _text(_MARGIN, middle, f"pipeline {pipeline}", fill=_MUTED, size=12.0)
+            rows.append(_group(f"pipeline {pipeline}", [label]))
+            for stage in range(grid.stages):
+                worker = Worker(pipeline, stage)
+                rows.append(_group(f"worker {worker}", self._row(schedule, worker, y)))
+                y += _ROW + _GAP
+            y += _PIPELINE_GAP
+        bottom = y - _PIPELINE_GAP
+        # A little longer than the boxes, so that ends of iterations can be compared between panels.
+        x = _LEFT + schedule.makespan * self.scale
+        makespan = _line(x, first_row - 5, x, bottom + 5, _END, 1.5, dashed=True)
+        axis = [_text(_LEFT - 8, bottom + 13, self.unit, size=10.0, fill=_MUTED, anchor="end")]
+        step = _tick(self.end)
+        for k in range(math.floor(self.end / step + 1e-9) + 1):
+            x = _LEFT + k * step * self.scale
+            axis.append(_line(x, first_row - 3, x, bottom + 4, _FAINT, 0.8))
+            axis.append(_text(x, bottom + 13, f"{k * step:g}", size=10.0, fill=_MUTED, anchor="middle"))
+        groups = [_group("title", heading), _group("axis", axis), *rows, _group("makespan", [makespan])]
+        return groups, bottom + _AXIS
+
+    def _row(self, schedule: Schedule, worker: Worker, y: float) -> Iterator[str]:
+        """The operations of a worker."""
+        dead = worker in schedule.failed
+        fill = "#999999" if dead else _INK
+        yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", anchor="end", fill=fill)
+        if dead:
+            yield _rect(_LEFT, y, self.end * self.scale, _ROW, "#f3f3f3", stroke=_DEAD, hatch=_DEAD_HATCH)
+            yield _text(_LEFT + 10, y + _ROW / 2, "failed", fill="#8a1f11", bold=True)
+        for iteration in range(self.iterations):
+            opacity = 1.0 if iteration == 0 else 0.45
+            for scheduled in schedule.workers.get(worker, ()):
+                x = _LEFT + (scheduled.start + iteration * schedule.period) * self.scale
+                yield from self._box(worker, scheduled, x, y, opacity)
+                if scheduled.op.kind is OpKind.REDUCE:
+                    yield from self._buckets(schedule, worker.stage, x, y, opacity)
+
+    def _box(self, worker: Worker, scheduled: ScheduledOp, x: float, y: float, opacity: float) -> Iterator[str]:
+        op, microbatch, look = scheduled.op, scheduled.op.microbatch, _LOOKS[scheduled.op.kind]
+        tip = f"{op}: {scheduled.start:g} to {scheduled.end:g} {self.unit}"
+        width = scheduled.duration * self.scale
+        if width < _MARK and microbatch is None:
+            # REDUCE and STEP without duration: REDUCE before, STEP after the moment they happen.
+            offset = -_MARK if op.kind is OpKind.REDUCE else 0.0
+            yield _rect(x + offset, y, _MARK, _ROW, look.color, opacity=opacity, tip=tip)
+            return
+        adopted = microbatch is not None and microbatch.pipeline != worker.pipeline
+        if adopted:
+            inset, height = max(width - 1.8, 0.5), _ROW - 1.8
+            yield _rect(
+                x + 0.9, y + 0.9, inset, height, look.color, stroke=_ADOPTED, stroke_width=1.8, opacity=opacity, tip=tip
+            )
+            # The hatch stays in a band at the bottom, where it does not make the number unreadable.
+            band = max(width - 4, 0.5)
+            yield _rect(x + 2, y + _ROW - 6, band, 4.0, _ADOPTED_HATCH, hatch=_ADOPTED, opacity=opacity)
+        else:
+            yield _rect(x, y, width, _ROW, look.color, stroke="#ffffff", stroke_width=0.8, opacity=opacity, tip=tip)
+        if microbatch is None:
+            label = op.kind.value
+        else:
+            label = f"{microbatch.pipeline}.{microbatch.index}" if adopted else f"{microbatch.index}"
+        size = next((size for size in (10.5, 8.0) if len(label) * 0.65 * size <= width), None)
+        if size is not None:
+            middle = y + _ROW / 2 - (2.0 if adopted else 0.0)
+            yield _text(x + width / 2, middle, label, size=size, fill=look.ink, anchor="middle", bold=adopted)
+
+    def _buckets(self, schedule: Schedule, stage: int, x: float, y: float, opacity: float) -> Iterator[str]:
+        """Reductions of the buckets of a stage whose last W ends at ``x``, one bar each, below the operations."""
+        costs = schedule.problem.costs
+        number = costs.buckets_of(stage)
+        if number <= 1 or not costs.reduce[stage]:
+            return
+        color = _LOOKS[OpKind.REDUCE].color
+        for index, (start, end) in enumerate(bucket_times(costs.reduce[stage], costs.backward_weight[stage], number)):
+            tip = f"bucket {index} of stage {stage}: {end - start:g} {self.unit}"
+            at, width = x + start * self.scale, max((end - start) * self.scale, 0.5)
+            low = y + _ROW - _BUCKET
+            yield _rect(at, low, width, _BUCKET, color, stroke="#ffffff", stroke_width=0.5, opacity=opacity, tip=tip)
+
+    def legend(self, panels: Sequence[Schedule], y: float) -> tuple[str, float]:
+        """The legend from ``y`` down, in as many lines as it needs, and its lower end."""
+        used = {op.op.kind for schedule in panels for ops in schedule.workers.values() for op in ops}
+        entries = [(look.meaning, _rect(0, 0, 14, 14, look.color)) for kind, look in _LOOKS.items() if kind in used]
+        if any(schedule.failed for schedule in panels):
+            frame = _rect(1, 1, 12, 12, "#ffffff", stroke=_ADOPTED, stroke_width=1.8)
+            entries.append(
+                ("adopted (pipeline.micro-batch)", frame + _rect(2, 8, 10, 4, _ADOPTED_HATCH, hatch=_ADOPTED))
+            )
+        entries.append(("end of the iteration", _line(7, -1, 7, 15, _END, 1.5, dashed=True)))
+        elements, x = [], _LEFT
+        for text, symbol in entries:
+            extent = 40 + 5.5 * len(text)
+            if x > _LEFT and x + extent > self.width:
+                x, y = _LEFT, y + 20
+            elements += [f'<g transform="translate({x:.2f} {y:.2f})">\n{symbol}</g>\n', _text(x + 20, y + 7, text)]
+            x += extent
+        return _group("legend", elements), y + 20

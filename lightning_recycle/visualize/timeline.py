@@ -1,9 +1,8 @@
-"""Timelines of schedules, measurements and simulated runs: traces for https://ui.perfetto.dev, and a picture.
+"""Timelines of schedules, measurements and simulated runs: traces for https://ui.perfetto.dev.
 
 Concept: a *track* is a list of operations with times in seconds, each on a worker; planned schedules and the
 executor's measurements have the same shape, so one file can show both, one below the other. A pipeline is a process of
-the trace, a stage one of its threads. The picture of a simulated run is three rows on one time axis: available GPUs,
-throughput, and what training is doing (training, training that is lost later, a pause, standing still).
+the trace, a stage one of its threads.
 
 Contract: pure conversion; times in seconds in, microseconds in a trace as the format demands. A simulated run is the
 dictionary of a training result (``result.json`` of ``recycle-simulate``).
@@ -16,7 +15,6 @@ Source: "Trace Event Format" (Google): complete ("X"), counter ("C"), instant ("
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -25,10 +23,8 @@ from typing import Any, TypeAlias
 from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.grid import Op, Worker
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.visualize.drawing import Drawing, Group, Line, Rect, Text, write_drawing
-from lightning_recycle.visualize.report.wording import duration_text, failures_text, policy_text
 
-__all__ = ["TimedOp", "chrome_trace", "save_timeline", "save_trace", "timed_ops", "timeline_drawing", "timeline_trace"]
+__all__ = ["TimedOp", "chrome_trace", "save_trace", "timed_ops", "timeline_trace"]
 
 
 TimedOp: TypeAlias = tuple[Worker, Op, float, float]
@@ -115,25 +111,6 @@ def _event(first_process: int, worker: Worker, op: Op, start: float, end: float)
 
 Result = Mapping[str, Any]
 
-_COLORS = {"training": "#3f9b66", "lost": "#f0b429", "paused": "#8e5bb5", "stopped": "#c9c9c9"}
-_MEANING = {
-    "training": "training",
-    "lost": "training, undone later",
-    "paused": "pause",
-    "stopped": "standing still",
-}
-_INK, _MUTED, _FAINT, _USUAL = "#222222", "#555555", "#d5d9de", "#4a86c8"
-_WIDTH, _LEFT, _RIGHT = 1200.0, 92.0, 24.0
-_HEAD, _ROW, _GAP, _STRIP, _FOOT = 60.0, 130.0, 34.0, 24.0, 64.0
-
-
-def save_timeline(folder: Path, result: Result) -> list[Path]:
-    """Write ``timeline.svg`` and ``timeline.json`` to ``folder``; the latter is for https://ui.perfetto.dev."""
-    picture, trace = folder / "timeline.svg", folder / "timeline.json"
-    write_drawing(timeline_drawing(result), picture)
-    write_atomically(trace, json.dumps(timeline_trace(result)))
-    return [picture, trace]
-
 
 def timeline_trace(result: Result) -> dict[str, Any]:
     """The run in the Chrome trace format, ready for ``json.dump``."""
@@ -194,77 +171,3 @@ def _slice(
         "dur": (end - begin) * 1e6,
         "args": args,
     }
-
-
-def timeline_drawing(result: Result) -> Drawing:
-    """The run as a picture: availability above, throughput below it, and a strip of what happens."""
-    hours = result["duration"] / 3600
-    scale = (_WIDTH - _LEFT - _RIGHT) / result["duration"]
-    title = f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}"
-    numbers = f"{result['runs'][0]['throughput']:.2f} samples/s, {result['runs'][0]['ratio']:.3f} of fault-free"
-    head = Group(
-        "title",
-        [
-            Text(16, 22, title, size=15.0, bold=True),
-            Text(_WIDTH - _RIGHT, 22, numbers, size=12.0, fill=_MUTED, anchor="end"),
-        ],
-    )
-    drawing = Drawing(_WIDTH, _HEAD + 2 * (_ROW + _GAP) + _STRIP + _FOOT, [head])
-    intervals = result["timeline"]["intervals"]
-    top = _HEAD
-    drawing.groups.append(_row(intervals, "live_gpus", "available GPUs", _INK, top, scale, result["cluster"]["gpus"]))
-    top += _ROW + _GAP
-    usual = result["fault_free_throughput"]
-    drawing.groups.append(_row(intervals, "throughput", "samples/s", _COLORS["training"], top, scale, usual))
-    top += _ROW + _GAP
-    strip = Group("states", [Text(_LEFT - 8, top + _STRIP / 2, "state", fill=_MUTED, anchor="end")])
-    for interval in intervals:
-        tip = f"{interval['label']}: {duration_text(interval['end'] - interval['begin'])}"
-        width = max(0.5, (interval["end"] - interval["begin"]) * scale)
-        color = _COLORS[interval["state"]]
-        strip.shapes.append(Rect(_LEFT + interval["begin"] * scale, top, width, _STRIP, color, tip=tip))
-    drawing.groups += [strip, _time_axis(hours, top + _STRIP, scale), _legend(top + _STRIP + _FOOT - 18)]
-    return drawing
-
-
-def _row(intervals: Any, key: str, label: str, color: str, top: float, scale: float, usual: float) -> Group:
-    """A step line of ``key``; the dashed line is its value without failures."""
-    most = max([usual, *(interval[key] for interval in intervals)]) * 1.05
-    group = Group(label, [Text(_LEFT, top - 10, label, fill=_MUTED)])
-    bottom = top + _ROW
-    for value in (0.0, usual):
-        y = bottom - value / most * _ROW
-        group.shapes += [
-            Line(_LEFT, y, _WIDTH - _RIGHT, y, _FAINT if not value else _USUAL, dashed=bool(value)),
-            Text(_LEFT - 8, y, f"{value:.4g}", anchor="end", fill=_MUTED),
-        ]
-    before = None
-    for interval in intervals:
-        x1, x2 = _LEFT + interval["begin"] * scale, _LEFT + interval["end"] * scale
-        y = bottom - interval[key] / most * _ROW
-        if before is not None and before != y:
-            group.shapes.append(Line(x1, before, x1, y, color, 1.2))
-        group.shapes.append(Line(x1, y, x2, y, color, 1.6))
-        before = y
-    return group
-
-
-def _time_axis(hours: float, y: float, scale: float) -> Group:
-    step = next(s for s in (0.1, 0.25, 0.5, 1, 2, 3, 6, 12, 24, 48, 168, math.inf) if hours / s <= 12)
-    group = Group("axis", [])
-    for number in range(int(hours / step) + 1):
-        x = _LEFT + number * step * 3600 * scale
-        group.shapes += [
-            Line(x, y, x, y + 5, _MUTED),
-            Text(x, y + 15, f"{number * step:g} h", fill=_MUTED, anchor="middle"),
-        ]
-    return group
-
-
-def _legend(y: float) -> Group:
-    group, x = Group("legend", []), _LEFT
-    for state, color in _COLORS.items():
-        group.shapes += [Rect(x, y - 6, 12, 12, color), Text(x + 18, y, _MEANING[state], fill=_MUTED)]
-        x += 46 + 6 * len(_MEANING[state])
-    group.shapes += [Line(x, y, x + 20, y, _USUAL, dashed=True), Text(x + 26, y, "without failures", fill=_MUTED)]
-    return group

@@ -222,7 +222,7 @@ BAD = [
     (["technique.staggered=maybe"], "technique.staggered='maybe': give true or false"),
     (["output=bad.json/plan.json"], "cannot write the plan to bad.json/plan.json"),
     (["output=[]"], "output=[]"),
-    (["picture=plan.gif"], "ends with .svg or .png"),
+    (["picture=plan.gif"], "ends with .svg"),
     (["format=xml"], "format='xml': give json or csv"),
     (["format=csv"], "format=csv is for a file"),
     (["format=csv", "failures=1", "output=plan.csv"], "binds each stage to one rank"),

@@ -4,7 +4,6 @@ import json
 import shlex
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
@@ -99,7 +98,7 @@ def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
         assert f"{seconds / 3600:,.2f}" in lines[cause], cause
 
 
-def test_the_trace_has_no_gap_and_the_picture_is_svg(one: tuple[str, Path]) -> None:
+def test_the_trace_has_no_gap(one: tuple[str, Path]) -> None:
     _, folder = one
     result = result_in(folder)
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
@@ -113,9 +112,6 @@ def test_the_trace_has_no_gap_and_the_picture_is_svg(one: tuple[str, Path]) -> N
     failed = sum(event["dur"] for event in down) / 1e6
     counted = sum((32 - i["live_gpus"]) * (i["end"] - i["begin"]) for i in result["timeline"]["intervals"])
     assert failed == pytest.approx(counted)
-    root = ElementTree.parse(folder / "timeline.svg").getroot()
-    names = [group.get("data-name") for group in root.iter("{http://www.w3.org/2000/svg}g")]
-    assert names == ["title", "available GPUs", "samples/s", "states", "axis", "legend"]
 
 
 def test_a_sweep_over_all_policies_has_a_folder_for_each_and_a_table(tmp_path: Path) -> None:
