@@ -319,6 +319,7 @@ class _Chart(NamedTuple):
             extent = 40 + 5.5 * len(text)
             if x > _LEFT and x + extent > self.width:
                 x, y = _LEFT, y + 20
-            elements += [f'<g transform="translate({x:.2f} {y:.2f})">\n{symbol}</g>\n', _text(x + 20, y + 7, text)]
+            drawn = f'<svg x="{x:.2f}" y="{y:.2f}" overflow="visible">\n{symbol}</svg>\n'
+            elements += [drawn, _text(x + 20, y + 7, text)]
             x += extent
         return _group("legend", elements), y + 20

@@ -75,7 +75,7 @@ def test_copies_are_paid_for_in_the_recovery() -> None:
 
 def test_a_return_that_does_not_pay_waits() -> None:
     """Workers that come and go every few seconds are not worth a stop each time."""
-    comings = [sim.Outage(600.0 + 40 * n, (3,), 620.0 + 40 * n) for n in range(40)]
+    comings = [sim.Outage(600.0 + 20 * n, (3,), 610.0 + 20 * n) for n in range(140)]
     busy = run(sim.Auto(effort=0, checkpoint="memory"), comings)
     always = run(sim.Recycle(effort=0, checkpoint="memory"), comings)
     assert busy.throughput > 1.02 * always.throughput

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.simulation.failures import LLAMA3_PER_GPU_DAY
 from lightning_recycle.simulation.policies.policy import Configuration, Loss, Pause, Reaction
 
 MODEL = sim.get_model("gpt3_medium")
@@ -238,24 +239,27 @@ def test_weeks_of_thousands_of_gpus_take_a_moment() -> None:
     model = sim.get_model("gpt3_medium", pipelines=512, global_batch=512 * 8, throughput=None)
     started = time.process_time()
     result = sim.simulate(
-        model, sim.Cluster.of(model, gpus_per_node=8), sim.DropReplica(), sim.FailureRate("llama3", scale=16), "54d", 1
+        model,
+        sim.Cluster.of(model, gpus_per_node=8),
+        sim.DropReplica(),
+        sim.FailureRate(16 * LLAMA3_PER_GPU_DAY),
+        "54d",
+        1,
     )
     assert result.failures == pytest.approx(419, abs=62)
     assert time.process_time() - started < 20
 
 
-def test_goodput_ettr_mfu_and_cost_follow_from_the_accounting() -> None:
+def test_goodput_ettr_and_mfu_follow_from_the_accounting() -> None:
     usual = sim.simulate(MODEL, CLUSTER, sim.FaultFree(), sim.Scripted(), "1h")
     assert usual.ettr == 1.0
     assert usual.goodput == pytest.approx(usual.fraction_of_ideal)
     assert usual.throughput == pytest.approx(usual.goodput * usual.bubble_free_throughput * 32)
     assert usual.mfu == pytest.approx(MODEL.efficiency * usual.goodput)
-    assert usual.dollars(2.0) == pytest.approx(64.0)
 
-    # Half of the nodes for half of the time: three quarters of the GPU hours are paid for.
+    # Half of the nodes for half of the time.
     outage = sim.Outage(1800.0, tuple(range(16)))
     broken = sim.simulate(MODEL, CLUSTER, sim.Merge(checkpoint="memory", regroup=55.0), sim.Scripted([outage]), "1h")
-    assert broken.dollars(2.0) == pytest.approx(48.0)
     paused = sum(i.end - i.begin for i in broken.intervals if i.state is not sim.State.TRAINING)
     assert 60 < paused < 75
     assert broken.ettr == pytest.approx(1 - paused / 3600)
