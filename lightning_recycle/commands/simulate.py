@@ -37,12 +37,7 @@ from lightning_recycle.commands.application import run_command
 from lightning_recycle.commands.scenario import result_of, scenario_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.visualize.report.wording import (
-    assumptions_text,
-    duration_text,
-    failures_text,
-    policy_text,
-)
+from lightning_recycle.visualize.report.records import assumptions_text, duration_text, failures_text, policy_text
 from lightning_recycle.visualize.timeline import timeline_trace
 
 __all__ = ["Point", "main", "points_of"]

@@ -16,13 +16,12 @@ from lightning_recycle import __version__
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.report.charts import linear, logarithmic
 from lightning_recycle.visualize.report.page import render_report
-from lightning_recycle.visualize.report.records import error, load_results
-from lightning_recycle.visualize.report.sections import averaged, choices
-from lightning_recycle.visualize.report.wording import number
+from lightning_recycle.visualize.report.records import error, load_results, number
+from lightning_recycle.visualize.report.sections import averaged
 
 pytestmark = pytest.mark.long
 
-SECTIONS = ["intervals", "causes", "traces", "choices", "fractions", "runs"]
+SECTIONS = ["intervals", "causes", "traces", "fractions", "runs"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
@@ -84,8 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     answers = run_all("recycle-simulate", directory, *calls)
     assert [(code, err) for code, _, err in answers] == [(0, "")] * 2
-    assert "wrote 52 results" in answers[0][1]
-    assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 54")
+    assert "wrote 51 results" in answers[0][1]
+    assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 53")
     return directory
 
 
@@ -124,7 +123,7 @@ def test_links_lead_to_sections_and_every_section_has_its_charts(page: Page) -> 
     assert links == {f"#{name}" for name in SECTIONS}
     pictures = Counter(section for tag, _, section in page.elements if tag == "figure")
     # Models x schedules; models x failures, and others; traces; runs; models.
-    assert pictures == {"intervals": 4, "causes": 7, "traces": 2, "choices": 1, "fractions": 2}
+    assert pictures == {"intervals": 4, "causes": 6, "traces": 2, "fractions": 2}
     for tag, attributes, section in page.elements:
         if tag == "svg" and "aria-hidden" not in attributes:
             assert attributes["role"] == "img", section
@@ -148,9 +147,8 @@ def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
     scenes: dict[tuple[str, ...], dict[str, float]] = {}
     for each in with_failures(records, "Poisson", "TraceReplay", "FailedFraction"):
         policy = each["policy"]
-        if policy["name"] != "Auto":
-            key = (each["model"]["name"], json.dumps(each["failures"]), policy["settings"]["schedule"])
-            scenes.setdefault(key, {})[policy["name"]] = each["ratio"]
+        key = (each["model"]["name"], json.dumps(each["failures"]), policy["settings"]["schedule"])
+        scenes.setdefault(key, {})[policy["name"]] = each["ratio"]
     found = re.search(r'<p class="conclusion".*?</p>', text, re.DOTALL)
     assert found
     shown = found[0]
@@ -197,20 +195,6 @@ def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> No
     }  # fmt: skip
 
 
-def test_what_was_chosen_is_shown_with_its_time(page: Page, records: list[dict[str, Any]]) -> None:
-    (run,) = [each for each in records if each["policy"]["name"] == "Auto"]
-    changes = choices(run)
-    assert (changes[0].text, changes[0].gpus) == ("all workers there", 32)
-    assert {each.text for each in changes} - {"all workers there"}
-    failures = {event["time"] for event in run["timeline"]["events"] if event["kind"] in ("failure", "repair")}
-    assert all(any(0 <= each.begin - time < 60 for time in failures) for each in changes[1:])
-    rows = [[cell["text"] for cell in row] for row in page.rows["choices"] if row]
-    assert [(row[2], row[3], row[5]) for row in rows] == [
-        (number(each.begin / 3600, 2), each.text, str(each.gpus)) for each in changes
-    ]
-    assert not any(choices(each) for each in records if each["policy"]["name"] != "Auto")
-
-
 def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
     cut = Counter(section for tag, attributes, section in page.elements if attributes.get("class") == "tick cut")
     assert cut == {"intervals": 4, "fractions": 2}
@@ -233,7 +217,7 @@ def test_gpu_seconds_by_cause_add_up_to_all_of_them(page: Page, records: list[di
         *parts, whole = [float(cell["data-value"]) for cell in row if "data-value" in cell]
         assert len(parts) == 6
         assert sum(parts) == pytest.approx(whole)
-        assert whole in [pytest.approx(32 * 3600 * hours) for hours in (3, 6, 24)]
+        assert whole in [pytest.approx(32 * 3600 * hours) for hours in (6, 24)]
 
 
 def test_shown_numbers_are_the_exact_ones_rounded(page: Page) -> None:
@@ -329,7 +313,7 @@ def test_results_of_any_sweep_are_shown_by_their_kind_of_failures(
         "FailureRate": ["causes", "runs"],
     }
     for kind, sections in kinds.items():
-        found = next(r for r in with_failures(records, kind) if r["policy"]["name"] != "Auto")
+        found = with_failures(records, kind)[0]
         page = Page(render_report(load_results(written(tmp_path / kind, found))))
         assert [attributes["id"] for tag, attributes, _ in page.elements if tag == "section"] == sections
         assert found["ratio"] in page.values("runs", "ratio")

@@ -259,7 +259,7 @@ BAD = [
     (["policy=hope"], "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic_layers, fault_free"),
     (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
-    (["experiment=mine"], "unknown experiment 'mine': choose one of choices, fractions, paper"),
+    (["experiment=mine"], "unknown experiment 'mine': choose one of fractions, paper"),
     (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': choose one of mtbf, repair"),
     (["failures.mtbf=often"], "Poisson(mtbf)='often': give a duration above 0"),
     (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1"),

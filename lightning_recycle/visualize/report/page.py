@@ -21,9 +21,8 @@ from importlib import resources
 from jinja2 import Environment
 
 from lightning_recycle.visualize.report.charts import swatch
-from lightning_recycle.visualize.report.records import Record
+from lightning_recycle.visualize.report.records import POLICIES, Record, number
 from lightning_recycle.visualize.report.sections import sections_of
-from lightning_recycle.visualize.report.wording import POLICIES, number
 
 __all__ = ["render_report"]
 

@@ -24,18 +24,24 @@ from lightning_recycle.visualize.report.charts import (
     row_chart,
     step_chart,
 )
-from lightning_recycle.visualize.report.records import LEAST_RUNS, Record, Variants, by, error, models_of, protocol_text
-from lightning_recycle.visualize.report.wording import (
+from lightning_recycle.visualize.report.records import (
+    LEAST_RUNS,
+    Record,
+    Variants,
     assumptions_text,
+    by,
     duration_text,
+    error,
     failures_text,
     model_text,
+    models_of,
     number,
     policy_text,
+    protocol_text,
     setting_text,
 )
 
-__all__ = ["Cell", "Charts", "Choice", "Legend", "Note", "Section", "Table", "averaged", "choices", "sections_of"]
+__all__ = ["Cell", "Charts", "Legend", "Note", "Section", "Table", "averaged", "sections_of"]
 
 _BINS = 72
 _MOST_PICTURES = 8
@@ -104,7 +110,7 @@ class Section:
 
 def sections_of(records: Sequence[Record]) -> list[Section]:
     """The sections for which there are results, in their order."""
-    makers = (_by_interval, _gpu_time, _traces, _chosen_layouts, _failed_fractions, _all_runs)
+    makers = (_by_interval, _gpu_time, _traces, _failed_fractions, _all_runs)
     return [section for make in makers if (section := make(records)) is not None]
 
 
@@ -372,90 +378,6 @@ def averaged(record: Record, count: int) -> list[float]:
                 break
             sums[place] += interval["throughput"] * (end - begin)
     return [total / width for total in sums]
-
-
-_WAYS = {
-    "": Series("all workers there", "whole", "u-useful"),
-    "reroute": Series("re-routing", "reroute", "p-recycle"),
-    "workers": Series("workers moved", "workers", "p-merge"),
-    "layers": Series("layers moved", "layers", "p-elasticlayers"),
-    "both": Series("workers and layers moved", "both", "p-dropreplica"),
-}
-_STATES = {
-    "lost": Series("undone later", "undone", "u-redone"),
-    "paused": Series("pause", "pause", "u-reconfiguring"),
-    "stopped": Series("standing still", "still", "u-idle"),
-}
-
-
-class Choice(NamedTuple):
-    """From ``begin`` on (seconds) ``gpus`` of ``live`` GPUs went on in the way ``text``, until the next choice."""
-
-    begin: float
-    gpus: int
-    live: int
-    text: str
-    throughput: float
-
-
-def choices(run: Record) -> list[Choice]:
-    """The ways of the first run, one for each change; empty for policies that have only one way."""
-    found: list[Choice] = []
-    for each in run["timeline"]["intervals"]:
-        if each["choice"] and each["state"] in ("training", "lost"):
-            text = _way(run, each).name
-            if not found or (found[-1].text, found[-1].gpus) != (text, each["gpus"]):
-                found.append(Choice(each["begin"], each["gpus"], each["live_gpus"], text, each["throughput"]))
-    return found if len(found) > 1 else []
-
-
-def _way(run: Record, interval: Record) -> Series:
-    """The way in which training went on in an interval."""
-    whole = interval["choice"] == "reroute" and interval["gpus"] == run["model"]["gpus"]
-    return _WAYS["" if whole else interval["choice"]]
-
-
-def _chosen_layouts(records: Sequence[Record]) -> Section | None:
-    """Runs of the policy that chooses."""
-    runs = [run for run in records if choices(run)]
-    if not runs:
-        return None
-    pictures: list[Picture] = []
-    rows: list[list[Cell | str]] = []
-    used = {_AVAILABLE.key}
-    for run in runs[:_MOST_PICTURES]:
-        hours, gpus, name = run["duration"] / 3600, run["cluster"]["gpus"], policy_text(run)
-        timeline = run["timeline"]["intervals"]
-        most = max(each["throughput"] for each in timeline) or 1.0
-        strips: list[tuple[str, list[Segment]]] = [(_AVAILABLE.name, []), (name, [])]
-        for each in timeline:
-            begin, end, live = each["begin"] / 3600, each["end"] / 3600, each["live_gpus"]
-            when = f"hours {begin:.2f} to {end:.2f}"
-            strips[0][1].append(Segment(_AVAILABLE, begin, end, f"{live} of {gpus} live, {when}", live / gpus))
-            height = each["throughput"] / most or 0.25  # high enough to be seen
-            tip = f"{each['label']}, {each['throughput']:.2f} samples/s, {when}"
-            series = _STATES.get(each["state"]) or _way(run, each)
-            used.add(series.key)
-            strips[1][1].append(Segment(series, begin, end, tip, height))
-        title = f"{model_text(run['model']['name'])}, batch {run['model']['global_batch']:,}, {failures_text(run)}"
-        pictures.append(row_chart(title, strips, linear("hours", hours, count=8, exact=True)))
-        for choice in choices(run):
-            cells = [_num(choice.live, 0), _num(choice.gpus, 0)]
-            ratio = choice.throughput / run["fault_free_throughput"] or None
-            rows.append([title, name, number(choice.begin / 3600, 2), choice.text, *cells, _num(ratio)])
-    columns = ["run", "policy", "hours", "chosen", "GPUs live", "GPUs used", "of fault-free"]
-    assumed = _assumed(runs[:_MOST_PICTURES])
-    parts: list[Part] = [
-        Legend([each for each in (_AVAILABLE, *_WAYS.values(), *_STATES.values()) if each.key in used], bars=True),
-        Charts(pictures, wide=True),
-        Note(f"The first run of each. Heights are relative to the fastest moment of a run. {assumed}"),
-        Table("What was chosen, and when", columns, rows, left=4),
-    ]
-    lead = (
-        "What the policy that chooses went on with after every failure and return: the colour is the way, the height "
-        "the throughput. Ways are chosen by the planner that a real run asks."
-    )
-    return Section("choices", "The way chosen over time", lead, parts)
 
 
 def _all_runs(records: Sequence[Record]) -> Section | None:
