@@ -41,7 +41,7 @@ from instances import HARD, judged, random_problem
 from rich.console import Console
 from rich.table import Table
 
-from lightning_recycle.commands.plan_tables import baselines
+from lightning_recycle.commands.plan import baselines
 from lightning_recycle.planning import (
     Changing,
     Costs,

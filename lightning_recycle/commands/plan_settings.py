@@ -1,4 +1,4 @@
-"""Settings of ``recycle-plan``: from the configuration to planning problems and costs of layers.
+"""Settings of ``recycle-plan``: from the configuration to planning problems.
 
 Contract: every mistake raises an error with the value and the name of its setting.
 
@@ -16,19 +16,17 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import (
     Costs,
     Grid,
-    LayerCosts,
     Problem,
     Profile,
     Technique,
     Worker,
-    even_cuts,
     load_profile,
     normalized_problem,
 )
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 
-__all__ = ["layers_from", "problem_from", "problems_ahead"]
+__all__ = ["problem_from", "problems_ahead"]
 
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
@@ -186,34 +184,3 @@ def _failures(config: Mapping[str, Any]) -> frozenset[Worker]:
             "'failures=[[1,2]]'."
         )
     return frozenset(Worker(*pair) for pair in pairs)
-
-
-def layers_from(settings: Mapping[str, Any], problem: Problem) -> tuple[LayerCosts, tuple[int, ...]] | None:
-    """The costs of layers for the group ``layers`` of ``conf/plan.yaml`` and their cut; None if it is not asked for.
-
-    Raises:
-        ConfigurationError: when a value is impossible.
-    """
-    count = settings["count"]
-    if count is None:
-        return None
-    if not is_integer(count, problem.grid.stages):
-        raise ConfigurationError(
-            f"layers.count={count!r}: give the number of layers, at least one for each of the {problem.grid.stages} "
-            "stages, or null."
-        )
-    cuts = even_cuts(count, problem.grid.stages)
-
-    def number(name: str) -> float:
-        return at_least("", f"layers.{name}", settings[name])
-
-    memory = settings["memory"]
-    layers = LayerCosts.from_stages(
-        problem.costs,
-        cuts,
-        held_bytes=(number("activation_bytes"),) * problem.grid.stages,
-        parameter_bytes=(number("state_bytes"),) * count,
-        memory_limit=None if memory is None else number("memory"),
-        bandwidth=number("bandwidth"),
-    )
-    return layers, cuts

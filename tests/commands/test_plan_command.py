@@ -257,39 +257,3 @@ def test_forwards_are_computed_again_where_memory_is_short(tmp_path: Path) -> No
     check_refused(
         "recycle-plan", tmp_path, [(["memory.checkpoint=0.1"], "memory.checkpoint=0.1: with memory.in_flight")]
     )
-
-
-def test_layouts_after_the_next_failure_are_shown_and_kept(tmp_path: Path) -> None:
-    shown = plan(
-        tmp_path,
-        "grid.pipelines=4",
-        "grid.stages=2",
-        "grid.microbatches=8",
-        "layers.count=32",
-        "layers.state_bytes=1000000",
-        "layers.bandwidth=1000000",
-        "layers.switch=2",
-        "library=plans",
-        "failures=0",
-        "output=null",
-    )
-    table = shown[shown.index("Layouts after the next failure") :].splitlines()
-    assert table[1].split() == [
-        "lost", "way", "layers", "by", "stage", "workers", "by", "stage", "period", "/re-routing", "bytes", "stall",
-    ]  # fmt: skip
-    first = table[2].split()
-    assert first[:3] == ["(0,", "0)", "layers"]
-    sizes = [float(size) for size in first[3].split("/")]
-    assert sum(sizes) == 32
-    assert sizes[0] < sizes[1]
-    assert float(first[6]) > 1.05
-    stored = len(list((tmp_path / "plans").iterdir()))
-    assert stored == 4  # without failures before and after memory is measured, and the layout after one in each stage
-
-
-def test_bad_settings_of_layers_are_refused(tmp_path: Path) -> None:
-    bad = [
-        (["grid.stages=2", "layers.count=8", setting], setting.partition("=")[0])
-        for setting in ("layers.count=1", "layers.bandwidth=-1", "layers.memory=much")
-    ]
-    check_refused("recycle-plan", tmp_path, bad)
