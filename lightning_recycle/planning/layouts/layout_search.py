@@ -46,7 +46,6 @@ from lightning_recycle.planning.layouts.layer_costs import LayerCosts, Traffic, 
 from lightning_recycle.planning.layouts.layout_candidates import (
     Candidate,
     Changing,
-    FailureRecord,
     Judge,
     Judgement,
     Layout,
@@ -67,7 +66,7 @@ from lightning_recycle.planning.normalization import (
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["layouts_ahead", "next_losses", "plan_layout"]
+__all__ = ["next_losses", "plan_layout"]
 
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
@@ -477,47 +476,3 @@ def next_losses(problem: Problem) -> Iterator[Worker]:
         live = problem.live_workers(stage)
         if len(live) > 1:
             yield next((worker for worker in live if worker not in slow), live[0])
-
-
-def layouts_ahead(
-    problem: Problem,
-    layers: LayerCosts,
-    cuts: Sequence[int],
-    *,
-    record: FailureRecord | None = None,
-    changing: Changing | None = None,
-    fixed: str = "",
-    judge: Judge = judged,
-) -> Iterator[tuple[Worker, LayoutPlan]]:
-    """For each stage with at least two live workers, one that fails next and the best layout then.
-
-    Args:
-        problem: the present problem; its failed workers stay failed.
-        layers, cuts, changing, fixed, judge: as for
-        :func:`~lightning_recycle.planning.layouts.layout_search.plan_layout`. record: failures so far; by default the
-        prior alone.
-
-    Raises:
-        ConfigurationError, PlanningError: as ``plan_layout``.
-    """
-    seen = record or FailureRecord()
-    slow = dict(problem.worker_factors)
-    for lost in next_losses(problem):
-        after = replace(
-            problem,
-            failed=problem.failed | {lost},
-            worker_factors=tuple((worker, factor) for worker, factor in slow.items() if worker != lost),
-        )
-        remaining = sum(after.live_counts())
-        yield (
-            lost,
-            plan_layout(
-                after,
-                layers,
-                cuts,
-                next_change=seen.next_change(remaining),
-                changing=changing,
-                fixed=fixed,
-                judge=judge,
-            ),
-        )
