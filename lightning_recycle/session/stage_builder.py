@@ -20,7 +20,6 @@ from lightning_recycle.planning.layouts.fractional_cuts import are_whole, bounds
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks
-from lightning_recycle.runtime.executor.profiling import StageProfiler
 from lightning_recycle.runtime.executor.speculative_commit import CommitRules
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
 from lightning_recycle.runtime.executor.step_runner import StepRunner
@@ -180,8 +179,8 @@ class StageBuilder:
         measurements = StepMeasurements(
             context.client,
             context.device,
-            profiler=StageProfiler(bundle.parameters) if context.run.profiles else None,
-            held=held if bundle.parameters else None,
+            profiles=context.run.profiles,
+            held=held,
             tries_splitting=context.fitting and options.planning.tries_splitting(context.grid.stages),
         )
         runner = StepRunner(

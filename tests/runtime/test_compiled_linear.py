@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_recycle.runtime.executor.memory_meter import storage_bytes
+from lightning_recycle.runtime.executor.device_memory import storage_bytes
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage.stage import Stage
 

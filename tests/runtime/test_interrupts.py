@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self) -> None:
         self.aborted: list[int] = []
         self.called = threading.Event()
-        self.sums = None
+        self.sums = self.messages = None
         self.device = torch.device("cpu")
 
     def report_progress_to(self, on_progress: Any) -> None:

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.runtime.executor.memory_meter import MemoryMeter
-from lightning_recycle.runtime.executor.profiling import Timings
+from lightning_recycle.runtime.executor.step_measurements import FirstSteps
+from lightning_recycle.runtime.executor.timings import Timings
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage.stage import Stage
 
@@ -131,14 +131,14 @@ def test_what_a_microbatch_holds_is_what_the_allocator_gave_out() -> None:
     device = torch.device("cuda")
     layers = [nn.Linear(1024, 1024, device=device) for _ in range(4)]
     stage = Stage(layers, 1, 0, device)
-    meter = MemoryMeter(device, lambda: [p for layer in layers for p in layer.parameters()])
+    meter = FirstSteps(device, lambda: [p for layer in layers for p in layer.parameters()])
     for step in range(2):
-        meter.begin(step)
+        meter.begin(step, ())
         x = torch.randn(4096, 1024, device=device, requires_grad=True)
         meter.received(x)
-        with meter.forward(lambda: stage.kept(x)):  # noqa: B023 -- called at once
+        with meter.part(OpKind.FORWARD, 0, stage, x):
             stage.forward(step, 0, x, decoupled=True)
-        with meter.backward(lambda: stage.waiting(0)):
+        with meter.part(OpKind.BACKWARD_INPUT, 0, stage):
             stage.backward_input(0, (torch.ones(4096, 1024, device=device),))
         stage.backward_weight(0)
     found = meter.footprint()

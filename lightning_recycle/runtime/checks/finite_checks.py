@@ -120,6 +120,9 @@ class FiniteChecks:
         if recorder is not None:
             self._recorders[task.index] = recorder
 
+    def adds_gradients(self, task: Task) -> None:
+        """``task``, which adds weight gradients, begins: they are those of the step, as it is undone anyway."""
+
     def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
         """The forward of ``task`` gave ``output`` and on the last stage ``loss``.
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ __all__ = [
     "WEIGHT_GRADIENT",
     "GradientsApart",
     "MicrobatchRecord",
-    "MicrobatchWatcher",
     "Recomputation",
     "Recorder",
     "is_sound",
@@ -84,25 +83,6 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
         elif value is not None and not math.isfinite(value):
             return False
     return True
-
-
-class MicrobatchWatcher(Protocol):
-    """Sees what a stage is given of each micro-batch, and what it makes of that; may record some.
-
-    Any method may raise :class:`~lightning_recycle.control.client.Interrupted`: what it has seen must not be committed.
-    """
-
-    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
-        """The forward of ``task`` begins."""
-
-    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
-        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
-
-    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
-
-    def completed(self, task: Task) -> None:
-        """The weight gradients of ``task`` are complete."""
 
 
 class Recorder:

@@ -4,18 +4,20 @@
 this worker has applied it. When a generation is announced, whatever the executor is doing ends with
 :class:`Interrupted` or :class:`CommunicationError`. It then reports what it holds, reconnects, brings itself to the
 committed version, and runs its step again or, if its own part is done, serves others that do. None of that shows
-outside :meth:`Executor.run_step`.
+outside :meth:`Executor.run_step`. What a fault of this machine may explain is judged by the coordinator: this worker
+does the same again, is evicted, or the exception is the user's own and is raised.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,
@@ -34,12 +36,13 @@ from lightning_recycle.control.protocol.state import stage_leads
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Op, OpKind
+from lightning_recycle.runtime.comm.communicator import CommunicationError, UnreachableError
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, StepResult
 from lightning_recycle.runtime.executor.forwards import Forwards
-from lightning_recycle.runtime.executor.retries import Retries
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
+from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
 from lightning_recycle.runtime.stage.stage_bundle import FixedLayers, LayerKeeper, LayerMoves
 
@@ -47,8 +50,11 @@ __all__ = ["Executor"]
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _WHOLE_STEP = Share()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
+_ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
 _LAYERS_TIMEOUT = 1800.0  # seconds for others to get the layers that they lack; a stuck worker is found by heartbeats
 
 
@@ -62,15 +68,13 @@ class Executor:
 
     def __init__(self, runner: StepRunner, layers: LayerKeeper | None = None) -> None:
         self.worker, self.grid = runner.worker, runner.grid
-        self._runner = runner
+        self._runner, self._forwards = runner, Forwards(runner)
         self._client, self._communicator, self._callbacks = runner.client, runner.communicator, runner.callbacks
         tied = {tie.stages for tie in runner.ties.ties}
         keeper = layers or FixedLayers(tied)
         self._moving = LayerMoves(keeper, self.grid, self.worker, self._client, self._communicator)
         self._joining = False
-        self._retries = Retries(
-            self.worker, self._client, self._callbacks, runner.attempt, self._recover, self._is_undone, self._done
-        )
+        self._has_own_exception = False  # an exception was judged to be the user's own
         self._communicator.report_progress_to(self._client.progressed)
         self._client.on_interrupt = self._communicator.abort  # ends whatever the main thread exchanges with others
         self._client.regroup = self.regroup
@@ -144,14 +148,43 @@ class Executor:
                     self._runner.follow(program)
                 self._runner.run_program(number)
 
-        self._retries.run(run)
+        self._retried(run)
         assert step.result is not None
         return step.result
 
     def settle_newest(self) -> None:
         """Returns when the parameters are what they will be. To be called before anything looks at them."""
         if not self.is_settled:
-            self._retries.run(self._runner.settle)
+            self._retried(self._runner.settle)
+
+    # ------------------------------------------------------------------ attempts
+
+    def _retried(self, attempt: Callable[[], _T], recover: bool = False) -> _T:
+        """Returns ``attempt()``; when a failure ends it, this worker takes part in the recovery and attempts it again.
+
+        Args:
+            attempt: a function that may end with :class:`Interrupted` or :class:`CommunicationError`.
+            recover: whether a recovery is due at once.
+        """
+        while True:
+            try:
+                if recover:
+                    self._recover()
+                    recover = False
+                result = attempt()
+            except Interrupted:
+                recover = True
+            except CommunicationError as error:
+                self._await_verdict(error)
+                recover = True
+            except Exception as error:
+                if not self._is_undone():
+                    with readers_may_die():
+                        self._await_another_try(error)
+                recover = True
+            else:
+                self._client.doing(self.version, "hooks and callbacks")
+                return result
 
     def _is_undone(self) -> bool:
         """Whether a new generation drops what this worker has computed, which may have followed from a wrong guess."""
@@ -162,8 +195,45 @@ class Executor:
             return True
         return False
 
-    def _done(self) -> None:
-        self._client.doing(self.version, "hooks and callbacks")
+    def _await_verdict(self, error: CommunicationError) -> None:
+        """Reports to the coordinator that communication broke and waits for its verdict."""
+        if not self._client.interrupted:
+            log.debug("Worker %s: %s", self.worker, error)
+            unreachable = error.ranks if isinstance(error, UnreachableError) else ()
+            self._client.send(messages.Broken(self._client.rank, self._client.generation, str(error), unreachable))
+            self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
+
+    def _is_own(self, error: Exception, place: tuple[int, str], exact: bool) -> bool:
+        """Whether ``error`` is the user's own, which the coordinator decides if a fault of the machine may explain it.
+        Does not return if this worker is evicted.
+
+        Args:
+            error: the exception.
+            place: the step and the operation to which it belongs.
+            exact: whether this worker can do the same again.
+        """
+        if not self._has_own_exception:
+            self._has_own_exception = not self._callbacks.is_suspect(error) or self._client.is_own(
+                *place, error, exact=exact, sticky=is_device_error(error)
+            )
+        return self._has_own_exception
+
+    def _await_another_try(self, error: Exception) -> None:
+        """Returns if this worker is to do again what raised ``error``.
+
+        Raises:
+            Exception: ``error``, if it is the user's own.
+        """
+        # What the optimizer and the hooks of its step have done cannot be undone, nor what was reported to others.
+        data = self._runner.attempt.reads_from
+        exact = not self._runner.attempt.is_past and (data is None or data.can_read_again)
+        if self._is_own(error, self._runner.attempt.place, exact):
+            raise error
+        step, operation = self._runner.attempt.place
+        log.warning("Worker %s does %s of step %d once more after %r.", self.worker, operation, step, error)
+        self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
+        if data is not None:
+            data.read_again()
 
     # ------------------------------------------------------------------ forward only
 
@@ -190,20 +260,16 @@ class Executor:
             if self._client.interrupted:
                 raise Interrupted
             self._runner.attempt.place = (self.version, f"evaluation of batch {handle.index}")
-            recorded = self._forwards.run_batch(self._runner.program, handle, self.version, split, record)
+            recorded = self._forwards.run_batch(handle, split, record)
             return self._exchanged(f"batch {handle.index}", (handle.loader.digest(handle), recorded))
 
-        parts = self._retries.run(run)
+        parts = self._retried(run)
         if len({digest for digest, _ in parts.values()}) > 1:
             raise ConfigurationError(
                 f"Workers have read different samples for batch {handle.index} of an evaluation, or before it. A stream"
                 " must give every process the same: not depend on its rank, the time, or the order of a set."
             )
         return {index: data for _, (_, part) in sorted(parts.items()) for index, data in part.items()}
-
-    @property
-    def _forwards(self) -> Forwards:
-        return Forwards(self.worker, self.grid, self._client, self._communicator, self._runner.stage)
 
     def _exchanged(self, name: str, mine: Any) -> Mapping[int, Any]:
         """The parts of all workers of the generation; a failure before they are complete ends with Interrupted."""
@@ -237,11 +303,11 @@ class Executor:
                 raise Interrupted
             self._runner.attempt.place = (self.version, "self(x)")
             self._client.doing(self.version, "self(x)")
-            output = self._forwards.run_value(value, self._runner.leads, self.version, draw)
-            mine = (deliver(output),) if self._forwards.leads_last(self._runner.leads) else None
+            output = self._forwards.run_value(value, draw)
+            mine = (deliver(output),) if self._forwards.leads_last else None
             return self._exchanged("output of self(x)", mine)
 
-        parts = self._retries.run(run)
+        parts = self._retried(run)
         self._runner.attempt.place = place
         (output,) = next(part for part in parts.values() if part is not None)
         return output
@@ -264,13 +330,14 @@ class Executor:
 
     def regroup(self) -> None:
         """Takes part in the announced generation, and in any that follows before this worker has done its part."""
-        self._retries.run(lambda: None, recover=True)
+        self._retried(lambda: None, recover=True)
 
     def settle(self, error: Exception) -> None:
         """Returns if ``error``, which was raised outside of steps, is the user's own. Does not return if a fault of the
         machine may explain it and others go on without this worker.
         """
-        self._retries.settle(error)
+        with readers_may_die():
+            self._is_own(error, (OUTSIDE, place_of(error)), exact=False)
 
     def _recover(self) -> None:
         """Enters the announced generation: reports, connects, and does what the decision asks of this worker."""

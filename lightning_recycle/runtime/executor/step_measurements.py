@@ -1,14 +1,36 @@
 """Measurements of a worker's operations, and their reports.
 
-Every operation is timed. In some of the first steps a worker also measures what a micro-batch holds
-(:mod:`~lightning_recycle.runtime.executor.memory_meter`), what a split backward costs, and, if the run is profiled, its
-links and messages (:mod:`~lightning_recycle.runtime.executor.profiling`). Each of these ends with a report.
+Every operation is timed. :class:`FirstSteps` measures the rest in the first steps that a worker runs with its layers;
+none of it changes a result.
+
+- *Memory*, in the second step, on every micro-batch: what it holds after F is what autograd saves (or, on CUDA, what
+  the allocator gave out meanwhile, and the input of the stage); after B it is what the queued weight gradients hold;
+  after an F that is computed again it would be the stage's input. On CUDA the allocator also knows what an operation
+  takes while it runs, by its peak. Every backward of that step is split, also where the plan fuses it, so that both are
+  known.
+- *What splitting a backward costs*, in four steps from the third on: of the micro-batches whose backward the plan
+  fuses, every other one is split, B and W one after the other. So both are measured side by side, under the same load.
+  On a CPU an operation's seconds are those of the clock without those in which its thread waited for a core
+  (``/proc/thread-self/schedstat`` of Linux; where there is none, waiting counts), and at least its own processor time.
+  It keeps the machine busy for the processor time of its process, all threads included. On another device both are the
+  time between two events.
+- *The profile of the stage*, if the run is profiled, after the ninth step; :class:`StepMeasurements` measures its link
+  to the next stage before the first one.
+
+Must not know: peers, and what follows from a measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,15 +39,214 @@ from torch import Tensor
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.profile import SplitTrial
-from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.executor.memory_meter import MemoryMeter, peak_bytes
-from lightning_recycle.runtime.executor.profiling import SplitTrials, StageProfiler, Timings
-from lightning_recycle.runtime.stage.stage import Kept
+from lightning_recycle.planning.profile import Footprint, SplitTrial, StageProfile
+from lightning_recycle.planning.program import Task
+from lightning_recycle.runtime.executor.device_memory import (
+    device_bytes,
+    device_place,
+    message_bytes,
+    peak_bytes,
+    process_bytes,
+    reset_peak,
+    saved_tensors,
+    storage_bytes,
+)
+from lightning_recycle.runtime.executor.timings import Timings
+from lightning_recycle.runtime.stage.stage import Stage
 
-__all__ = ["StepMeasurements"]
+__all__ = ["FirstSteps", "StepMeasurements", "processors_of"]
 
+_MEMORY = 2  # the step in which memory is measured: the first one compiles, warms up, and creates the optimizer's state
+_TRIAL_STEPS = 4  # in each of which both kinds are measured if a worker has two micro-batches
+_PROFILED = 9  # steps before the profile, of which the first three are no measure
+_PROFILE_WARM_UP = 3
+_SMALL, _LARGE = 1, 1 << 20  # bytes of messages by which a link is measured
+_ROUNDS = 5
 _NOTHING = nullcontext()
+_FUSED = ((False, OpKind.FORWARD), (False, OpKind.BACKWARD))
+_SPLIT = ((True, OpKind.FORWARD), (True, OpKind.BACKWARD_INPUT), (True, OpKind.BACKWARD_WEIGHT))
+
+
+class FirstSteps:
+    """The measurements of one worker in its first steps with the layers that it has.
+
+    Args:
+        device: where the tensors are.
+        held: returns the tensors that the worker holds between two steps; None if the memory is not to be measured.
+        tries_splitting: whether it is measured what it costs to split backwards.
+    """
+
+    def __init__(
+        self, device: torch.device, held: Callable[[], Iterable[Tensor]] | None, tries_splitting: bool = False
+    ) -> None:
+        self.tries_splitting = tries_splitting
+        self.output_bytes = 0
+        self._device, self._held = device, held
+        self._steps: set[int] = set()
+        self._measures = self._may_split = False
+        self._overhead = 0 if held is None else max(0, process_bytes(device) - storage_bytes(held()))
+        self._own: set[int] = set()
+        self._after_forward = self._after_backward = self._checkpoint = self._temporary = self._received = 0
+        self._tried = 0
+        self._split: dict[int, bool] = {}  # the micro-batches of this step that are timed, and whether they are split
+        self._seconds: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
+        self._busy: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
+        self._waited = self._passed = 0.0
+        self._by_device = {True: Timings(), False: Timings()}
+
+    @property
+    def count(self) -> int:
+        """The number of steps that were begun, each once."""
+        return len(self._steps)
+
+    def begin(
+        self, step: int | None, program: Sequence[Task], decoupled: bool = False, buffers: Iterable[Tensor] = ()
+    ) -> None:
+        """A step begins.
+
+        Args:
+            step: the step; one that runs again counts once. None: only a part of a step, in which nothing is measured.
+            program: the tasks of the step.
+            decoupled: whether the plan may split backwards.
+            buffers: those for messages, which are counted by the size of the messages.
+        """
+        self._split, self._measures = {}, False
+        if step is None:
+            return
+        self._steps.add(step)
+        if self._held is not None and self.count == _MEMORY:
+            self._measures, self._may_split = True, decoupled or self.tries_splitting
+            self._own = {tensor.untyped_storage().data_ptr() for tensor in chain(self._held(), buffers)}
+        if not self.tries_splitting or self.count <= _MEMORY:
+            return
+        forwards = [task for task in program if task.op.kind is OpKind.FORWARD]
+        fused = [task.index for task in forwards if not task.decoupled and not task.recomputed]
+        if fused:
+            self._tried += 1
+            self._split = {index: (place + self._tried) % 2 == 1 for place, index in enumerate(fused)}
+
+    def splits(self, index: int) -> bool:
+        """Whether the backward of the micro-batch is split because that is measured."""
+        return (self._measures and self._may_split) or self._split.get(index, False)
+
+    def part(self, kind: OpKind, index: int, stage: Stage, inputs: Any = None) -> AbstractContextManager[None]:
+        """The context of an F, R, BW, B or W of the micro-batch; ``inputs``: what the F is given."""
+        if self._measures:
+            return self._memory(kind, index, stage, inputs)
+        if index not in self._split:
+            return _NOTHING
+        if self._device.type == "cuda":
+            return self._by_device[self._split[index]].measure(kind, self._device)
+        return self._by_the_clock((self._split[index], kind))
+
+    # ------------------------------------------------------------------ memory
+
+    @contextmanager
+    def _memory(self, kind: OpKind, index: int, stage: Stage, inputs: Any) -> Iterator[None]:
+        kept = stage.kept(inputs) if kind is OpKind.FORWARD else None
+        makes_graph, graph = kind in (OpKind.FORWARD, OpKind.RECOMPUTE), 0
+        if self._device.type == "cuda":
+            before = torch.cuda.memory_allocated(self._device)
+            reset_peak(self._device)
+            yield
+            after = torch.cuda.memory_allocated(self._device)
+            peak, graph = torch.cuda.max_memory_allocated(self._device), after - before
+            self._temporary = max(self._temporary, peak - max(before, after))
+        elif makes_graph:
+            with saved_tensors() as saved:
+                yield
+            graph = storage_bytes(saved, self._own)
+        else:
+            yield
+        if makes_graph:
+            self._after_forward = max(self._after_forward, graph)
+        if kind is OpKind.BACKWARD_INPUT:
+            self._after_backward = max(self._after_backward, storage_bytes(stage.waiting(index), self._own))
+        if kept is not None:
+            kept.ran()
+            self._checkpoint = max(self._checkpoint, storage_bytes(kept.tensors(), self._own))
+
+    def received(self, value: Any) -> None:
+        """``value`` has come from another stage for one micro-batch."""
+        if self._measures:
+            self._received = max(self._received, message_bytes(value))
+
+    def sent(self, value: Any) -> None:
+        """``value`` goes to another stage for one micro-batch."""
+        self.output_bytes = max(self.output_bytes, message_bytes(value))
+
+    def footprint(self) -> Footprint | None:
+        """The memory, once the step in which it is measured has been applied."""
+        if not self._measures or self._held is None:
+            return None
+        # Activations and gradients have the same size; each message has a buffer at both ends, in host memory. On a
+        # device its tensors are the stage's input, which is there before the F that is measured.
+        on_host = self._device.type == "cpu"
+        staged, received = (2 * (self._received + self.output_bytes), 0) if on_host else (0, self._received)
+        return Footprint(
+            place=device_place(self._device),
+            capacity=device_bytes(self._device),
+            overhead=self._overhead,
+            fixed=storage_bytes(self._held()),
+            messages=staged,
+            after_forward=self._after_forward + received,
+            after_backward=self._after_backward,
+            checkpoint=self._checkpoint,
+            temporary=self._temporary,
+        )
+
+    def profile(self, seconds: dict[str, float]) -> StageProfile:
+        """The stage's profile; ``seconds`` by name of the operation (a fused backward counts as half B, half W)."""
+        fused = seconds.get("BW", 0.0) / 2
+        return StageProfile(
+            forward=seconds.get("F", 0.0),
+            backward_input=seconds.get("B", fused),
+            backward_weight=seconds.get("W", fused),
+            reduce=seconds.get("REDUCE", 0.0),
+            optimizer=seconds.get("STEP", 0.0),
+            activation_bytes=self._after_forward,
+            output_bytes=self.output_bytes,
+            waiting_bytes=self._after_backward if self._may_split else None,
+        )
+
+    # ------------------------------------------------------------------ the trial
+
+    @contextmanager
+    def _by_the_clock(self, name: tuple[bool, OpKind]) -> Iterator[None]:
+        waited, busy = _seconds_waited(), time.process_time()
+        computed, began = time.thread_time(), time.perf_counter()
+        yield
+        passed, computed = time.perf_counter() - began, time.thread_time() - computed
+        busy = time.process_time() - busy
+        # Of waits between two of the clocks nothing has passed: what the thread itself computed is the least.
+        waited = min(max(passed - computed, 0.0), _seconds_waited() - waited)
+        self._seconds[name].append(passed - waited)
+        self._busy[name].append(busy)
+        self._waited += waited
+        self._passed += passed
+
+    def trial(self) -> SplitTrial | None:
+        """What splitting costs, once a step after which the trial is over has been applied."""
+        if self._tried < _TRIAL_STEPS or not self._split:
+            return None
+        for split, timings in self._by_device.items():
+            for name, mean in timings.take_step().items():
+                self._seconds[split, OpKind(name)].append(mean)
+                self._busy[split, OpKind(name)].append(mean)
+        if not all(self._seconds.get(name) for name in (*_FUSED, *_SPLIT)):
+            return None  # with one micro-batch a step, one kind more may be missing
+        forward, fused = (median(self._seconds[name]) for name in _FUSED)
+        split_forward, b, w = (median(self._seconds[name]) for name in _SPLIT)
+        place, processors = processors_of(self._device)
+        return SplitTrial(
+            fused=(forward, fused),
+            split=(split_forward, b, w),
+            busy_fused=sum(median(self._busy[name]) for name in _FUSED),
+            busy_split=sum(median(self._busy[name]) for name in _SPLIT),
+            place=place,
+            processors=processors,
+            waited=self._waited / self._passed if self._passed else 0.0,
+        )
 
 
 class StepMeasurements:
@@ -34,104 +255,53 @@ class StepMeasurements:
     Args:
         client: the connection to the coordinator.
         device: where the tensors are.
-        profiler: measures the stage, if it is to be profiled.
+        profiles: whether the stage is profiled.
         held: returns the tensors that this process holds between two steps besides those of the stage; None if the
             memory is not to be measured.
         tries_splitting: whether it is measured in the first steps what it costs to split backwards.
 
     Attributes:
         timings: seconds by kind of operation.
+        first: what is measured in the first steps; None when all is known.
     """
 
     def __init__(
         self,
         client: ControlClient,
         device: torch.device,
-        profiler: StageProfiler | None = None,
+        profiles: bool = False,
         held: Callable[[], Iterable[Tensor]] | None = None,
         tries_splitting: bool = False,
     ) -> None:
         self.timings = Timings()
-        self._client, self._device, self._profiler, self._held = client, device, profiler, held
-        self._trials = SplitTrials(device) if tries_splitting else None
+        self.first: FirstSteps | None = None
+        self._client, self._device, self._profiles, self._held = client, device, profiles, held
+        self._tries_splitting, self._awaits_memory = tries_splitting, False
         self._tried: SplitTrial | None = None
-        self._meter: MemoryMeter | None = None
+        self._latency = self._bandwidth = 0.0
 
     def hold(self, of_stage: Callable[[], Iterable[Tensor]]) -> None:
         """The worker has other layers; ``of_stage``: returns the tensors that it holds for them between two steps."""
         held = self._held
-        self._meter = None if held is None else MemoryMeter(self._device, lambda: [*of_stage(), *held()])
-
-    def follow(self, program: Program) -> None:
-        """The worker follows another program from now on."""
-        if self._meter is not None:
-            self._meter.may_split = program.decoupled or self._trials is not None
-            self._meter.recomputes = any(task.recomputed for task in program.tasks)
+        of_all = None if held is None else lambda: chain(of_stage(), held())
+        self.first = FirstSteps(self._device, of_all, self._tries_splitting)
+        self._awaits_memory = held is not None
+        self._end_if_known()
 
     def measure_links(self, stage: int, is_last: bool, exchange: Callable[[int, int, bool], None]) -> None:
-        """As :meth:`~lightning_recycle.runtime.executor.profiling.StageProfiler.measure_links`, if it is profiled."""
-        if self._profiler is not None:
-            with self._client.waiting("its neighbours"):
-                self._profiler.measure_links(stage, is_last, exchange)
-
-    # ------------------------------------------------------------------ a step
-
-    def begin(self, step: int | None, program: Sequence[Task], buffers: Iterable[Tensor]) -> None:
-        """A step begins.
+        """Measures the link to the next stage, if the run is profiled: even stages begin, then odd ones.
 
         Args:
-            step: the step; None: only a part of a step, which is not measured.
-            program: the tasks of the step.
-            buffers: those for messages.
+            stage: of this worker.
+            is_last: whether no stage follows.
+            exchange: called with a number of stages further, a number of bytes, and whether to send first.
         """
-        if self._meter is not None:
-            self._meter.begin(step, buffers)
-        if self._trials is not None:
-            self._trials.begin(step, program)
-
-    def operation(self, kind: OpKind, stretch: Callable[[float], None] | None = None) -> AbstractContextManager[None]:
-        """The context of an operation; ``stretch``: see
-        :meth:`~lightning_recycle.runtime.executor.profiling.Timings.measure`.
-        """
-        timed = self.timings.measure(kind, self._device, stretch)
-        return timed if self._meter is None else self._meter.operation(timed)
-
-    def profiled(self, step: int) -> AbstractContextManager[None]:
-        """The context of an F or R of ``step``, for the profile."""
-        return self._profiler.forward(step) if self._profiler is not None else _NOTHING
-
-    def after_forward(self, kept: Callable[[], Kept]) -> AbstractContextManager[None]:
-        """The context of an F, for the bytes that are held after it; ``kept``: see
-        :meth:`~lightning_recycle.runtime.executor.memory_meter.MemoryMeter.forward`.
-        """
-        return _NOTHING if self._meter is None else self._meter.forward(kept)
-
-    def after_backward(self, waiting: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
-        """The context of a B, for the bytes that wait for its W."""
-        return _NOTHING if self._meter is None else self._meter.backward(waiting)
-
-    def trying(self, kind: OpKind, task: Task) -> AbstractContextManager[None]:
-        """The context of an operation, for the trial of split backwards."""
-        return _NOTHING if self._trials is None else self._trials.operation(kind, task.index)
-
-    def splits(self, task: Task) -> bool:
-        """Whether a backward that the plan fuses is split because that is measured."""
-        meter, trials = self._meter, self._trials
-        return (meter is not None and meter.splits) or (trials is not None and trials.splits(task.index))
-
-    def received(self, value: Any) -> None:
-        """``value`` has come from another stage for one micro-batch."""
-        if self._meter is not None:
-            self._meter.received(value)
-
-    def sent(self, value: Any) -> None:
-        """``value`` goes to another stage for one micro-batch."""
-        if self._profiler is not None:
-            self._profiler.sent(value)
-        if self._meter is not None:
-            self._meter.sent(value)
-
-    # ------------------------------------------------------------------ reports
+        for parity in (0, 1) if self._profiles else ():
+            with self._client.waiting("its neighbours"):
+                if stage % 2 == parity and not is_last:
+                    self._latency, self._bandwidth = _link(lambda size: exchange(1, size, True))
+                elif stage % 2 != parity and stage > 0:
+                    _link(lambda size: exchange(-1, size, False))
 
     def applied(self, step: int, facts: messages.Facts) -> messages.Applied:
         """The report of ``step``, which was applied."""
@@ -139,23 +309,71 @@ class StepMeasurements:
         seconds, peak = dict(self.timings.seconds), peak_bytes(self._device)
         return messages.Applied(self._client.rank, step, seconds, measured, facts, peak)
 
-    def report(self, step: int) -> None:
-        """Sends what is complete after ``step``, which was applied."""
-        rank = self._client.rank
-        if self._trials is not None and (tried := self._trials.result()) is not None:
+    def report(self) -> None:
+        """Sends what is complete after a step that was applied."""
+        first, rank = self.first, self._client.rank
+        if first is None:
+            return
+        if first.tries_splitting and (tried := first.trial()) is not None:
             self._client.send(messages.Tried(rank, tried))
-            self._trials, self._tried = None, tried
-        if self._profiler is not None and step == self._profiler.last_step:
-            self._finish_profile(self._profiler)
-        if self._meter is not None and (footprint := self._meter.footprint()) is not None:
+            self._tried, self._tries_splitting, first.tries_splitting = tried, False, False
+        if self._profiles and first.count == _PROFILED:
+            seconds = dict(self.timings.seconds)
+            profile = first.profile(seconds if self._tried is None else self._tried.divided(seconds))
+            steps = _PROFILED - _PROFILE_WARM_UP
+            self._client.send(messages.Profiled(rank, profile, self._latency, self._bandwidth, steps))
+            self._profiles = False
+        if (footprint := first.footprint()) is not None:
             self._client.send(messages.Measured(rank, footprint))
-            if self._profiler is not None and self._meter.splits:
-                self._profiler.waiting_bytes = footprint.after_backward
-            self._meter = None
+            self._awaits_memory = False
+        self._end_if_known()
 
-    def _finish_profile(self, profiler: StageProfiler) -> None:
-        seconds = self.timings.seconds
-        measured = profiler.profile(seconds if self._tried is None else self._tried.divided(seconds))
-        steps = profiler.last_step - profiler.first_step + 1
-        self._client.send(messages.Profiled(self._client.rank, measured, profiler.latency, profiler.bandwidth, steps))
-        self._profiler = None
+    def _end_if_known(self) -> None:
+        if not (self._awaits_memory or self._tries_splitting or self._profiles):
+            self.first = None
+
+
+def _link(exchange: Callable[[int], None]) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in bytes per second of a link.
+
+    Args:
+        exchange: sends a message of the given number of bytes and waits until as many have come back.
+    """
+
+    def one_way(size: int) -> float:
+        exchange(size)  # the first one pays for buffers
+        best = float("inf")
+        for _ in range(_ROUNDS):
+            started = time.perf_counter()
+            exchange(size)
+            best = min(best, (time.perf_counter() - started) / 2)
+        return best
+
+    latency, large = one_way(_SMALL), one_way(_LARGE)
+    return latency, _LARGE / max(large - latency, 1e-9)
+
+
+def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[str, float]:
+    """The processors of this process on ``device``, by a name, and their number: the cores that it may
+    use, as many of them as its control group (v2) pays for; or the accelerator.
+    """
+    if device.type != "cpu":
+        return device_place(device), 1.0
+    cores = sorted(os.sched_getaffinity(0))
+    count = float(len(cores))
+    try:
+        most, period = quota.read_text().split()
+        if most != "max":
+            count = min(count, int(most) / int(period))
+    except (OSError, ValueError):
+        pass  # without a limit
+    return f"{socket.gethostname()}/{','.join(map(str, cores))}", count
+
+
+def _seconds_waited() -> float:
+    """For how long this thread has waited for a core since it began."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # a kernel that does not count
+        return 0.0

@@ -18,8 +18,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -30,15 +30,14 @@ from torch import Tensor
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.recovery import part_of
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
-from lightning_recycle.runtime.checks.microbatch_records import MicrobatchWatcher, Recomputation
+from lightning_recycle.runtime.checks.microbatch_records import Recomputation
 from lightning_recycle.runtime.checks.verification import Verifier
 from lightning_recycle.runtime.comm.communicator import Channel, Communicator, Incoming
 from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, StepResult
-from lightning_recycle.runtime.executor.retries import Attempt
 from lightning_recycle.runtime.executor.speculative_commit import (
     CommitPayload,
     CommitRules,
@@ -50,7 +49,7 @@ from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
 
-__all__ = ["READING", "Step", "StepRunner"]
+__all__ = ["READING", "Attempt", "Step", "StepRunner"]
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +64,21 @@ class Step:
     apply: Callable[[StepResult], None]
     share: Share
     result: StepResult | None = None
+
+
+@dataclass
+class Attempt:
+    """Progress of a worker in what it attempts.
+
+    Attributes:
+        place: the step and the operation to which an exception belongs.
+        is_past: whether it is past the point up to which it can do the same again.
+        reads_from: the data that it reads.
+    """
+
+    place: tuple[int, str] = (0, "")
+    is_past: bool = False
+    reads_from: StepSource | None = None
 
 
 class StepRunner:
@@ -123,7 +137,8 @@ class StepRunner:
         self.after_operation: list[Callable[[int, Op], None]] = []
         self.stretch_operation: Callable[[float], None] | None = None
         self._rules = rules
-        self._measurements = measurements or StepMeasurements(client, communicator.device)
+        self._device = communicator.device
+        self._measurements = measurements or StepMeasurements(client, self._device)
         has_ties = bool(bundle.ties.ties)
         waits = rules.overflow or not rules.staggered or has_ties
         self.guesses = (
@@ -171,7 +186,7 @@ class StepRunner:
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         explains = self.grid.pipelines > 1 and not self._rules.overflow and self.stage.differentiates_itself
         self.finite = FiniteChecks(self.client, self.stage, recompute, self.verifier, explains)
-        self._watchers: tuple[MicrobatchWatcher, ...] = (self.verifier, self.finite)
+        self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
 
     def take_up(self, bundle: StageBundle) -> None:
         """This worker has other layers from now on, which are set as those before."""
@@ -187,7 +202,6 @@ class StepRunner:
         self._whole_program = program
         self.program, self._idle_peer = program.tasks, program.idle_peer
         self.verifier.follow(program)
-        self._measurements.follow(program)
 
     def run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
@@ -202,6 +216,8 @@ class StepRunner:
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
         self.finite.begin(step)
+        checked, inspected = self.verifier.target is not None, self.finite.inspects
+        self._watchers = (*([self.verifier] if checked else []), *([self.finite] if inspected else []))
         early = part.reduces and not (self.verifier.needs_last_gradients or self.finite.inspects or givers)
         self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
         self._incoming = {
@@ -209,15 +225,17 @@ class StepRunner:
             for task in program
             if task.source is not None
         }
-        measured = step if part.reduces else None
-        self._measurements.begin(measured, program, self.communicator.messages.buffers())
+        if (first := self._measurements.first) is not None:
+            measured, buffers = step if part.reduces else None, self.communicator.messages.buffers()
+            first.begin(measured, program, self._whole_program.decoupled, buffers)
         if part.awaits_peers:
             self.await_peers()
         forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
         for task in program:
             if self.client.interrupted:
                 raise Interrupted
-            self.settle(waits=False)
+            if self.guesses is not None:
+                self.settle(waits=False)
             kind = task.op.kind
             self.client.doing(step, task.label, kind.value, task.index)
             self.attempt.place = (step, task.label)
@@ -241,8 +259,9 @@ class StepRunner:
                 if not part.reduces:  # there is no W that would free what it waits with
                     self.stage.forget(task.index)
             elif kind is OpKind.BACKWARD_WEIGHT:
-                self.verifier.adds_gradients(task)
-                with self._measured(kind):
+                for watcher in self._watchers:
+                    watcher.adds_gradients(task)
+                with self._measured(kind, task):
                     self.stage.backward_weight(task.index, self._reduction.during_weights(task))
             elif kind is OpKind.CHECK:
                 self.verifier.check(step)
@@ -274,13 +293,11 @@ class StepRunner:
                 self.callbacks.begin_microbatch(task.index)
         if task.source is not None:
             inputs = self._receive(step, task)
-        stage, measurements = self.stage, self._measurements
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
-        split = task.decoupled or measurements.splits(task)
-        held, tried = measurements.after_forward(lambda: stage.kept(inputs)), measurements.trying(OpKind.FORWARD, task)
-        with measurements.profiled(step), self._measured(OpKind.FORWARD), held, tried:
-            output = stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=task.recomputed)
+        split, again = task.decoupled or self._tries_split(task), task.recomputed
+        with self._measured(OpKind.FORWARD, task, inputs):
+            output = self.stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
@@ -292,30 +309,33 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
-            measurements.sent(output)
+            if self._measurements.first is not None:
+                self._measurements.first.sent(output)
             self.communicator.messages.send(_channel(task.op), output, task.destination, task.index)
 
     def _recompute(self, step: int, task: Task) -> None:
         if task.op.stage == 0:
             self.callbacks.begin_microbatch(task.index)
-        with self._measurements.profiled(step), self._measured(OpKind.RECOMPUTE):
-            self.stage.recompute(task.index, decoupled=task.decoupled)
+        with self._measured(OpKind.RECOMPUTE, task):
+            self.stage.recompute(task.index, decoupled=task.decoupled or self._tries_split(task))
 
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
-        kind, measurements = task.op.kind, self._measurements
-        self.verifier.adds_gradients(task)
-        with self._measured(kind):
-            if kind is OpKind.BACKWARD and not measurements.splits(task):
-                with measurements.trying(kind, task), self._reduction.during_backward(task):
-                    input_grads = self.stage.backward(task.index, grads)
-            else:
-                waiting = measurements.after_backward(lambda: self.stage.waiting(task.index))
-                with waiting, measurements.trying(OpKind.BACKWARD_INPUT, task):
+        kind, first = task.op.kind, self._measurements.first
+        for watcher in self._watchers:
+            watcher.adds_gradients(task)
+        if kind is OpKind.BACKWARD and first is not None and self._tries_split(task):
+            with self._measurements.timings.measure(kind, self._device, self.stretch_operation):
+                with first.part(OpKind.BACKWARD_INPUT, task.index, self.stage):
                     input_grads = self.stage.backward_input(task.index, grads)
-                if kind is OpKind.BACKWARD:
-                    with measurements.trying(OpKind.BACKWARD_WEIGHT, task):
-                        self.stage.backward_weight(task.index)
+                with first.part(OpKind.BACKWARD_WEIGHT, task.index, self.stage):
+                    self.stage.backward_weight(task.index)
+        elif kind is OpKind.BACKWARD:
+            with self._measured(kind, task), self._reduction.during_backward(task):
+                input_grads = self.stage.backward(task.index, grads)
+        else:
+            with self._measured(kind, task):
+                input_grads = self.stage.backward_input(task.index, grads)
         for watcher in self._watchers:
             watcher.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
@@ -324,7 +344,7 @@ class StepRunner:
     def _reduce(self, step: int) -> None:
         self.settle()
         self._measurements.timings.await_device(self.client.progressed)
-        with self.client.waiting("peers"), self._measured(OpKind.REDUCE):
+        with self.client.waiting("peers"), self._measurements.timings.measure(OpKind.REDUCE, self._device):
             self._reduction.finish()
         payload = self._commit_payload(step)
         self.finite.gradient(step, payload.squared_norm, self.gradients.of_step(step))
@@ -364,7 +384,7 @@ class StepRunner:
         self.finite.applied(known.loss)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next)
         self.accumulated.add(number, step.share)
-        with self._measurements.timings.measure(OpKind.STEP, self.communicator.device):
+        with self._measurements.timings.measure(OpKind.STEP, self._device):
             if self._shadow is not None:
                 self._shadow.update()
             if guesses:
@@ -385,7 +405,7 @@ class StepRunner:
         step.result = result
         self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
         self.attempt.is_past = False
-        self._measurements.report(number)
+        self._measurements.report()
 
     # ------------------------------------------------------------------ steps on a guess
 
@@ -485,7 +505,7 @@ class StepRunner:
 
     def _held(self) -> Iterable[Tensor]:
         """The tensors that this worker holds for its layers between two steps."""
-        shadow = [] if self._shadow is None else self._shadow.on(self.communicator.device)
+        shadow = [] if self._shadow is None else self._shadow.on(self._device)
         return chain(self._parameters, self.gradients.tensors(), self.accumulated.state().values(), shadow)
 
     def _receive(self, step: int, task: Task) -> Any:
@@ -498,18 +518,30 @@ class StepRunner:
                 self.attempt.place = (step, task.label)
         with self.client.waiting(f"rank {task.source}"):
             value = self.communicator.messages.receive(self._incoming[task])
-        if task.op.kind is OpKind.FORWARD:
-            self._measurements.received(value)
+        if task.op.kind is OpKind.FORWARD and self._measurements.first is not None:
+            self._measurements.first.received(value)
         return value
 
-    def _measured(self, kind: OpKind) -> AbstractContextManager[None]:
-        stretch = None if kind is OpKind.REDUCE else self.stretch_operation  # most of a REDUCE is waiting for peers
-        return self._measurements.operation(kind, stretch)
+    def _measured(self, kind: OpKind, task: Task, inputs: Any = None) -> AbstractContextManager[None]:
+        """The context of an F, R, BW, B or W; ``inputs``: what the F is given."""
+        timed = self._measurements.timings.measure(kind, self._device, self.stretch_operation)
+        first = self._measurements.first
+        return timed if first is None else _both(timed, first.part(kind, task.index, self.stage, inputs))
+
+    def _tries_split(self, task: Task) -> bool:
+        """Whether a backward that the plan fuses is split because that is measured."""
+        return self._measurements.first is not None and self._measurements.first.splits(task.index)
 
     def _samples(self, step: int, task: Task) -> int:
         data = self.steps[step]
         assert task.op.microbatch is not None
         return data.handle.loader.num_samples(data.handle, task.op.microbatch)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _channel(op: Op) -> Channel:

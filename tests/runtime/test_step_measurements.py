@@ -1,26 +1,27 @@
-"""What a worker measures of its memory."""
+"""What a worker measures in its first steps: memory, and the trial of a split backward."""
 
+import itertools
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recycle.runtime.executor.memory_meter import (
-    MemoryMeter,
-    machine_bytes,
-    peak_bytes,
-    process_bytes,
-    storage_bytes,
-)
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind
+from lightning_recycle.planning.profile import SplitTrial
+from lightning_recycle.planning.program import Task
+from lightning_recycle.runtime.executor.device_memory import machine_bytes, peak_bytes, process_bytes, storage_bytes
+from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
 from lightning_recycle.runtime.stage.stage import Kept, Stage
 
 CPU = torch.device("cpu")
+F, BW, B, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+NO_STAGE: Any = SimpleNamespace(kept=lambda inputs: Kept((), []))
 WIDTH, BATCH = 64, 8
 VALUE = WIDTH * BATCH * 4  # bytes of a (batch, width) tensor
 
@@ -33,15 +34,15 @@ class Checkpointed(nn.Sequential):
 def measured(*layers: nn.Module) -> tuple[int, int]:
     """Bytes after F and after B of a stage in the middle of a pipeline."""
     stage = Stage(layers, 1, 0, CPU)
-    meter = MemoryMeter(CPU, lambda: (p for layer in layers for p in layer.parameters()))
+    meter = FirstSteps(CPU, lambda: (p for layer in layers for p in layer.parameters()))
     for step in (4, 5):
         assert meter.footprint() is None
-        meter.begin(step)
-        meter.begin(step)  # a step that runs again
+        meter.begin(step, (), decoupled=True)
+        meter.begin(step, (), decoupled=True)  # a step that runs again
         value = torch.randn(BATCH, WIDTH).requires_grad_()
-        with meter.forward(partial(stage.kept, value)):
+        with meter.part(F, 0, stage, value):
             stage.forward(step, 0, value, decoupled=True)
-        with meter.backward(lambda: stage.waiting(0)):
+        with meter.part(B, 0, stage):
             stage.backward_input(0, torch.randn(BATCH, WIDTH))
         stage.backward_weight(0)
     footprint = meter.footprint()
@@ -67,12 +68,12 @@ def test_bytes_after_each_operation(layers: tuple[nn.Module, ...], forward: int,
 
 def test_a_graph_that_is_dropped_in_the_measured_step_leaves_nothing() -> None:
     """A failure ends a step anywhere; a hook that returned the tensor itself kept it forever."""
-    meter = MemoryMeter(CPU, list)
-    meter.begin(0)
-    meter.begin(1)
+    meter = FirstSteps(CPU, list)
+    meter.begin(0, ())
+    meter.begin(1, ())
     before = process_bytes(CPU)
     for _ in range(20):
-        with meter.forward(lambda: Kept((), [])):
+        with meter.part(F, 0, NO_STAGE):
             torch.tanh(torch.randn(1 << 20, requires_grad=True))  # 4 MB each, dropped without a backward
     assert process_bytes(CPU) - before < 40 << 20
 
@@ -81,18 +82,18 @@ def test_second_derivatives_are_right_in_the_measured_step() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Sigmoid())
     value = torch.randn(BATCH, WIDTH, requires_grad=True)
 
-    def gradients(meter: MemoryMeter) -> Iterator[Tensor]:
+    def gradients(meter: FirstSteps) -> Iterator[Tensor]:
         layers.zero_grad()
-        with meter.forward(lambda: Kept((), [])):
+        with meter.part(F, 0, NO_STAGE):
             output = layers(value)
             (slope,) = torch.autograd.grad(output.sum(), value, create_graph=True)
             loss = output.mean() + slope.square().sum()
         loss.backward()
         return (p.grad.clone() for p in layers.parameters() if p.grad is not None)
 
-    idle, active = MemoryMeter(CPU, list), MemoryMeter(CPU, list)
-    active.begin(0)
-    active.begin(1)
+    idle, active = FirstSteps(CPU, list), FirstSteps(CPU, list)
+    active.begin(0, ())
+    active.begin(1, ())
     for plain, hooked in zip(list(gradients(idle)), list(gradients(active)), strict=True):
         assert torch.equal(plain, hooked)
 
@@ -152,27 +153,28 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return found
 
 
-def on_device(allocator: Allocator, step: int, meter: MemoryMeter) -> None:
+def on_device(allocator: Allocator, step: int, meter: FirstSteps) -> None:
     """F, B and W of one micro-batch, as the allocator of a device sees them."""
-    stage = Stage([nn.Tanh()], 1, 0, CPU)
+    stage: Any = Stage([nn.Tanh()], 1, 0, CPU)
+    stage.waiting = lambda index: [torch.empty(100)]
     value = torch.randn(250)  # 1,000 bytes
-    meter.begin(step)
+    meter.begin(step, ())
     allocator.take(1_000)
     meter.received(value)
-    with meter.operation(nullcontext()), meter.forward(partial(stage.kept, value)):
+    with meter.part(F, 0, stage, value):
         allocator.take(5_000)
         allocator.take(-2_000)  # 2,000 bytes besides what it holds afterwards
-    with meter.operation(nullcontext()), meter.backward(lambda: [torch.empty(100)]):
+    with meter.part(B, 0, stage):
         allocator.take(700)  # while the activations are there
         allocator.take(-700 - 3_600)
-    with meter.operation(nullcontext()):
+    with meter.part(W, 0, stage):
         allocator.take(2_500)
         allocator.take(-2_500 - 400)
 
 
 def test_on_a_device_the_allocator_tells_what_is_held_and_what_is_taken_meanwhile(allocator: Allocator) -> None:
     parameters = [torch.zeros(100)]
-    meter = MemoryMeter(torch.device("cuda", 0), lambda: parameters)
+    meter = FirstSteps(torch.device("cuda", 0), lambda: parameters)
     for step in range(2):
         assert meter.footprint() is None
         allocator.take(50_000)  # in a step before, or in a STEP: none of these
@@ -196,17 +198,117 @@ def test_the_peak_of_a_process_on_a_cpu_is_its_resident_memory() -> None:
 
 
 def test_an_operation_that_fails_counts_for_nothing(allocator: Allocator) -> None:
-    meter = MemoryMeter(torch.device("cuda", 0), list)
+    meter = FirstSteps(torch.device("cuda", 0), list)
 
     def fail() -> None:
-        with meter.operation(nullcontext()):
+        with meter.part(BW, 0, NO_STAGE):
             allocator.take(10)
             raise KeyError
 
     for step in range(2):
-        meter.begin(step)
+        meter.begin(step, ())
         with pytest.raises(KeyError):
             fail()
     found = meter.footprint()
     assert found is not None
     assert found.temporary == 0
+
+
+# ---------------------------------------------------------------------- the trial of a split backward
+
+
+F, BW, B, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+
+
+def program(count: int, decoupled: bool = False, recomputed: bool = False) -> list[Task]:
+    ops = [(Op(F, 0, Microbatch(0, index)), index) for index in range(count)]
+    return [Task(op, str(op), index, decoupled=decoupled, recomputed=recomputed) for op, index in ops]
+
+
+def compute(seconds: float) -> None:
+    """Keeps a core busy."""
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def run(trials: FirstSteps, step: int, count: int, seconds: float = 0.0, **flags: bool) -> list[bool]:
+    """A step, in which a split micro-batch computes twice as long; returns which are split."""
+    trials.begin(step, program(count, **flags))
+    for index in range(count):
+        for kind in (F, B, W) if trials.splits(index) else (F, BW):
+            with trials.part(kind, index, NO_STAGE):
+                compute(seconds * (2 if kind in (B, W) else 1))
+    return [trials.splits(index) for index in range(count)]
+
+
+def until_done(trials: FirstSteps, count: int, seconds: float = 0.0) -> SplitTrial:
+    for step in range(10):
+        run(trials, step, count, seconds)
+        if (result := trials.trial()) is not None:
+            return result
+    raise AssertionError("the trial does not end")
+
+
+def test_every_other_micro_batch_is_split_after_two_steps() -> None:
+    trials = FirstSteps(CPU, None, tries_splitting=True)
+    split = [run(trials, step, 3) for step in range(4)]
+    assert split == [[False] * 3, [False] * 3, [True, False, True], [False, True, False]]
+    assert trials.trial() is None, "it is not over"
+
+
+def test_a_step_that_runs_again_and_a_part_of_one_count_once() -> None:
+    trials = FirstSteps(CPU, None, tries_splitting=True)
+    for _ in range(3):
+        run(trials, 0, 2)
+    trials.begin(None, program(2))
+    assert not trials.splits(0)
+    run(trials, 1, 2)
+    assert run(trials, 2, 2) == [True, False]
+
+
+@pytest.mark.parametrize("flags", [{"decoupled": True}, {"recomputed": True}])
+def test_what_the_plan_splits_or_computes_again_is_not_tried(flags: dict[str, bool]) -> None:
+    trials = FirstSteps(CPU, None, tries_splitting=True)
+    assert not any(any(run(trials, step, 2, **flags)) for step in range(8))
+    assert trials.trial() is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_both_are_measured_however_many_micro_batches_there_are(count: int) -> None:
+    result = until_done(FirstSteps(CPU, None, tries_splitting=True), count, seconds=0.002)
+    assert result.busy_fused == pytest.approx(0.004, rel=0.5)
+    assert result.busy_split == pytest.approx(0.010, rel=0.5)
+    assert result.longer > 1.5
+    assert result.processors >= 0.1
+
+
+def test_what_sleeps_takes_time_and_keeps_nobody_busy() -> None:
+    trials = FirstSteps(CPU, None, tries_splitting=True)
+    for step in range(6):
+        trials.begin(step, program(2))
+        for index in range(2):
+            for kind in (F, B, W) if trials.splits(index) else (F, BW):
+                with trials.part(kind, index, NO_STAGE):
+                    time.sleep(0.005)
+    result = trials.trial()
+    assert result is not None
+    assert min(*result.fused, *result.split) > 0.004
+    assert result.busy_split < 0.005
+
+
+def test_waiting_between_two_clocks_is_not_taken_from_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may lose its core after one clock was read and before the other, again and again."""
+    hours = itertools.count(start=0.0, step=3600.0)
+    monkeypatch.setattr("lightning_recycle.runtime.executor.step_measurements._seconds_waited", lambda: next(hours))
+    result = until_done(FirstSteps(CPU, None, tries_splitting=True), 2, seconds=0.002)
+    assert result.fused + result.split == pytest.approx((0.002, 0.002, 0.002, 0.004, 0.004), rel=0.5)
+
+
+def test_a_control_group_may_pay_for_less_than_the_cores_there_are(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    place, cores = processors_of(CPU, quota)
+    quota.write_text("max 100000\n")
+    assert processors_of(CPU, quota) == (place, cores)
+    quota.write_text("50000 100000\n")
+    assert processors_of(CPU, quota) == (place, 0.5)

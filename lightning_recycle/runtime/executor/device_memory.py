@@ -1,0 +1,138 @@
+"""Bytes of tensors, and the memory of devices.
+
+The memory of a CPU is the machine's, or less where a control group (cgroup v1 or v2, as containers and batch systems
+set them) allows less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "device_bytes",
+    "device_place",
+    "machine_bytes",
+    "message_bytes",
+    "peak_bytes",
+    "process_bytes",
+    "reset_peak",
+    "saved_tensors",
+    "storage_bytes",
+]
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """The tensors that autograd saves within the block, as they are saved."""
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Not the tensor itself: where it is the node's own output, that would be a cycle that is never collected if the
+        # graph is dropped without a backward. Autograd attaches what it unpacks to the graph again.
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
+
+
+def storage_bytes(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int:
+    """Bytes of the storages of ``tensors``, each once; those at the addresses ``without`` do not count."""
+    excluded = frozenset(without)
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:  # others have several storages; dense ones are what networks save
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in excluded:
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def message_bytes(value: Any) -> int:
+    """Bytes of the tensors that are sent as ``value``."""
+    tensors = value if isinstance(value, tuple) else (value,)
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_peaks: dict[torch.device, int] = {}  # of devices, before they were reset
+
+
+def device_place(device: torch.device) -> str:
+    """The name of the memory that tensors on ``device`` take: that of the machine, or of one of its accelerators."""
+    if device.type == "cpu":
+        return socket.gethostname()
+    return f"{socket.gethostname()}/{device.type}:{device.index or 0}"
+
+
+def device_bytes(device: torch.device) -> int:
+    """Bytes of memory that ``device`` has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_bytes()
+
+
+def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes of memory that the processes of this machine, container or job may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *_cgroup_limits(cgroups, membership)])
+
+
+def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[int]:
+    """The limits of the control groups that this process is in, and of those that contain them."""
+    lines = []
+    with contextlib.suppress(OSError):  # not on Linux, or without /proc
+        lines = membership.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == root.parent:
+                break
+            # A container often sees its own group as the root, so the path of the outside does not exist.
+            with contextlib.suppress(OSError, ValueError):  # also "max": no limit
+                yield int((folder / name).read_text())
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held of the memory of ``device``: on CUDA bytes of tensors, as torch's allocator
+    counts them; on a CPU its resident memory, with libraries.
+    """
+    if device.type == "cuda":
+        return max(_peaks.get(device, 0), int(torch.cuda.max_memory_allocated(device)))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Lets the allocator of a CUDA device find a new peak; :func:`peak_bytes` remembers the old one."""
+    _peaks[device] = peak_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def process_bytes(device: torch.device) -> int:
+    """Bytes of ``device``'s memory that this process uses now, its tensors included."""
+    if device.type == "cuda":
+        # What others use of the device is not known: the context is about what is missing from the free memory.
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, total - free)
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:  # elsewhere: unknown
+        _, resident, shared, *_ = map(int, file.read().split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return 0

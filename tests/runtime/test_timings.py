@@ -1,0 +1,110 @@
+"""Seconds of operations."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.runtime.executor.timings import Timings
+
+CUDA = torch.device("cuda", 0)
+
+
+class Device:
+    """A stream whose work is done when the test says so; its clock is that of what is asked of it."""
+
+    def __init__(self) -> None:
+        self.enqueued = self.done = 0.0  # milliseconds
+        self.waited: list[float] = []
+        self.events = 0
+
+    def work(self, milliseconds: float) -> None:
+        self.enqueued += milliseconds
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, -1.0
+        device.events += 1
+
+    def record(self) -> None:
+        self.at = self.device.enqueued
+
+    def query(self) -> bool:
+        return self.device.done >= self.at
+
+    def synchronize(self) -> None:
+        self.device.done = max(self.device.done, self.at)
+        self.device.waited.append(self.at)
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.query()
+        assert later.query(), "asked for before the device has come there"
+        return later.at - self.at
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    found = Device()
+
+    def event(enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(found)
+
+    def synchronize(*_: Any) -> None:
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", synchronize)
+    return found
+
+
+def test_the_host_prepares_the_next_operation_while_the_device_computes(device: Device) -> None:
+    timings = Timings()
+    for kind, milliseconds in ((OpKind.FORWARD, 20.0), (OpKind.FORWARD, 40.0), (OpKind.BACKWARD, 60.0)):
+        with timings.measure(kind, CUDA):
+            device.work(milliseconds)
+        device.work(5.0)  # between two operations
+    device.done = 70.0
+    assert timings.take_step() == pytest.approx({"F": 0.03})
+    device.done = device.enqueued
+    assert timings.take_step() == pytest.approx({"BW": 0.06})
+    assert timings.seconds == pytest.approx({"F": 0.024, "BW": 0.06})
+    assert not device.waited
+
+
+def test_a_worker_that_is_about_to_wait_for_others_has_no_work_of_its_own_left(device: Device) -> None:
+    timings, progress = Timings(), []
+    for _ in range(3):
+        with timings.measure(OpKind.FORWARD, CUDA):
+            device.work(10.0)
+    timings.await_device(lambda: progress.append(device.done))
+    assert progress == [10.0, 20.0, 30.0]
+    timings.await_device(lambda: progress.append(device.done))
+    assert len(progress) == 3
+    assert timings.take_step() == pytest.approx({"F": 0.01})
+
+
+def test_events_are_used_again(device: Device) -> None:
+    timings = Timings()
+    for _ in range(10):
+        with timings.measure(OpKind.FORWARD, CUDA):
+            device.work(10.0)
+        timings.await_device(lambda: None)
+    assert device.events == 2
+
+
+def test_an_operation_that_raised_does_not_count(device: Device) -> None:
+    timings = Timings()
+    with pytest.raises(KeyError), timings.measure(OpKind.FORWARD, CUDA):
+        raise KeyError
+    device.done = 1.0
+    assert timings.take_step() == {}
+
+
+def test_on_a_cpu_an_operation_takes_what_the_clock_says() -> None:
+    timings = Timings()
+    with timings.measure(OpKind.FORWARD, torch.device("cpu"), lambda seconds: None):
+        pass
+    assert 0 <= timings.take_step()["F"] < 1
