@@ -10,8 +10,7 @@ Contract: written by the main thread, read by any; a record is immutable.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from lightning_recycle.control.protocol.messages import Activity
 
@@ -39,33 +38,36 @@ class ActivityRecorder:
         """
         self.activity = Activity(step, operation, "", time.monotonic(), kind, microbatch=microbatch)
 
-    @contextmanager
-    def busy(self, operation: str, kind: str = "") -> Iterator[None]:
+    def busy(self, operation: str, kind: str = "") -> AbstractContextManager[None]:
         """Records that the main thread does something else within the block; then times afresh what it did before."""
-        before = self.activity
-        self.doing(before.step, operation, kind)
-        try:
-            yield
-        finally:
-            self.activity = _resumed(before)
+        return _Within(self, Activity(self.activity.step, operation, "", time.monotonic(), kind))
 
-    @contextmanager
-    def waiting(self, what: str, coordinated: bool = False) -> Iterator[None]:
+    def waiting(self, what: str, coordinated: bool = False) -> AbstractContextManager[None]:
         """Records that the main thread waits for ``what`` within the block; then times afresh what it did before, as
         waiting does not count. ``coordinated``: what it waits for comes from the coordinator.
         """
-        before = self.activity
-        self.activity = Activity(
-            before.step, before.operation, what, time.monotonic(), coordinated=coordinated, microbatch=before.microbatch
-        )
-        try:
-            yield
-        finally:
-            self.activity = _resumed(before)
+        was = self.activity
+        now = Activity(was.step, was.operation, what, time.monotonic(), "", coordinated, was.microbatch)
+        return _Within(self, now)
 
     def progressed(self) -> None:
         """Records progress in what the main thread does or waits for."""
         self.activity = _resumed(self.activity)
+
+
+class _Within:
+    """Within the block the main thread does what ``activity`` says."""
+
+    __slots__ = ("_activity", "_before", "_recorder")
+
+    def __init__(self, recorder: ActivityRecorder, activity: Activity) -> None:
+        self._recorder, self._activity, self._before = recorder, activity, recorder.activity
+
+    def __enter__(self) -> None:
+        self._recorder.activity = self._activity
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.activity = _resumed(self._before)
 
 
 def _resumed(before: Activity) -> Activity:

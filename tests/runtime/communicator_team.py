@@ -13,6 +13,7 @@ import signal
 import tempfile
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,8 +27,9 @@ from support.imitated_transport import imitated
 from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.local_workers import process_context
+from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.runtime.comm.communicator import Channel, Communicator
-from lightning_recycle.runtime.comm.state_transfer import ByteReceiver, ByteSender
+from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -393,64 +395,34 @@ def receive_many(communicator: Communicator, count: int, peer: int) -> None:
 
 
 def give(communicator: Communicator, size: int, destination: int) -> None:
-    value = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
-    sender = ByteSender(communicator, destination)
-    sender.put(value, communicator.connections.transport.carries(destination))
-    sender.end()
+    send_object(communicator, torch.zeros(size, dtype=torch.uint8, device=communicator.device), destination)
 
 
 def take(communicator: Communicator, size: int, source: int) -> None:
-    receiver = ByteReceiver(communicator, source)
-    receiver.take(torch.empty(size, dtype=torch.uint8), communicator.connections.transport.carries(source))
-    receiver.end()
+    assert receive_object(communicator, source).nbytes == size
 
 
-def transfer_numbers(communicator: Communicator, sizes: Sequence[int], part_bytes: int, at_once: int) -> bool:
-    """Rank 0 sends tensors in parts of ``part_bytes``, ``at_once`` bytes of them; whether rank 1 has got them."""
-    from lightning_recycle.runtime.comm import state_transfer as module
-
-    before = module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE
-    module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE = part_bytes, part_bytes, at_once
-    carried = communicator.connections.transport.carries(1 - communicator.connections.rank)
-    values = [torch.arange(size) + 1000 * number for number, size in enumerate(sizes)]
-    found = [torch.empty_like(value) for value in values]
-    sender, receiver = ByteSender(communicator, 1), ByteReceiver(communicator, 0)
-    for value, place in zip(values, found, strict=True):
-        if communicator.connections.rank == 0:
-            sender.put(value.to(communicator.device), carried)
-        else:
-            receiver.take(place, carried)
-    if communicator.connections.rank == 0:
-        sender.end()
-    else:
-        receiver.end()
-    module._PART_BYTES, module._CARRIED_BYTES, module._BYTES_AT_ONCE = before
-    return communicator.connections.rank == 0 or all(torch.equal(a, b) for a, b in zip(values, found, strict=True))
-
-
-def exchange_state(communicator: Communicator, sizes: Sequence[int]) -> tuple[int, bool]:
-    """Rank 0 sends an object to rank 1: how many of its tensors went from device to device, and whether it is whole."""
-    from lightning_recycle.runtime.comm import state_transfer as transfer
-
+def exchange_state(communicator: Communicator, sizes: Sequence[int], part_bytes: int) -> tuple[int, bool]:
+    """Rank 0 sends an object to rank 1 in parts of ``part_bytes``: how many parts it has sent, and whether what has
+    come is whole.
+    """
     tensors = [torch.arange(size) for size in sizes]
     value = {"tensors": tensors, "parameter": torch.nn.Parameter(torch.ones(3)), "step": 7, "view": tensors[-1][::2]}
-    carried: list[bool] = []
-    for owner, name in ((transfer.ByteSender, "put"), (transfer.ByteReceiver, "take")):
-        real = getattr(owner, name)
-
-        def counted(stream: Any, tensor: Any, by_device: bool = False, real: Any = real) -> None:
-            carried.append(by_device)
-            real(stream, tensor, by_device)
-
-        setattr(owner, name, counted)
-    if communicator.connections.rank == 0:
-        here = [tensor.to(communicator.device) for tensor in tensors]
-        transfer.send_object(communicator, {**value, "tensors": here, "view": here[-1][::2]}, 1)
-        return sum(carried), True
-    found = transfer.receive_object(communicator, 0)
+    before, state_transfer._PART_BYTES = state_transfer._PART_BYTES, part_bytes
+    try:
+        if communicator.connections.rank == 0:
+            here = [tensor.to(communicator.device) for tensor in tensors]
+            with unittest.mock.patch.object(
+                communicator.messages, "send", side_effect=communicator.messages.send
+            ) as sent:
+                send_object(communicator, {**value, "tensors": here, "view": here[-1][::2]}, 1)
+            return sent.call_count, True
+        found = receive_object(communicator, 0)
+    finally:
+        state_transfer._PART_BYTES = before
     same = all(torch.equal(a, b) for a, b in zip(found["tensors"], tensors, strict=True))
     is_whole = same and found["step"] == 7 and torch.equal(found["view"], value["view"])  # type: ignore[arg-type]
-    return sum(carried), is_whole and isinstance(found["parameter"], torch.nn.Parameter)
+    return 0, is_whole and isinstance(found["parameter"], torch.nn.Parameter)
 
 
 def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: int) -> list[int]:
@@ -473,7 +445,7 @@ def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: i
 def bound_connecting(communicator: Communicator, seconds: float) -> None:
     from lightning_recycle.runtime.comm import groups as module
 
-    module._CONNECT_TIMEOUT = timedelta(seconds=seconds)
+    module._CONNECT_SECONDS = seconds
 
 
 def count_descriptors(communicator: Communicator) -> int:

@@ -19,11 +19,13 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
+from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator, UnreachableError
 from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
 from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
+from lightning_recycle.runtime.comm.state_transfer import _parts
 from lightning_recycle.runtime.comm.transports import _PACKED_BYTES, GlooTransport, HostMemory
-from lightning_recycle.runtime.comm.wire import HEADER_BYTES
+from lightning_recycle.runtime.comm.wire import HEADER_BYTES, MAX_TENSORS
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
 BLOCKED = 0.1  # seconds after which an operation that cannot complete is blocked; an abort before that works too
@@ -298,18 +300,27 @@ def test_the_only_worker_of_a_stage_reduces_alone(four: Team) -> None:
 # ---------------------------------------------------------------------- transfers of state, and memory
 
 
-@pytest.mark.parametrize("at_once", [500, 1000, 2500, 1_000_000])
-def test_transfers_in_many_parts_arrive_whole(four: Team, at_once: int) -> None:
+@pytest.mark.parametrize("part_bytes", [1000, 300_000, 4 << 20])
+def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four: Team, part_bytes: int) -> None:
     four.regroup(0, 1)
-    sizes = [0, 1, 100, 124, 125, 126, 1000, 1251, 9000]
-    assert all(four.run(tasks.transfer_numbers, sizes, 1000, at_once, ranks=[0, 1]))
+    sizes = [0, 1, 100, 124, 125, 126, 1000, 1251, 9000, 20_000, 5_000_000][: 9 if part_bytes < 10_000 else None]
+    (sent, _), (_, is_whole) = four.run(tasks.exchange_state, sizes, part_bytes, ranks=[0, 1])
+    assert is_whole
+    size = 8 * (sum(sizes) + sizes[-1] // 2)
+    assert size / part_bytes <= sent <= size / part_bytes + len(sizes) + 4, "small tensors travel together"
 
 
-def test_large_tensors_of_a_state_go_from_device_to_device_where_that_is_possible(four: Team, transport: str) -> None:
-    four.regroup(0, 1)
-    carried = 0 if transport == "gloo" else 3
-    sizes = [10, 20_000, 5_000_000]  # and half of the last one, with gaps
-    assert four.run(tasks.exchange_state, sizes, ranks=[0, 1]) == [(carried, True)] * 2
+@pytest.mark.parametrize("part_bytes", [64, 100, 5000])
+def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+    monkeypatch.setattr(state_transfer, "_PART_BYTES", part_bytes)
+    tensors = [torch.arange(100), torch.zeros(0), torch.full((3, 5), 2.5), *[torch.ones(1)] * 70]
+    parts = _parts(tensors)
+    assert [[piece.nbytes for piece in part] for part in parts] == [
+        [piece.nbytes for piece in part] for part in _parts([torch.empty_like(tensor) for tensor in tensors])
+    ]
+    assert all(sum(piece.nbytes for piece in part) <= part_bytes and len(part) <= MAX_TENSORS for part in parts)
+    joined = torch.cat([piece for part in parts for piece in part])
+    assert joined.numpy().tobytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
 def test_steady_values_take_no_more_memory_of_the_host(four: Team) -> None:

@@ -16,10 +16,9 @@ Must not know: what the connections carry.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -52,6 +51,9 @@ class Connections:
         rosters: Gloo's groups for collectives, of the stage and of its ties, by name.
         stage_name: the name of the stage's.
         small_allreduce: sums small tensors over the stage, if it has peers and not too many.
+        generation: the one that is connected.
+        translated: the context of an operation, in which errors of peers and of the network become a
+            CommunicationError.
     """
 
     def __init__(
@@ -74,12 +76,13 @@ class Connections:
         self.rosters: dict[str, Group] = {}
         self.stage_name = ""
         self.small_allreduce: SmallAllreduce | None = None
+        self.generation = -1
+        self.translated = _Translated(self)
         self._host, self._rendezvous = host, rendezvous
         self._factory = GroupFactory(rank, host, rendezvous, key, loops=2)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # set when the generation is aborted
         self._aborted_generation = -1
-        self._generation = -1
         self._sockets = OpenSockets()
         self._doorbell: Doorbell | None = None
         self._is_prepared = False  # for the next generation
@@ -97,7 +100,7 @@ class Connections:
         doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
             cancelled, sockets = self._cancelled, self._sockets = threading.Event(), OpenSockets()
-            self._generation = generation
+            self.generation = generation
             if self._aborted_generation >= generation:
                 cancelled.set()
         ties = {tie_name(stages): tuple(sorted(ranks)) for stages, ranks in sorted(tie_rosters.items())}
@@ -149,7 +152,7 @@ class Connections:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
         with self._lock:
             self._aborted_generation = max(self._aborted_generation, generation)
-            if self._generation <= generation:
+            if self.generation <= generation:
                 self._cancelled.set()
                 self._sockets.cut()
                 self.transport.abort()
@@ -186,24 +189,29 @@ class Connections:
     @property
     def is_aborted(self) -> bool:
         """Whether the generation was aborted."""
-        return self._aborted_generation >= self._generation
+        return self._aborted_generation >= self.generation
 
     def check(self) -> None:
         """Raises CommunicationError if the generation was aborted."""
         if self.is_aborted:
-            raise CommunicationError(f"Generation {self._generation} was aborted.")
+            raise CommunicationError(f"Generation {self.generation} was aborted.")
 
-    @contextlib.contextmanager
-    def translated(self) -> Iterator[None]:
-        """The context of an operation: errors of peers and of the network become a CommunicationError."""
-        self.check()
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            # Of the device, or of a DataLoader's process, whose end a signal reports.
-            if is_machine_error(error) and not isinstance(error, _OF_PEERS):
-                raise
-            raise CommunicationError(f"Generation {self._generation}: {error}") from error
+
+class _Translated:
+    """The context of operations: errors of peers and of the network become a CommunicationError."""
+
+    __slots__ = ("_connections",)
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def __enter__(self) -> None:
+        self._connections.check()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.
+        if isinstance(error, (RuntimeError, OSError)) and (isinstance(error, _OF_PEERS) or not is_machine_error(error)):
+            raise CommunicationError(f"Generation {self._connections.generation}: {error}") from error
 
 
 def tie_name(stages: tuple[int, ...]) -> str:

@@ -57,7 +57,7 @@ class GroupSums:
         if small is None or not small.takes(tensor):
             self.end_all_reduce(self.begin_all_reduce(tensor))
             return
-        with self._connections.translated():
+        with self._connections.translated:
             staged = tensor.cpu()
             try:
                 small.sum(staged)
@@ -108,7 +108,7 @@ class GroupSums:
         if whole is None:
             return Reduction()
         if self._connections.transport.takes(roster, tensor):
-            with self._connections.translated():
+            with self._connections.translated:
                 begin, parts = self._connections.transport.begin_collective, _parts(tensor, _DEVICE_CHUNK_BYTES)
                 return Reduction(carried=tuple(begin(roster, part, source) for part in parts))
         options: Any = AllreduceOptions() if source is None else BroadcastOptions()
@@ -116,7 +116,7 @@ class GroupSums:
             start, options.reduceOp = whole.allreduce, ReduceOp.SUM
         else:
             start, options.rootRank = whole.broadcast, group.places[source]
-        with self._connections.translated():
+        with self._connections.translated:
             staged = ((part, self._connections.memory.staged(part)) for part in _parts(tensor))
             return Reduction(whole, tuple((part, copy, start([copy], options)) for part, copy in staged))
 
@@ -146,12 +146,12 @@ class GroupSums:
         self.end_all_reduce(self.begin_broadcast(tensor, (), source))
 
     def _end_carried(self, begun: Any) -> None:
-        with self._connections.translated():
+        with self._connections.translated:
             self._connections.transport.end_collective(begun)
         self._connections.on_progress()
 
     def _end_part(self, group: Any, part: Tensor, staged: Tensor, work: Any) -> None:
-        with self._connections.translated():
+        with self._connections.translated:
             self._wait_for(group, work)
             if staged is not part:
                 part.copy_(staged)

@@ -23,7 +23,7 @@ broken connection does, and the next one sends it again; if that fails, too, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -61,8 +61,8 @@ _Key: TypeAlias = tuple[Channel, int, int]
 class _Outbox:
     """A prepared message that carries a layout: with steady shapes, only the tensors need to be copied into it."""
 
-    def __init__(self, layout: Layout, packed: bool, memory: HostMemory) -> None:
-        self.layout, self.packed = layout, packed
+    def __init__(self, layout: Layout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
+        self.layout, self.packed, self.packs_next = layout, packed, packs_next
         self.message = memory.empty((layout.packed_bytes if packed else HEADER_BYTES,))
         self._bytes = self.message.numpy()
         self._bytes[:LAYOUT_BYTES] = np.frombuffer(layout.header(packed), dtype=np.uint8)
@@ -84,17 +84,19 @@ class _Inbox:
         self._sums = self._bytes[LAYOUT_BYTES:HEADER_BYTES].view(np.int64)
         self._header = b""
         self.layout: Layout | None = None
+        self.next_capacity = capacity
         self.packed = False
         self.views: list[Tensor | None] = []
 
-    def read_header(self) -> bool:
-        """Whether the header arrived as it was sent."""
+    def read_header(self, capacity: Callable[[Layout], int]) -> bool:
+        """Whether the header arrived as it was sent; ``capacity``: of the buffer after a message of a layout."""
         header = self._bytes[:LAYOUT_BYTES].tobytes()
         if header != self._header:
             if sum_of_bytes(self._bytes[:LAYOUT_BYTES]) != self._sums[0]:
                 return False
             self._header = header
             self.layout, self.packed = Layout.parse(header)
+            self.next_capacity = capacity(self.layout)
             self.views = self.layout.views(self.message) if self.packed else []
         return True
 
@@ -147,25 +149,29 @@ class StageMessages:
         """
         key = (channel, source, tag)
         inbox = self._inboxes.get(key)
-        if inbox is None:
-            inbox = self._inboxes[key] = _Inbox(SMALL_BYTES, self._connections.memory)
-        elif inbox.layout is not None and inbox.message.nbytes != self._capacity(inbox.layout, source):
-            inbox = self._inboxes[key] = _Inbox(self._capacity(inbox.layout, source), self._connections.memory)
-        with self._connections.translated():
+        capacity = SMALL_BYTES if inbox is None else inbox.next_capacity
+        if inbox is None or inbox.message.nbytes != capacity:
+            inbox = self._inboxes[key] = _Inbox(capacity, self._connections.memory)
+        with self._connections.translated:
             work, end = receive_all(self._connections.channels[channel], [inbox.message], source, tag * TAGS)
         return Incoming(key, inbox, work, end)
 
-    def receive(self, incoming: Incoming) -> Value:
-        """Waits for a posted value. It may share memory with the posted buffer: see :meth:`post_receive`."""
+    def receive(self, incoming: Incoming, to_device: bool = True) -> Value:
+        """Waits for a posted value. It may share memory with the posted buffer: see :meth:`post_receive`.
+
+        Args:
+            incoming: the posted receive.
+            to_device: whether tensors that come by way of the host are moved to the device.
+        """
         inbox = incoming.inbox
         channel, source, tag = incoming.key
-        with self._connections.translated():
+        with self._connections.translated:
             incoming.end.wait(self._connections.timeout)
             incoming.work.wait(self._connections.timeout)
-        if not inbox.read_header():
+        if not inbox.read_header(lambda layout: self._capacity(layout, source)):
             raise self.damaged(source)
         assert inbox.layout is not None
-        with self._connections.translated():
+        with self._connections.translated:
             tensors = (
                 inbox.views if inbox.packed else self._connections.transport.receive(channel, inbox.layout, source, tag)
             )
@@ -175,7 +181,7 @@ class StageMessages:
         answered = (_OTHER[channel], source, tag)
         self._sent.pop(answered, None)
         self._sent_before.pop(answered, None)
-        if self._connections.device.type != "cpu":
+        if to_device and self._connections.device.type != "cpu":
             is_reused = inbox.packed
             tensors = [None if t is None else self._connections.memory.on_device(t, is_reused) for t in tensors]
         value: Value = inbox.layout.value(tensors)
@@ -190,10 +196,12 @@ class StageMessages:
         key = (channel, destination, tag)
         layout = Layout.of(value)
         outbox = self._outboxes.get(key)
-        capacity = SMALL_BYTES if outbox is None else self._capacity(outbox.layout, destination)
-        packed = layout.packed_bytes <= capacity
-        if outbox is None or outbox.layout != layout or outbox.packed != packed:
-            outbox = self._outboxes[key] = _Outbox(layout, packed, self._connections.memory)
+        if outbox is None or outbox.layout != layout or outbox.packed != outbox.packs_next:
+            size, capacity = layout.packed_bytes, self._capacity(layout, destination)
+            before = SMALL_BYTES if outbox is None else self._capacity(outbox.layout, destination)
+            outbox = _Outbox(layout, size <= before, size <= capacity, self._connections.memory)
+            self._outboxes[key] = outbox
+        packed = outbox.packed
         tensors: Sequence[Tensor | None] = value if isinstance(value, tuple) else (value,)
         if packed:
             for view, tensor in zip(outbox.views, tensors, strict=True):
@@ -202,7 +210,7 @@ class StageMessages:
         outbox.add_sum(tensors)
         if self.alter_next is not None:
             tensors = self._altered(outbox, tensors)
-        with self._connections.translated():
+        with self._connections.translated:
             group = self._connections.channels[channel]
             sent = send_all(group, [outbox.message], destination, tag * TAGS)
             if not packed:
@@ -253,6 +261,8 @@ class StageMessages:
             value = self.receive(self.post_receive(Channel.ACTIVATIONS, peer, EXCHANGE_TAG))
             self.send(Channel.GRADIENTS, value, peer, EXCHANGE_TAG)
 
-    def keep_until_answered(self, channel: Channel, peer: int, tag: int, sent: list[tuple[Any, Tensor]]) -> None:
-        """Keeps what was sent otherwise to rank ``peer`` as long as a value under that tag."""
-        self._sent[channel, peer, tag] = sent
+    def release_buffers(self, peer: int, tags: Collection[int]) -> None:
+        """Forgets the buffers for ``tags`` to and from rank ``peer``, which does the same; all has arrived."""
+        for boxes in (self._inboxes, self._outboxes):
+            for key in [key for key in boxes if key[1] == peer and key[2] in tags]:
+                del boxes[key]  # type: ignore[attr-defined]
