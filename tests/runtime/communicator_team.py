@@ -30,7 +30,7 @@ from lightning_recycle.launch.local_workers import process_context
 from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.runtime.comm.communicator import Channel, Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
-from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory
+from lightning_recycle.runtime.comm.transports import HostMemory, Transport
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
@@ -189,7 +189,7 @@ def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
         os.environ["NCCL_HOSTID"] = f"member{rank}"  # a device of another machine is another one
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    gloo = GlooTransport(timedelta(seconds=60), HostMemory(device))
+    gloo = Transport(timedelta(seconds=60), HostMemory(device))
     return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"member {rank}", gloo, required=True), device
 
 

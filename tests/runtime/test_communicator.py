@@ -24,7 +24,7 @@ from lightning_recycle.runtime.comm.communicator import CommunicationError, Comm
 from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
 from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
 from lightning_recycle.runtime.comm.state_transfer import _parts
-from lightning_recycle.runtime.comm.transports import _PACKED_BYTES, GlooTransport, HostMemory
+from lightning_recycle.runtime.comm.transports import _PACKED_BYTES, HostMemory, Transport
 from lightning_recycle.runtime.comm.wire import HEADER_BYTES, MAX_TENSORS
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
@@ -493,7 +493,7 @@ def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(tmp_path
         communicator.sums._wait_for(None, Ends("Connection closed"))
 
 
-class Slow(GlooTransport):
+class Slow(Transport):
     """Takes some looks to connect."""
 
     def __init__(self, connect_seconds: float) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group
-from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory
+from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
 from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.machine_errors import is_device_error
 from lightning_recycle.runtime.nccl import nccl_thread
@@ -32,7 +32,7 @@ LAYOUT = Layout.of(VALUE)
 FORWARD = Channel.ACTIVATIONS
 STAGE = "stage0"
 AT_ONCE = 2.0  # seconds, on a machine with other things to do
-GLOO_PACKS = GlooTransport(timedelta(seconds=1), HostMemory(torch.device("cpu"))).packed_bytes(0)
+GLOO_PACKS = Transport(timedelta(seconds=1), HostMemory(torch.device("cpu"))).packed_bytes(0)
 
 
 class Pair:
@@ -55,7 +55,7 @@ class Pair:
                 device if with_nccl[rank] else "there is no NCCL here",
                 device,
                 names[rank],
-                GlooTransport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
+                Transport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
                 required,
             )
             for rank, device in enumerate(self.devices)
@@ -405,7 +405,7 @@ def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_gener
 
 def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
     gloo, past, now = (
-        GlooTransport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
+        Transport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
         threading.Event(),
         threading.Event(),
     )
@@ -424,7 +424,7 @@ def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
 
 def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cpu", "cuda"):
-        assert isinstance(transport_for(CommunicationOptions(), 0, torch.device(device, 0)), GlooTransport)
+        assert isinstance(transport_for(CommunicationOptions(), 0, torch.device(device, 0)), Transport)
 
     def missing() -> None:
         raise ConfigurationError("There is no NCCL here")

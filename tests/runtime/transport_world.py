@@ -15,7 +15,7 @@ from support.fake_nccl import FakeDevice, LocalNetwork
 from support.meeting import Meeting
 
 from lightning_recycle.runtime.comm.groups import Group
-from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Rosters
+from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Rosters, Transport
 from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import successors
@@ -45,7 +45,7 @@ class World:
                 device,
                 device,
                 f"device {rank}",
-                GlooTransport(timedelta(seconds=1), HostMemory(CPU)),
+                Transport(timedelta(seconds=1), HostMemory(CPU)),
                 required,
                 reserves,
             )

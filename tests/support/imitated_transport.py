@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from lightning_recycle.runtime.comm.transports import GlooTransport, HostMemory
+from lightning_recycle.runtime.comm.transports import HostMemory, Transport
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from support.fake_nccl import FakeDevice, SocketNetwork
 
@@ -14,5 +14,5 @@ from support.fake_nccl import FakeDevice, SocketNetwork
 def imitated(rank: int, device: torch.device) -> NcclTransport:
     """That of worker ``rank``, which must be used."""
     fake = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
+    gloo = Transport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
     return NcclTransport(rank, device, fake, fake, f"device {rank}", gloo, required=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG
-from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Transport
+from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
 from lightning_recycle.runtime.comm.wire import Layout
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.session import stage_builder
@@ -52,7 +52,7 @@ class CountingTransport(NcclTransport):
 def imitated(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for``."""
     fake = CountingTransport.devices[rank] = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = GlooTransport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
+    gloo = Transport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
     return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, True, options.standby_connections)
 
 

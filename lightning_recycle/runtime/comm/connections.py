@@ -28,7 +28,7 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupFactory, GroupPlan, Rendezvous
 from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
 from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
-from lightning_recycle.runtime.comm.transports import Channel, GlooTransport, HostMemory, Transport
+from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
 from lightning_recycle.runtime.machine_errors import is_machine_error
 
 __all__ = ["LOOK", "Connections", "tie_name"]
@@ -70,7 +70,7 @@ class Connections:
         self.timeout = timedelta(seconds=timeout)
         self.device = device
         self.memory = HostMemory(device)
-        self.transport: Transport = GlooTransport(self.timeout, self.memory) if transport is None else transport
+        self.transport = Transport(self.timeout, self.memory) if transport is None else transport
         self.on_progress: Callable[[], None] = lambda: None
         self.channels: dict[Channel, Group] = {}
         self.rosters: dict[str, Group] = {}

@@ -1,7 +1,7 @@
 """Transports of payloads: tensors that are too large for their header.
 
 Concept: headers, shapes, tags and waiting are Gloo's, on every device. A payload is announced by its header, and then
-goes by the transport. :class:`GlooTransport` sends one message per tensor, by way of the processor's memory;
+goes by the transport. :class:`Transport` sends one message per tensor, by way of the processor's memory;
 :class:`~lightning_recycle.runtime.nccl.nccl_transport.NcclTransport` goes from device to device, and so do the sums and
 broadcasts of groups that it says it takes.
 
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ __all__ = [
     "TAGS",
     "Channel",
     "CommunicationOptions",
-    "GlooTransport",
     "HostMemory",
     "Rosters",
     "Transport",
@@ -98,23 +97,34 @@ Rosters: TypeAlias = Mapping[str, tuple[int, ...]]
 """The ranks of the members of groups, in order, by the groups' names."""
 
 
-class Transport(Protocol):
-    """Carries the payloads of one worker, generation after generation.
+class Transport:
+    """Carries the payloads of one worker as messages of Gloo, generation after generation.
+
+    Args:
+        timeout: limit of any single operation.
+        memory: of the host.
 
     Attributes:
         connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
-        in_one_order: whether a collective of one group waits for those of other groups that were begun before.
     """
 
-    connect_seconds: float
+    connect_seconds = 0.0
+
+    def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
+        self._timeout, self._memory = timeout, memory
+        self._lock = threading.Lock()
+        self._groups: dict[Channel, Group] = {}
 
     @property
-    def in_one_order(self) -> bool: ...
+    def in_one_order(self) -> bool:
+        """Whether a collective of one group waits for those of other groups that were begun before."""
+        return False
 
     def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
         """The connections that it needs to exchange payloads with ``ranks``, and for the collectives of ``rosters``,
         besides the groups of the channels and those that Gloo has for these.
         """
+        return ()
 
     def connect(
         self,
@@ -136,92 +146,28 @@ class Transport(Protocol):
         Raises:
             CommunicationError: if it is set: the next generation may be connected by now, and stays so.
         """
-
-    def packed_bytes(self, peer: int) -> int:
-        """Up to which size a value travels packed behind its header, to and from worker ``peer``."""
-
-    def carries(self, peer: int) -> bool:
-        """Whether payloads to and from worker ``peer`` go from device to device; the same on both sides."""
-
-    def send(
-        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
-    ) -> list[tuple[Any, Tensor]]:
-        """Starts to send ``tensors``. What it returns must be kept until they have arrived."""
-
-    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
-        """Waits for the tensors of a value whose header has come."""
-
-    def takes(self, roster: str, tensor: Tensor) -> bool:
-        """Whether collectives of ``tensor`` in a group go by this transport; the same on all members."""
-
-    def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
-        """Begins to replace the contiguous ``tensor`` by its sum over a group, or by that of rank ``root``. All members
-        begin the same ones in the same order, and those of several groups in orders that agree.
-
-        Until :meth:`end_collective`, or the end of the generation, ``tensor`` must not be touched.
-        """
-
-    def end_collective(self, begun: Any) -> None:
-        """Waits for what :meth:`begin_collective` has returned."""
-
-    def prepare(self) -> None:
-        """The generation goes well: begins in the background what the next one will need. Called once in it."""
-
-    def abort(self) -> None:
-        """Called once ``cancelled`` is set."""
-
-    def close(self) -> None:
-        """Drops everything of the generation, which is over, but what the next one can use."""
-
-    def end(self) -> None:
-        """Drops everything; there is no next generation."""
-
-
-class GlooTransport:
-    """Payloads as messages of Gloo.
-
-    Args:
-        timeout: limit of any single operation.
-        memory: of the host.
-    """
-
-    connect_seconds = 0.0
-    in_one_order = False
-
-    def __init__(self, timeout: timedelta, memory: HostMemory) -> None:
-        self._timeout, self._memory = timeout, memory
-        self._lock = threading.Lock()
-        self._groups: dict[Channel, Group] = {}
-
-    def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
-        return ()
-
-    def connect(
-        self,
-        generation: int,
-        rosters: Rosters,
-        groups: Mapping[str, Group],
-        rendezvous: Rendezvous,
-        cancelled: threading.Event,
-    ) -> None:
         with self._lock:
             if cancelled.is_set():
                 raise CommunicationError(f"Generation {generation} was aborted.")
             self._groups = {channel: groups.get(channel.value, Group()) for channel in Channel}
 
     def packed_bytes(self, peer: int) -> int:
+        """Up to which size a value travels packed behind its header, to and from worker ``peer``."""
         return _PACKED_BYTES
 
     def carries(self, peer: int) -> bool:
+        """Whether payloads to and from worker ``peer`` go from device to device; the same on both sides."""
         return False
 
     def send(
         self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
+        """Starts to send ``tensors``. What it returns must be kept until they have arrived."""
         staged = [self._memory.staged(tensor).contiguous() for tensor in tensors]
         return send_all(self._groups[channel], staged, destination, tag * TAGS + _PAYLOAD)
 
     def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+        """Waits for the tensors of a value whose header has come."""
         tensors = layout.empty(self._memory.empty)
         full = [t for t in tensors if t is not None]
         *works, end = receive_all(self._groups[channel], full, source, tag * TAGS + _PAYLOAD)
@@ -231,24 +177,35 @@ class GlooTransport:
         return tensors
 
     def takes(self, roster: str, tensor: Tensor) -> bool:
-        return False  # they are the communicator's own business
+        """Whether collectives of ``tensor`` in a group go by this transport, and not by Gloo's; the same on all
+        members.
+        """
+        return False
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
+        """Begins to replace the contiguous ``tensor`` by its sum over a group, or by that of rank ``root``. All members
+        begin the same ones in the same order, and those of several groups in orders that agree.
+
+        Until :meth:`end_collective`, or the end of the generation, ``tensor`` must not be touched.
+        """
         raise NotImplementedError
 
     def end_collective(self, begun: Any) -> None:
+        """Waits for what :meth:`begin_collective` has returned."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Nothing: to connect takes it milliseconds."""
+        """The generation goes well: begins in the background what the next one will need. Called once in it."""
 
     def abort(self) -> None:
-        """Nothing: its sockets are cut by the connections that they belong to."""
+        """Called once ``cancelled`` is set; the sockets are cut by the connections that they belong to."""
 
     def close(self) -> None:
+        """Drops everything of the generation, which is over, but what the next one can use."""
         self._groups = {}
 
     def end(self) -> None:
+        """Drops everything; there is no next generation."""
         self.close()
 
 

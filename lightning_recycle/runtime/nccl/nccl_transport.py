@@ -39,7 +39,6 @@ from lightning_recycle.runtime.comm.groups import CommunicationError, Group, Gro
 from lightning_recycle.runtime.comm.transports import (
     Channel,
     CommunicationOptions,
-    GlooTransport,
     HostMemory,
     Rosters,
     Transport,
@@ -107,7 +106,7 @@ class _Agreement:
         return sorted({*pairs, *self.groups.values()})
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Payloads and collectives by NCCL, and by Gloo where workers cannot use it.
 
     Args:
@@ -130,7 +129,7 @@ class NcclTransport:
         library: NcclLibrary | str,
         streams: Streams,
         name: str,
-        gloo: GlooTransport,
+        gloo: Transport,
         required: bool = False,
         reserves: bool = True,
     ) -> None:
@@ -450,7 +449,7 @@ def transport_for(options: CommunicationOptions, rank: int, device: torch.device
         ConfigurationError: if it is "nccl", and there is no CUDA device or no library.
     """
     check_transport(options.transport, device)
-    gloo = GlooTransport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
+    gloo = Transport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
     if options.transport == "gloo":
         return gloo
     library = Libnccl()
