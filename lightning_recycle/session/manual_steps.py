@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
-from lightning_recycle.runtime.executor.whole_steps import Exchange, Turns, Way, WholeStepMicrobatch
+from lightning_recycle.runtime.executor.whole_steps import Turns, Way, WholeStepMicrobatch, WholeStepRunner
 from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
 
@@ -63,7 +63,7 @@ class ManualSteps:
         self._forward_context, self._seed, self._divisor = forward_context, seed, microbatches
         self._turns = Turns()
         self._states: list[MicrobatchState] = []
-        self._exchange: Exchange
+        self._exchange: WholeStepRunner
         self._way: Way
         self._counted: list[bool] = []
         self._is_together = False  # in something that is done together: what it calls is not met again
@@ -76,9 +76,11 @@ class ManualSteps:
     # ------------------------------------------------------------------ a step
 
     def run(
-        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: Exchange, way: Way
+        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: WholeStepRunner, way: Way
     ) -> list[tuple[float, bytes]]:
-        """As :meth:`~lightning_recycle.runtime.executor.whole_steps.StepBody.run`."""
+        """Runs the step for the micro-batches of this worker; returns of each its loss (NaN if it has none), and what
+        must reach all workers.
+        """
         self._exchange, self._way = exchange, way
         self._counted = [microbatch.counts for microbatch in microbatches]
         self._is_together = self._in_backward = False

@@ -224,7 +224,7 @@ class StageBuilder:
             context.grid.global_microbatches,
         )
         state = ManualStepState(context.trainer)
-        return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=steps, state=state)), steps
+        return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=steps.run, state=state)), steps
 
     def _first_bundle(self, ties: StageTies) -> StageBundle:
         return self.bundle((0, *(part.stop for part in self._context.run.parts)), ties)

@@ -44,7 +44,7 @@ from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
-from lightning_recycle.runtime.stage.stage_bundle import FixedLayers, LayerKeeper, LayerMoves
+from lightning_recycle.runtime.stage.stage_bundle import LayerKeeper, LayerMoves
 
 __all__ = ["Executor"]
 
@@ -71,8 +71,7 @@ class Executor:
         self._runner, self._forwards = runner, Forwards(runner)
         self._client, self._communicator, self._callbacks = runner.client, runner.communicator, runner.callbacks
         tied = {tie.stages for tie in runner.ties.ties}
-        keeper = layers or FixedLayers(tied)
-        self._moving = LayerMoves(keeper, self.grid, self.worker, self._client, self._communicator)
+        self._moving = LayerMoves(layers, tied, self.grid, self.worker, self._client, self._communicator)
         self._joining = False
         self._has_own_exception = False  # an exception was judged to be the user's own
         self._communicator.report_progress_to(self._client.progressed)

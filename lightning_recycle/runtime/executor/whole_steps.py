@@ -49,7 +49,7 @@ from lightning_recycle.runtime.executor.speculative_commit import CommitPayload,
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle
 
-__all__ = ["Exchange", "StepBody", "StepState", "Turns", "Way", "WholeStepMicrobatch", "WholeStepRunner"]
+__all__ = ["StepState", "Turns", "Way", "WholeStepMicrobatch", "WholeStepRunner"]
 
 _TOLD = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2
@@ -85,16 +85,6 @@ class Way:
         return ", ".join(self._newest) or "nothing"
 
 
-class Exchange(Protocol):
-    """Operations that the workers do together in a step."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sums ``tensor`` in place over the workers."""
-
-    def check(self, way: Way) -> None:
-        """Raises UnsupportedFeatureError, on all workers, unless all have done the same."""
-
-
 @dataclass(frozen=True)
 class WholeStepMicrobatch:
     """A micro-batch that a worker has in a step.
@@ -113,26 +103,14 @@ class WholeStepMicrobatch:
     counts: bool = True
 
 
-class StepBody(Protocol):
-    """The user's step."""
-
-    def run(
-        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: Exchange, way: Way
-    ) -> list[tuple[float, bytes]]:
-        """Runs it for the micro-batches of this worker.
-
-        Returns:
-            Of each its loss (NaN if it has none), and what must reach all workers.
-        """
-
-
 class WholeStepRunner(StepRunner):
     """A runner whose steps are run by ``body``, with ``state`` kept before them.
 
     Args:
         worker, grid, client, communicator, bundle, callbacks: as for
             :class:`~lightning_recycle.runtime.executor.step_runner.StepRunner`; the bundle has no parameters.
-        body: the user's step.
+        body: the user's step: (number, this worker's micro-batches, this runner for what the workers do together, the
+            way) -> of each its loss (NaN if it has none), and what must reach all workers.
         state: all that it may change.
     """
 
@@ -144,7 +122,7 @@ class WholeStepRunner(StepRunner):
         communicator: Communicator,
         bundle: StageBundle,
         callbacks: ExecutorCallbacks,
-        body: StepBody,
+        body: Callable[[int, Sequence[WholeStepMicrobatch], WholeStepRunner, Way], list[tuple[float, bytes]]],
         state: StepState,
     ) -> None:
         super().__init__(worker, grid, client, communicator, bundle, callbacks, CommitRules(staggered=False))
@@ -171,7 +149,7 @@ class WholeStepRunner(StepRunner):
                 hook(step, task.op)
         started = time.perf_counter()
         try:
-            done = self._body.run(step, microbatches, self, way)
+            done = self._body(step, microbatches, self, way)
         except Exception:
             if self._broken is not None:  # whatever the user's code made of it is no error of its own
                 raise self._broken from None
@@ -227,6 +205,7 @@ class WholeStepRunner(StepRunner):
     # ------------------------------------------------------------------ what the workers do together
 
     def all_reduce(self, tensor: Tensor) -> None:
+        """Sums ``tensor`` in place over the workers."""
         if self._broken is None and self.client.interrupted:
             self._broken = Interrupted()
         if self._broken is not None:
@@ -242,6 +221,7 @@ class WholeStepRunner(StepRunner):
             self._waited += time.perf_counter() - started
 
     def check(self, way: Way) -> None:
+        """Raises UnsupportedFeatureError, on all workers, unless all have done the same."""
         # Numbers are equal if and only if their number times the sum of their squares is the square of their sum.
         numbers = way.numbers()
         sums = torch.tensor([1, *numbers, *(number**2 for number in numbers)], dtype=torch.int64)

@@ -35,7 +35,7 @@ from lightning_recycle.runtime.comm.state_transfer import receive_object, send_o
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 
-__all__ = ["FixedLayers", "LayerKeeper", "LayerMoves", "Shadow", "StageBundle", "StageTies"]
+__all__ = ["LayerKeeper", "LayerMoves", "Shadow", "StageBundle", "StageTies"]
 
 
 @dataclass(frozen=True)
@@ -163,28 +163,6 @@ class LayerKeeper(Protocol):
         """
 
 
-class FixedLayers:
-    """Keeps the layers that a worker has: a :class:`LayerKeeper` of a run in which none move.
-
-    Args:
-        tied_stages: the stages that hold the same weights.
-    """
-
-    cuts: Cuts = ()
-
-    def __init__(self, tied_stages: Collection[tuple[int, ...]]) -> None:
-        self._tied_stages = tied_stages
-
-    def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
-        return self._tied_stages
-
-    def give(self, layers: Iterable[int]) -> Any:
-        raise ReCycleError("This worker cannot give layers away, and was asked to.")
-
-    def take_up(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
-        raise ReCycleError("This worker cannot take layers up, and was asked to.")
-
-
 @dataclass(frozen=True)
 class _Held:
     """The layers that this worker has got for the layout ``cuts``."""
@@ -197,7 +175,8 @@ class LayerMoves:
     """The changes of one worker's layers.
 
     Args:
-        keeper: has them.
+        keeper: has them; None if they stay.
+        tied: the stages that hold the same weights, if they stay.
         grid: the grid of the run.
         worker: the worker's position.
         client: the connection to the coordinator.
@@ -205,21 +184,33 @@ class LayerMoves:
     """
 
     def __init__(
-        self, keeper: LayerKeeper, grid: Grid, worker: Worker, client: ControlClient, communicator: Communicator
+        self,
+        keeper: LayerKeeper | None,
+        tied: Collection[tuple[int, ...]],
+        grid: Grid,
+        worker: Worker,
+        client: ControlClient,
+        communicator: Communicator,
     ) -> None:
-        self._keeper, self._grid, self._worker = keeper, grid, worker
+        self._mover, self._tied, self._grid, self._worker = keeper, tied, grid, worker
         self._client, self._communicator = client, communicator
-        self._start = keeper.cuts
+        self._start = self.cuts
         self._held: _Held | None = None
 
     @property
     def cuts(self) -> Cuts:
         """The layout whose layers this worker has."""
-        return self._keeper.cuts
+        return () if self._mover is None else self._mover.cuts
+
+    @property
+    def _keeper(self) -> LayerKeeper:
+        if self._mover is None:
+            raise ReCycleError(f"Worker {self._worker} cannot give or take layers, and was asked to.")
+        return self._mover
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
         """Which stages hold the same weights under the layout ``cuts``."""
-        return self._keeper.tied_stages(cuts or self._start)
+        return self._tied if self._mover is None else self._mover.tied_stages(cuts or self._start)
 
     def partners(self, resume: Resume) -> set[int]:
         """The ranks with which this worker exchanges layers."""
