@@ -417,7 +417,7 @@ class SimulatedWorker:
         yield from self.retried(run)
 
     def retried(self, attempt: Callable[[], Waits], recover: bool = False) -> Waits:
-        """Retries.run."""
+        """Executor._retried."""
         while True:
             try:
                 if recover:
