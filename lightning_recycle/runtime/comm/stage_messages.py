@@ -168,14 +168,10 @@ class StageMessages:
         with self._connections.translated:
             incoming.end.wait(self._connections.timeout)
             incoming.work.wait(self._connections.timeout)
-        if not inbox.read_header(lambda layout: self._capacity(layout, source)):
-            raise self.damaged(source)
-        assert inbox.layout is not None
-        with self._connections.translated:
-            tensors = (
-                inbox.views if inbox.packed else self._connections.transport.receive(channel, inbox.layout, source, tag)
-            )
-        if not inbox.is_whole(tensors):
+            is_right, tensors = inbox.read_header(lambda layout: self._capacity(layout, source)), inbox.views
+            if is_right and inbox.layout is not None and not inbox.packed:
+                tensors = self._connections.transport.receive(channel, inbox.layout, source, tag)
+        if inbox.layout is None or not is_right or not inbox.is_whole(tensors):
             raise self.damaged(source)
         # It was sent after this worker's message under that tag in the other direction had arrived.
         answered = (_OTHER[channel], source, tag)

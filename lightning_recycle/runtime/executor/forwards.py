@@ -33,15 +33,8 @@ class Forwards:
     def run_batch(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
     ) -> dict[int, bytes]:
-        """Runs the forwards of this worker's program; micro-batches without samples are skipped.
-
-        Args:
-            handle: the batch.
-            split: turns a collated micro-batch into (input, target) on the device.
-            record: called on the last stage with (output, target, number of samples) of each micro-batch.
-
-        Returns:
-            What ``record`` returned, by global micro-batch.
+        """Runs the forwards of this worker's program; micro-batches without samples are skipped. Arguments as of
+        :meth:`~lightning_recycle.runtime.executor.executor.Executor.evaluate`; returns what ``record`` returned here.
         """
         loader, version = handle.loader, self._runner.version
         sizes = {
@@ -81,11 +74,8 @@ class Forwards:
         return self._is_last and self._runner.leads[self._runner.worker.stage] == self._client.rank
 
     def run_value(self, value: Any, draw: int) -> Any:
-        """Runs this stage on ``value``, if this worker speaks for it, and passes the output on.
-
-        Args:
-            value: input of the first layer; several are a tuple. It is also the target where layers take one.
-            draw: tells the randomness of this call from that of others in the same version, and of micro-batches.
+        """Runs this stage on ``value``, if this worker speaks for it, and passes the output on. Arguments as of
+        :meth:`~lightning_recycle.runtime.executor.executor.Executor.forward_whole`.
 
         Returns:
             The output of the stage; None if another worker speaks for it.

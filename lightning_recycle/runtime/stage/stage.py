@@ -231,24 +231,21 @@ class Stage:
 
     def evaluate(self, step: int, microbatch: int, value: Any, target: Any = None) -> Value:
         """Runs the layers on ``value`` without gradients and keeps nothing; arguments as for :meth:`forward`."""
-        inputs = value if isinstance(value, tuple) else (value,)
-        if self._takes_target:
-            inputs = (inputs, *target)
         with self._forward_context():
-            output = self._run(self._evaluation_layers, step, microbatch, inputs)
-        if self._loss is None:
-            self._check_output(output)
-        return output  # type: ignore[no-any-return]
+            return self._without_backward(self._evaluation_layers, step, microbatch, value, target)
 
     def run(self, step: int, draw: int, value: Any, target: Any = None) -> Value:
         """Runs the layers on ``value`` for a hook of the user's: in the context of the caller, as on one device.
 
         Arguments as for :meth:`forward`; ``draw`` stands for the micro-batch.
         """
+        return self._without_backward(self._forward_layers, step, draw, value, target, is_one=False)
+
+    def _without_backward(
+        self, layers: Sequence[nn.Module], step: int, draw: int, value: Any, target: Any, is_one: bool = True
+    ) -> Value:
         inputs = value if isinstance(value, tuple) else (value,)
-        if self._takes_target:
-            inputs = (inputs, *target)
-        output = self._run(self._forward_layers, step, draw, inputs, is_one=False)
+        output = self._run(layers, step, draw, (inputs, *target) if self._takes_target else inputs, is_one)
         if self._loss is None:
             self._check_output(output)
         return output  # type: ignore[no-any-return]
