@@ -13,10 +13,10 @@ Must not know: processes, how a failure is made (``fault_effects``), its caller 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
@@ -24,10 +24,23 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Op, OpKind
 
-__all__ = ["KINDS", "POINTS", "TARGETS", "Agenda", "Fault", "TimedFault", "random_faults", "trace_faults"]
+__all__ = [
+    "KINDS",
+    "KINDS_AT_TIMES",
+    "POINTS",
+    "TARGETS",
+    "Agenda",
+    "Fault",
+    "TimedFault",
+    "random_faults",
+    "trace_faults",
+]
 
 KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt", "bitflip")
 """The ways in which a worker can fail."""
+
+KINDS_AT_TIMES = tuple(kind for kind in KINDS if kind not in ("slow", "bitflip"))
+"""Those that need no further arguments, so they can be drawn at random or taken from a trace."""
 
 TARGETS = ("parameter", "optimizer", "activation", "gradient", "message", "matmul")
 """The places in which a bit can flip."""
@@ -204,12 +217,11 @@ def random_faults(
     rank: int,
     incarnation: int = 0,
     max_faults: int | None = None,
-) -> Iterator[TimedFault]:
-    """The random faults of one process in time order, in seconds since its first operation.
+) -> tuple[TimedFault, ...]:
+    """The random fault of one process, if it has any, in seconds since its first operation.
 
-    The times between them are exponential with mean ``mtbf * num_workers``, drawn from (seed, rank, incarnation) and
-    nothing else, so other processes do not affect them. A fault that a process does not survive (any but "slow") is its
-    last.
+    Its time is exponential with mean ``mtbf * num_workers``, drawn from (seed, rank, incarnation) and nothing else, so
+    other processes do not affect it.
 
     Args:
         mtbf: mean seconds between two failures anywhere in a complete grid.
@@ -221,24 +233,15 @@ def random_faults(
         max_faults: only this many faults happen, the first among those of all original processes, and none in
             replacements: a limit that no process needs others to keep.
     """
+
+    def drawn(rank: int, incarnation: int = 0) -> TimedFault:
+        rng = random.Random(f"{seed}/{rank}/{incarnation}")
+        return TimedFault(rng.expovariate(1 / (mtbf * num_workers)), rank, rng.choice(kinds))
+
     if max_faults is None:
-        return _arrivals(mtbf * num_workers, kinds, seed, rank, incarnation)
-    if incarnation > 0:
-        return iter(())
-    of_all = (_arrivals(mtbf * num_workers, kinds, seed, other, 0) for other in range(num_workers))
-    allowed = itertools.islice(heapq.merge(*of_all), max_faults)
-    return (fault for fault in allowed if fault.rank == rank)
-
-
-def _arrivals(mean: float, kinds: Sequence[str], seed: int, rank: int, incarnation: int) -> Iterator[TimedFault]:
-    rng = random.Random(f"{seed}/{rank}/{incarnation}")
-    moment = 0.0
-    while True:
-        moment += rng.expovariate(1 / mean)
-        kind = rng.choice(kinds)
-        yield TimedFault(moment, rank, kind)
-        if kind != "slow":
-            return
+        return (drawn(rank, incarnation),)
+    allowed = sorted(map(drawn, range(num_workers)))[:max_faults] if incarnation == 0 else []
+    return tuple(fault for fault in allowed if fault.rank == rank)
 
 
 def trace_faults(
@@ -300,24 +303,18 @@ class Agenda:
     """
 
     def __init__(self, faults: Iterable[TimedFault], clock: Callable[[], float], origin: float | None = None) -> None:
-        self._faults = iter(faults)
-        self._origin = origin
-        self._clock = clock
+        self._faults = deque(faults)
+        self._origin, self._clock = origin, clock
         self._looked = False
-        self._next = next(self._faults, None)
 
     def take_due(self) -> TimedFault | None:
         """The earliest fault that is due and has not been taken, if any."""
-        if self._next is None:
+        if not self._faults:
             return None
         if self._origin is None:
             self._origin = self._clock()
         now = self._clock() - self._origin
-        if not self._looked:
-            self._looked = True
-            while self._next is not None and self._next.time < now:
-                self._next = next(self._faults, None)
-        if self._next is None or self._next.time > now:
-            return None
-        due, self._next = self._next, next(self._faults, None)
-        return due
+        while not self._looked and self._faults and self._faults[0].time < now:
+            self._faults.popleft()
+        self._looked = True
+        return self._faults.popleft() if self._faults and self._faults[0].time <= now else None

@@ -7,26 +7,26 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.callbacks import fault_effects
-from lightning_recycle.callbacks.faults import KINDS, Agenda, Fault, TimedFault, random_faults, trace_faults
+from lightning_recycle.callbacks.faults import KINDS_AT_TIMES, Agenda, Fault, random_faults, trace_faults
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
 from lightning_recycle.traces import load_trace
 
+if TYPE_CHECKING:
+    from lightning_recycle.runtime.executor.executor import Executor
+
 __all__ = ["FaultInjectionCallback"]
 
 log = logging.getLogger(__name__)
-
-_SLOW_FACTOR = 3.0  # of random "slow" faults
-_SLOW_STEPS = 2
 
 
 class FaultInjectionCallback(pl.Callback):
@@ -41,8 +41,8 @@ class FaultInjectionCallback(pl.Callback):
         faults: faults at exact points. Each happens once, to the first process of its position, wherever it moves.
         mtbf: mean seconds between two failures anywhere in the grid. Each worker fails at its first operation after a
             random time, counted from its first operation; replacements draw again.
-        kinds: kinds of the failures at random and of the trace, drawn with equal probability; "slow" means 3 times as
-            long for 2 steps, "bitflip" one in a parameter.
+        kinds: kinds of the failures at random and of the trace, drawn with equal probability: all but "slow" and
+            "bitflip".
         trace: the name of a shipped trace (see :func:`lightning_recycle.traces.available_traces`), or a path. At its
             peak all workers are available, otherwise a proportional number; when that number falls, workers fail, see
             :func:`~lightning_recycle.callbacks.faults.trace_faults`. Its clock starts when the run is launched;
@@ -83,8 +83,9 @@ class FaultInjectionCallback(pl.Callback):
             _refuse(f"seed={seed!r}: give an integer.")
         if max_faults is not None and not is_integer(max_faults, 1):
             _refuse(f"max_faults={max_faults!r}: give an integer of at least 1, or None.")
-        if isinstance(kinds, str) or not kinds or not all(kind in KINDS for kind in kinds):
-            _refuse(f"kinds={kinds!r}: give a sequence of some of {', '.join(map(repr, KINDS))}, e.g. ('kill',).")
+        if isinstance(kinds, str) or not kinds or not all(kind in KINDS_AT_TIMES for kind in kinds):
+            known = ", ".join(map(repr, KINDS_AT_TIMES))
+            _refuse(f"kinds={kinds!r}: give a sequence of some of {known}, e.g. ('kill',).")
         self.mtbf = mtbf
         self.kinds = tuple(kinds)
         self.trace = None if trace is None else os.fspath(trace)
@@ -121,7 +122,7 @@ class FaultInjectionCallback(pl.Callback):
                 f"FaultInjectionCallback needs strategy='recycle', not {type(trainer.strategy).__name__}:"
                 " with another strategy a fault would end the run."
             )
-        strategy = cast(_Strategy, trainer.strategy)
+        strategy: Any = trainer.strategy
         rank = strategy.grid_rank
         agenda = self._agenda(strategy.grid.num_workers, rank, strategy.incarnation)
         self._injector = _Injector(self.faults, agenda, strategy, rank)
@@ -155,32 +156,6 @@ class FaultInjectionCallback(pl.Callback):
 # ---------------------------------------------------------------------- in a worker
 
 
-class _Executor(Protocol):
-    """Attributes of a worker's executor that this module uses."""
-
-    worker: Worker
-    version: int
-    before_operation: list[Callable[[int, Op], None]]
-    after_operation: list[Callable[[int, Op], None]]
-    stretch_operation: Callable[[float], None] | None
-
-    def announce_fault(self, fault: FaultInjected) -> None: ...
-
-    def alter_next_message(self, alter: Callable[[Any], Any]) -> None: ...
-
-
-class _Strategy(Protocol):
-    """Attributes of the strategy that this module uses."""
-
-    executor: _Executor | None
-    grid: Grid
-    grid_rank: int
-    incarnation: int
-    optimizers: list[Any]
-    lightning_module: nn.Module
-    at_point: list[Callable[[str, int], None]]
-
-
 class _Injector:
     """Makes this process fail when one of its faults is due.
 
@@ -191,7 +166,7 @@ class _Injector:
         rank: this process's place in the grid.
     """
 
-    def __init__(self, faults: Sequence[Fault], agenda: Agenda, strategy: _Strategy, rank: int) -> None:
+    def __init__(self, faults: Sequence[Fault], agenda: Agenda, strategy: Any, rank: int) -> None:
         self._all_faults = faults
         self._faults: list[Fault] | None = None
         self._agenda = agenda
@@ -219,7 +194,8 @@ class _Injector:
         self._strike_all(lambda fault: fault.matches(step, op, "before"), step, str(op))
         timed = self._agenda.take_due()
         if timed is not None:
-            self._strike(self._as_fault(timed, step), step, str(op))
+            place: Worker = self._strategy.executor.worker
+            self._strike(Fault(timed.kind, place.pipeline, place.stage, step), step, str(op))
         self._err(op.kind not in (OpKind.REDUCE, OpKind.STEP))
 
     def _err(self, errs: bool) -> None:
@@ -235,7 +211,6 @@ class _Injector:
     def stretch(self, seconds: float) -> None:
         """Prolongs the operation that has just computed for ``seconds``."""
         for slowdown in self._slowdowns:
-            assert self._strategy.executor is not None
             slowdown.sleep_after(self._strategy.executor.version, seconds)
 
     def after_operation(self, step: int, op: Op) -> None:
@@ -259,43 +234,22 @@ class _Injector:
             self._faults = [f for f in self._all_faults if first and Worker(f.pipeline, f.stage) == worker]
         return self._faults
 
-    def _as_fault(self, timed: TimedFault, step: int) -> Fault:
-        executor = self._strategy.executor
-        assert executor is not None
-        place = (executor.worker.pipeline, executor.worker.stage, step)
-        if timed.kind == "slow":
-            return Fault("slow", *place, factor=_SLOW_FACTOR, steps=_SLOW_STEPS)
-        if timed.kind == "bitflip":
-            return Fault("bitflip", *place, target="parameter")
-        return Fault(timed.kind, *place)
-
     def _strike(self, fault: Fault, step: int, where: str) -> None:
         executor = self._strategy.executor
-        assert executor is not None
         executor.announce_fault(FaultInjected(self._rank, fault.kind, where, time.time()))
         match fault.kind:
-            case "kill":
-                fault_effects.kill()
-            case "exit":
-                fault_effects.exit_at_once()
             case "exception":
                 fault_effects.raise_error(f"Injected: {fault}")
-            case "hang":
-                fault_effects.hang()
-            case "deadlock":
-                fault_effects.deadlock()
             case "slow":
                 assert fault.factor is not None
                 assert fault.steps is not None
                 self._slowdowns.append(fault_effects.Slowdown(fault.factor, step, fault.steps))
-            case "partition":
-                fault_effects.partition()
-            case "preempt":
-                fault_effects.preempt()
             case "bitflip":
                 self._flip(fault, executor)
+            case kind:
+                getattr(fault_effects, {"exit": "exit_at_once"}.get(kind, kind))()
 
-    def _flip(self, fault: Fault, executor: _Executor) -> None:
+    def _flip(self, fault: Fault, executor: Executor) -> None:
         draw = random.Random(str(fault))
         match fault.target:
             case "parameter":

@@ -65,11 +65,6 @@ def test_the_process_ends_at_once_without_clean_up(fail: Callable[[], None], cod
     assert not (tmp_path / "witness").exists()
 
 
-def test_the_exception_is_the_infrastructures() -> None:
-    with pytest.raises(InjectedFaultError, match="the reason"):
-        fault_effects.raise_error("the reason")
-
-
 # ---------------------------------------------------------------------- processes that stay
 
 
@@ -120,28 +115,6 @@ def test_a_deadlock_that_nobody_finds_ends_with_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(fault_effects, "_DEADLOCK_SECONDS", 0.05)
     with pytest.raises(InjectedFaultError, match="not found"):
         fault_effects.deadlock()
-
-
-def note_sigterm_and_preempt(pipe: Any) -> None:
-    received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    fault_effects.preempt()
-    pipe.send(received)
-
-
-def test_preempt_is_a_sigterm_after_which_the_process_goes_on() -> None:
-    ours, theirs = context.Pipe()
-    with child(note_sigterm_and_preempt, theirs):
-        assert heard(ours) == [signal.SIGTERM]
-
-
-def test_slow_sleeps_in_proportion_for_its_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    slowdown = fault_effects.Slowdown(factor=3.0, first_step=4, steps=2)
-    for step in range(3, 8):
-        slowdown.sleep_after(step, 0.25)
-    assert slept == [0.5, 0.5]
 
 
 # ---------------------------------------------------------------------- partition
