@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from copy import copy, deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from operator import attrgetter
 from types import NoneType
@@ -22,12 +22,7 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
@@ -88,7 +83,7 @@ class TrainerState:
     """
 
     loops: dict[str, Any]
-    results: tuple[tuple[LoggedValue, ...], ...]
+    results: tuple[dict[str, _ResultMetric], ...]
     settings: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
     has_validated: bool
@@ -100,7 +95,10 @@ class TrainerState:
         states = call._call_callbacks_state_dict(trainer)
         return cls(
             loops=trainer.fit_loop.state_dict(),
-            results=tuple(_logged_values(attrgetter(path)(trainer)._results) for path in _RESULTS),
+            results=tuple(
+                {key: _copied(value, None, None) for key, value in attrgetter(path)(trainer)._results.items()}
+                for path in _RESULTS
+            ),
             settings={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
             callbacks={key: state for key, state in states.items() if key in keys},
             has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
@@ -129,10 +127,11 @@ class TrainerState:
 
     def load(self, trainer: pl.Trainer) -> None:
         """Restores the rest."""
+        reduce, module, device = trainer.strategy.reduce, trainer.lightning_module, trainer.strategy.root_device
         for path, logged in zip(_RESULTS, self.results, strict=True):
             results = attrgetter(path)(trainer)._results
             results.clear()
-            results.update({value.key: value.metric(trainer) for value in logged})
+            results.update({key: _copied(value, reduce, module).to(device) for key, value in logged.items()})
         for path, settings in self.settings.items():
             for name, value in settings.items():
                 setattr(_at(trainer, path), name, copy(value))
@@ -188,48 +187,17 @@ def rewind_to_batch(trainer: pl.Trainer, begins_step: bool) -> None:
 # ---------------------------------------------------------------------- values of self.log
 
 
-@dataclass(frozen=True)
-class LoggedValue:
-    """One value that was logged in this epoch.
-
-    Args:
-        key: its key among the results of a loop.
-        meta: the arguments of ``self.log``.
-        sync: those that concern several processes.
-        is_tensor: whether it is a number, not a metric of the module.
-        attributes: the accumulated value.
-    """
-
-    key: str
-    meta: dict[str, Any]
-    sync: dict[str, Any]
-    is_tensor: bool
-    attributes: dict[str, Any]
-
-    def metric(self, trainer: pl.Trainer) -> _ResultMetric:
-        """The value as Lightning has it."""
-        meta = _Metadata(**self.meta)
-        meta.sync = _Sync(fn=trainer.strategy.reduce, **self.sync)
-        metric = _ResultMetric(meta, self.is_tensor)
-        for name, value in self.attributes.items():
-            setattr(metric, name, value)
-        if not self.is_tensor:
-            assert meta.metric_attribute is not None
-            metric.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
-        return metric.to(trainer.strategy.root_device)
-
-
-def _logged_values(results: _ResultCollection) -> tuple[LoggedValue, ...]:
-    found = []
-    for key, metric in results.items():
-        meta = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata) if f.name != "_sync"}
-        sync = {f.name: getattr(metric.meta.sync, f.name) for f in fields(_Sync) if f.name != "fn"}
-        names = ["_forward_cache", "_computed", "_update_count", "has_reset"]
-        if metric.is_tensor:  # otherwise the value is the module's own metric
-            names += metric._defaults
-        attributes = {name: getattr(metric, name) for name in names}
-        found.append(LoggedValue(key, meta, sync, metric.is_tensor, attributes))
-    return tuple(found)
+def _copied(
+    logged: _ResultMetric, reduce: Callable[..., Any] | None, module: pl.LightningModule | None
+) -> _ResultMetric:
+    """A copy of a value that was logged, for another process: without what belongs to this one, or with it again."""
+    copied = copy(logged)
+    copied.meta = copy(logged.meta)
+    copied.meta.sync = replace(logged.meta.sync, fn=reduce)
+    if not copied.is_tensor:  # the value is the module's own metric
+        path = copied.meta.metric_attribute
+        copied.value = None if module is None or path is None else attrgetter(path)(module)
+    return copied
 
 
 _move = _ResultMetric.to
