@@ -106,14 +106,13 @@ class _Given:
 
 
 class _LayerMeter:
-    """Measures the forwards of one layer."""
+    """Measures the forwards of one layer; a GPU is waited for."""
 
     def __init__(self) -> None:
         self.output_bytes = 0
         self._handles: list[RemovableHandle] = []
-        self._host: list[float] = []
-        self._events: list[tuple[Any, Any]] = []
-        self._started: Any = None
+        self._seconds: list[float] = []
+        self._started = 0.0
 
     def watch(self, layer: nn.Module) -> None:
         """Begins to measure."""
@@ -127,25 +126,21 @@ class _LayerMeter:
     @property
     def seconds(self) -> float:
         """Of a forward, the median."""
-        on_device = [before.elapsed_time(after) / 1e3 for before, after in self._events if after.query()]
-        return float(statistics.median([*self._host, *on_device] or [0.0]))
+        return float(statistics.median(self._seconds or [0.0]))
 
     def _before(self, _: nn.Module, inputs: Any) -> None:
-        if any(isinstance(item, Tensor) and item.is_cuda for item in _flat(inputs)):
-            self._started = torch.cuda.Event(enable_timing=True)
-            self._started.record()
-        else:
-            self._started = time.perf_counter()
+        _wait_for(inputs)
+        self._started = time.perf_counter()
 
     def _after(self, _: nn.Module, inputs: Any, output: Any) -> None:
-        started, self._started = self._started, None
-        if isinstance(started, float):
-            self._host.append(time.perf_counter() - started)
-        elif started is not None:
-            ended = torch.cuda.Event(enable_timing=True)
-            ended.record()
-            self._events.append((started, ended))
+        _wait_for(inputs)
+        self._seconds.append(time.perf_counter() - self._started)
         self.output_bytes = _bytes(_flat(output))
+
+
+def _wait_for(inputs: Any) -> None:
+    if any(isinstance(item, Tensor) and item.is_cuda for item in _flat(inputs)):
+        torch.cuda.synchronize()
 
 
 def _bytes(values: Iterable[Any]) -> int:
