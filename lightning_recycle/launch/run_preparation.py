@@ -33,7 +33,7 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile, load_profile
 from lightning_recycle.session.commit_requirements import steps_alone
-from lightning_recycle.session.configuration import Options, RunSetup
+from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
 from lightning_recycle.session.lightning_internals import attach_data
 from lightning_recycle.session.requirements import (
     check_loaders,
@@ -42,7 +42,6 @@ from lightning_recycle.session.requirements import (
     loaders_in,
     warn_of_lost_compilation,
 )
-from lightning_recycle.session.result_policy import FILE_BYTES, LARGE_BYTES, Gathering
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 

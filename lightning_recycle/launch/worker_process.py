@@ -32,8 +32,7 @@ from lightning_recycle.launch.worker_results import UserObjects, leader_result, 
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die
-from lightning_recycle.session.configuration import Place, RunSetup
-from lightning_recycle.session.result_policy import Way
+from lightning_recycle.session.configuration import Place, RunSetup, Way
 from lightning_recycle.session.session import Session
 
 __all__ = ["WorkerStart", "crashes_reported", "log_fields", "run_worker", "worker_main"]

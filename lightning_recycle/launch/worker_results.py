@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.model.weights import weights_of
+from lightning_recycle.session.configuration import Gathering, Way
 from lightning_recycle.session.lightning_internals import settings_of
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
-from lightning_recycle.session.result_policy import Gathering, Way, bytes_of
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.tensor_codec import to_cpu
 from lightning_recycle.session.user_objects import home_graph, weights_by_name, weights_for
+from lightning_recycle.tensor_memory import to_cpu
 
 __all__ = [
     "LOOPS",
@@ -199,11 +199,15 @@ def way_home(session: Session, gathering: Gathering) -> Way:
 
 def _size(session: Session) -> int:
     """The bytes of the weights of this worker's stage, and of its optimizers, if they would come home."""
-    size = bytes_of(weights_of(session.module).values())
+    size = _bytes(weights_of(session.module).values())
     if _brings_optimizers(session):
         for optimizer in session.trainer.optimizers:
-            size += sum(bytes_of(state.values()) for state in optimizer.state.values())
+            size += sum(_bytes(state.values()) for state in optimizer.state.values())
     return size
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def _brings_optimizers(session: Session) -> bool:

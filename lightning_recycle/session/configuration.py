@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any, Literal
 
 from lightning_recycle.control.network.addresses import http_address
@@ -26,9 +27,24 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.session.result_policy import Gathering, GatherResult
 
-__all__ = ["CheckpointOptions", "MonitoringOptions", "Options", "Place", "RunSetup"]
+__all__ = [
+    "FILE_BYTES",
+    "LARGE_BYTES",
+    "CheckpointOptions",
+    "Gathering",
+    "MonitoringOptions",
+    "Options",
+    "Place",
+    "RunSetup",
+    "Way",
+]
+
+LARGE_BYTES = 1_000_000_000
+"""Weights and optimizer states, of all stages together, from which on a result is large for workers elsewhere."""
+
+FILE_BYTES = 50_000_000
+"""The same for workers of this machine: files take less memory than messages."""
 
 
 @suggests_options
@@ -60,7 +76,7 @@ class CheckpointOptions(OptionGroup):
     save_on_signal: bool | str | os.PathLike[str] = option(False)
     signal_timeout: float = option(60.0, SECONDS)
     on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))
-    gather_result: GatherResult = option("auto", SWITCH)
+    gather_result: Literal["auto"] | bool = option("auto", SWITCH)
 
 
 @suggests_options
@@ -159,6 +175,48 @@ class Options(OptionGroup):
             if batch_size is not None:
                 microbatches = max(m for m in range(1, microbatches + 1) if batch_size % m == 0)
         return Grid(num_workers // stages, stages, microbatches)
+
+
+class Way(Enum):
+    """How the result of a run comes home to the launching process.
+
+    A small one comes in messages through the coordinator. Of a large one, each stage on the same machine leaves its
+    part in a file that is mapped into memory, without a second copy; elsewhere it stays, unless the user wants it.
+    """
+
+    MESSAGES = "messages"
+    FILES = "files"
+    STAYS = "stays"
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The facts that decide on the way of the result; all workers of a run decide alike.
+
+    Args:
+        wanted: the user's option.
+        large_bytes: the size from which on a result is large.
+        local: whether all workers are on the machine of the launching process.
+        folder: where they leave files for it then, to be made by the first that needs it; None if there is no place.
+    """
+
+    wanted: Literal["auto"] | bool = "auto"
+    large_bytes: int = LARGE_BYTES
+    local: bool = False
+    folder: str | None = None
+
+    @property
+    def depends_on_size(self) -> bool:
+        """Whether :meth:`way` asks for the size."""
+        return self.wanted is not False and (self.local or self.wanted == "auto")
+
+    def way(self, size: int) -> Way:
+        """How a result of ``size`` bytes comes home."""
+        if self.wanted is False:
+            return Way.STAYS
+        if not self.depends_on_size or size < self.large_bytes:
+            return Way.MESSAGES
+        return Way.FILES if self.local else Way.STAYS
 
 
 @dataclass(frozen=True)

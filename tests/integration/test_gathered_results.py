@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.launch import launcher, run_preparation, worker_results
-from lightning_recycle.session.result_policy import Gathering, Way
+from lightning_recycle.session.configuration import Gathering, Way
 
 pytestmark = pytest.mark.long
 
