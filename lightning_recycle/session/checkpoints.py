@@ -42,7 +42,7 @@ from lightning_recycle.session.optimizer_states import (
     split_optimizer_state,
     stage_optimizer_state,
 )
-from lightning_recycle.session.tensor_codec import to_cpu
+from lightning_recycle.tensor_memory import to_cpu
 
 __all__ = ["Checkpoints"]
 

@@ -26,7 +26,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.configuration import Options, Place, RunSetup
-from lightning_recycle.session.tensor_codec import to_cpu
+from lightning_recycle.tensor_memory import to_cpu
 
 __all__ = ["ALONE", "Collectives", "WorkerContext", "watch_process_group"]
 

@@ -8,7 +8,7 @@ micro-batch and are repeated on every worker in the order of the micro-batches:
   ``self.outputs.append(...)``, ``torch.cat(self.outputs)``, ``self.outputs.clear()`` sees all outputs on every worker;
 - tensors that a training step *assigns*, such as ``self.hidden = hidden.detach()`` for the next step: each *slot* of
   the global batch (pipeline d, micro-batch m) has its own, in place whenever a step runs on that slot;
-- tensors of the module that a training step writes, see :mod:`~lightning_recycle.session.written_tensors`.
+- tensors of the module that a training step writes, see :mod:`~lightning_recycle.session.slot_values`.
 
 These are taken back after each micro-batch, so a step that runs again begins as it did, and none counts twice.
 
@@ -35,10 +35,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES
-from lightning_recycle.session.slot_values import MISSING, AttributePlace, Same, SlotValues, mark_of, values_of
-from lightning_recycle.session.tensor_codec import on_device, pack_tensors, to_cpu, unpack_tensors
-from lightning_recycle.session.written_tensors import Write, WrittenState, WrittenTensors
-from lightning_recycle.tensor_memory import memory_address
+from lightning_recycle.session.slot_values import (
+    MISSING,
+    Place,
+    Same,
+    SlotValues,
+    Write,
+    WrittenState,
+    WrittenTensors,
+    mark_of,
+)
+from lightning_recycle.tensor_memory import memory_address, on_device, pack_tensors, to_cpu, unpack_tensors
 
 __all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState"]
 
@@ -104,7 +111,6 @@ class HookSideEffects:
         self.keeps_shares = False
         self._internal = {*INTERNAL_ATTRIBUTES, *dir(RecordedModule)}
         self._told: set[str] = set()
-        self._is_common = False
         self._plain: dict[str, Any] | None = None  # numbers and texts when the step began
         self._runs_again = False
 
@@ -132,16 +138,12 @@ class HookSideEffects:
         if self._runs_again or self._plain is None:
             self._plain = self._numbers()
         self._runs_again = False
-        if self._is_common:
-            with self._assigning(effects, True), self._appending(effects, False):
-                yield effects
-            return
         before = None if self.keeps_shares else self._marks()
         if slot is None or self.slots is None:
             with self._appending(effects, False):
                 yield effects
         else:
-            with self._slot_in_place(slot), self._assigning(effects, False), self._appending(effects, True):
+            with self._slot_in_place(slot), self._assigning(effects), self._appending(effects, True):
                 if self.written is None:
                     yield effects
                 else:
@@ -162,11 +164,12 @@ class HookSideEffects:
             for name, value in before.items():
                 self._attribute(name).put(value)
 
-    def _attribute(self, name: str) -> AttributePlace:
-        return AttributePlace(self._module, name)
+    def _attribute(self, name: str) -> Place:
+        return Place(self._module, name)
 
     def _attributes(self) -> dict[str, Any]:
-        return {n: v for n, v in values_of(self._module).items() if n not in self._internal}
+        values = {**vars(self._module), **self._module._buffers}
+        return {name: value for name, value in values.items() if name not in self._internal}
 
     def _marks(self) -> dict[str, Any]:
         """Differ when a number or tensor was changed, also one in a short dict."""
@@ -214,35 +217,21 @@ class HookSideEffects:
                 self._put(path, old)
 
     @contextmanager
-    def _assigning(self, effects: list[Effect], common: bool) -> Iterator[None]:
-        """Finds assignments of a training step for the next one; all assignments, if code is ``common`` to all workers.
-
-        Lists that grew are taken back before.
-        """
+    def _assigning(self, effects: list[Effect]) -> Iterator[None]:
+        """Finds assignments of a training step for the next one; lists that grew are taken back before."""
         before = self._attributes()
-        marks = {name: mark_of(value) for name, value in before.items() if common or self._has_slots(name)}
+        marks = {name: mark_of(value) for name, value in before.items() if self._has_slots(name)}
         yield
         after = self._attributes()
         for name in {**before, **after}:
             value, old = after.get(name, MISSING), before.get(name, MISSING)
-            if common:
-                changed = mark_of(value) != marks.get(name) and _is_data(value)
-            elif self._has_slots(name):
+            if self._has_slots(name):
                 changed = mark_of(value) != marks.get(name, mark_of(MISSING))
             else:
                 changed = value is not old and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
             if changed and (packed := self._packed((name,), value)) is not None:
                 effects.append(Assignment(name, packed))
                 self._attribute(name).put(old)
-
-    @contextmanager
-    def common(self) -> Iterator[None]:
-        """Within the block what runs on one worker counts on all: whatever it assigns reaches them."""
-        self._is_common = True
-        try:
-            yield
-        finally:
-            self._is_common = False
 
     def _has_slots(self, name: str) -> bool:
         return self.slots is not None and name in self.slots.names
@@ -306,8 +295,6 @@ class HookSideEffects:
                 target = owner[effect.path[-1]] = effect.kind()
             target.extend(on_device(unpack_tensors(effect.items), device))
         if slots is None or self._alone:
-            for new in (effect for effects in records for effect in effects if isinstance(effect, Assignment)):
-                self._attribute(new.name).put(on_device(unpack_tensors(new.value), device))
             return
         by_slot = dict(zip(slots, records, strict=True))
         if self.slots is not None:

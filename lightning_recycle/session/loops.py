@@ -14,11 +14,11 @@ loops count the next step, perhaps of the next epoch; a :class:`ProgressSnapshot
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -40,15 +40,15 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
-from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import lightning_optimizers, loaders_of, rewind_to_batch
-from lightning_recycle.session.step_loaders import StepLoaders
+
+if TYPE_CHECKING:
+    from lightning_recycle.session.training_steps import TrainingSteps
 
 __all__ = [
     "PipelineEpochLoop",
     "PipelineFitLoop",
     "ProgressSnapshot",
-    "StepRunner",
     "addressed_loaders",
     "call_before_epoch_end",
     "ends_step",
@@ -57,28 +57,6 @@ __all__ = [
 ]
 
 _SAMPLER = "the state of a sampler"  # marks it among the states of loaders
-
-
-class StepRunner(Protocol):
-    """Methods of a worker that the loops call."""
-
-    @property
-    def loaders(self) -> StepLoaders: ...
-
-    @property
-    def stop_requests(self) -> StopRequests: ...
-
-    def enter_training(self) -> None: ...
-
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult: ...
-
-    def as_loss(self, value: float) -> torch.Tensor: ...
-
-    def log_step(self, index: int, loss: torch.Tensor, outputs: Mapping[int, bytes]) -> Any: ...
-
-    def settle(self) -> None: ...
-
-    def end_step(self) -> None: ...
 
 
 def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
@@ -95,7 +73,7 @@ def ends_step(trainer: pl.Trainer) -> bool:
 class PipelineOptimization(_AutomaticOptimization):
     """Runs one step of the schedule and lets Lightning's ``optimizer_step`` apply it."""
 
-    def __init__(self, trainer: pl.Trainer, runner: StepRunner) -> None:
+    def __init__(self, trainer: pl.Trainer, runner: TrainingSteps) -> None:
         super().__init__(trainer)
         self.runner = runner
 
@@ -140,7 +118,7 @@ class PipelineOptimization(_AutomaticOptimization):
 class PipelineManualOptimization(_ManualOptimization):
     """Runs one step of a module that optimizes by itself."""
 
-    def __init__(self, trainer: pl.Trainer, runner: StepRunner) -> None:
+    def __init__(self, trainer: pl.Trainer, runner: TrainingSteps) -> None:
         super().__init__(trainer)
         self.runner = runner
 
@@ -153,7 +131,7 @@ class PipelineManualOptimization(_ManualOptimization):
         self._output = _log(trainer, self.runner, handle, result) or {}
 
 
-def _log(trainer: pl.Trainer, runner: StepRunner, handle: StepHandle, result: StepResult) -> Any:
+def _log(trainer: pl.Trainer, runner: TrainingSteps, handle: StepHandle, result: StepResult) -> Any:
     """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
     results, module = trainer._results, trainer.lightning_module
     if results is not None:
@@ -168,7 +146,7 @@ def _log(trainer: pl.Trainer, runner: StepRunner, handle: StepHandle, result: St
 class PipelineEpochLoop(_TrainingEpochLoop):
     """The epoch loop; it keeps its parent's attribute names, which are keys in checkpoints."""
 
-    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int, runner: StepRunner) -> None:
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int, runner: TrainingSteps) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = PipelineOptimization(trainer, runner)
         self.manual_optimization = PipelineManualOptimization(trainer, runner)
@@ -177,8 +155,8 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self._has_advanced = False
 
     @property
-    def _runner(self) -> StepRunner:
-        runner: StepRunner = self.automatic_optimization.runner  # type: ignore[attr-defined]
+    def _runner(self) -> TrainingSteps:
+        runner: TrainingSteps = self.automatic_optimization.runner  # type: ignore[attr-defined]
         return runner
 
     @property
@@ -255,11 +233,11 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 class PipelineFitLoop(_FitLoop):
     """The fit loop; it keeps its parent's attribute names, which are keys in checkpoints."""
 
-    runner: StepRunner
+    runner: TrainingSteps
     _has_started = False
 
     @classmethod
-    def install(cls, trainer: pl.Trainer, runner: StepRunner) -> None:
+    def install(cls, trainer: pl.Trainer, runner: TrainingSteps) -> None:
         """Replaces the fit loop and the epoch loop of ``trainer`` by loops that go on where these are."""
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process

@@ -37,9 +37,9 @@ from torchmetrics import Metric
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.commit_requirements import restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps
-from lightning_recycle.session.metric_states import metric_states, set_metric_states
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
+from lightning_recycle.session.outputs import metric_states, set_metric_states
 from lightning_recycle.session.user_objects import callback_graph
 
 __all__ = ["ManualStepState", "MicrobatchState"]

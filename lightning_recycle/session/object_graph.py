@@ -55,8 +55,7 @@ from lightning_recycle.session.object_attributes import (
     tensors_of,
     vars_of,
 )
-from lightning_recycle.session.tensor_codec import to_cpu
-from lightning_recycle.tensor_memory import memory_address
+from lightning_recycle.tensor_memory import memory_address, to_cpu
 
 __all__ = ["LargeData", "ObjectGraph", "ObjectPack"]
 

@@ -1,6 +1,6 @@
 """Training steps of one worker: run by Lightning's loops, computed by the executor.
 
-Lightning's loops call the methods of :class:`~lightning_recycle.session.loops.StepRunner`. The executor calls those of
+Lightning's loops (:mod:`~lightning_recycle.session.loops`) call some of its methods. The executor calls those of
 :class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`, for what only Lightning and the
 user's module know.
 """
@@ -161,7 +161,7 @@ class TrainingSteps:
     def _parts_step_by_schedule(self) -> bool:
         return not (self._context.fitting and self._parts.optimizes_itself)
 
-    def _warn_of_writes(self, before: Mapping[str, tuple[int, int]]) -> None:
+    def _warn_of_writes(self, before: Mapping[str, Any]) -> None:
         now = untrained_marks(self._module) if before else {}
         written = [name for name, mark in before.items() if now.get(name, mark) != mark]
         if written and self._context.grid.global_microbatches > 1:

@@ -5,7 +5,7 @@ meet there, and compare what they were given; then one worker of each stage runs
 stage reaches all. If a worker dies meanwhile, the others do it again, so no hook notices.
 
 Contract: there are no gradients. Layers are in the modes that the module is in. What they draw depends on (seed, step,
-number of the call since that step, layer). What the user's ``forward`` keeps in attributes is kept on all workers.
+number of the call since that step, layer). What the user's ``forward`` keeps in attributes stays on its worker.
 Where only some workers call it, the coordinator ends the run.
 
 Must not know: how a value travels between stages, what a failure asks of a worker.
@@ -86,8 +86,11 @@ class WholeForward:
         self._refuse_here()
         number = self._meet(inputs)
         value = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        with torch.no_grad(), self._recorder.side_effects.common():
+        side_effects = self._recorder.side_effects
+        keeps_shares = side_effects.keeps_shares
+        with torch.no_grad():
             done = self._executor.forward_whole(value, -1 - number, partial(self._parts.record_forward, self._recorder))
+        side_effects.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
         (output,) = self._recorder.replay({0: done}, on_step=False).values
         return move_data_to_device(output.value if isinstance(output, Answer) else output, self._module.device)
 

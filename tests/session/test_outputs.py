@@ -12,8 +12,7 @@ from torchmetrics import Metric, aggregation, regression
 from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session.metric_states import add_states, metric_states
-from lightning_recycle.session.outputs import Returned
+from lightning_recycle.session.outputs import Returned, add_states, metric_states
 
 
 class Pair(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_recycle.session.tensor_codec import pack_tensors, unpack_tensors
+from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
 TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
