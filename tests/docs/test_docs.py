@@ -29,6 +29,7 @@ from lightning_recycle.planning.grid import Grid
 PACKAGE = ROOT / "lightning_recycle"
 SCRIPTS = set(re.findall(r"^(recycle-[a-z]+) = ", (ROOT / "pyproject.toml").read_text(), re.M))
 SOURCE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+INTERNAL_PAGES = ["architecture.md", "paper.md", *(page for page in PAGES if page.startswith("decisions/"))]
 
 # ---------------------------------------------------------------------- python
 
@@ -284,9 +285,15 @@ def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says() -> None
 def test_paths_of_modules_on_internal_pages_exist_and_no_two_modules_share_a_name() -> None:
     modules = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
     assert len({path.name for path in modules}) == len(modules)
-    for page in ("architecture.md", "paper.md", *(page for page in PAGES if page.startswith("decisions/"))):
+    for page in INTERNAL_PAGES:
         for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", without_blocks(page)):
             assert (ROOT / name).is_file() or (PACKAGE / name).is_file(), f"{page}: {name}"
+
+
+@pytest.mark.parametrize("page", INTERNAL_PAGES)
+def test_names_of_the_code_on_internal_pages_are_in_the_code(page: str) -> None:
+    for name in re.findall(r"`(?:\w+\.)*(\w+)(?:\([^`]*\))?`", without_blocks(page)):
+        assert re.search(rf"\b{name}\b", SOURCE), f"{page}: {name}"
 
 
 def test_the_exit_codes_are_those_of_the_code() -> None:
