@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import CommunicationOptions, LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
-from lightning_recycle.planning.costs import remaining
 
 __all__ = ["Measurement", "main", "measure"]
 
@@ -185,7 +184,9 @@ def _report(stages: int, steps: int) -> None:
     for cap in CAPS:
         found = measure(cap, stages, steps)
         whole = found.reduce if whole is None else whole
-        planned = remaining(whole, LAYERS * LAYER_SECONDS, found.buckets)
+        # The last W completes buckets at equal distances, which are summed one after the other.
+        share = 1 / found.buckets
+        planned = max(whole * share, whole - LAYERS * LAYER_SECONDS * (1 - share))
         table.add_row(
             f"{cap:g}",
             f"{found.buckets}",

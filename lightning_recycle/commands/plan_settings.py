@@ -123,17 +123,7 @@ def _costs(settings: Mapping[str, Any], grid: Grid) -> tuple[Costs, Profile | No
         else:
             values[name] = (_duration(name, value),) * grid.stages
     communication = _duration("communication", settings.get("communication"))
-    return Costs(**values, communication=communication, buckets=_buckets(settings.get("buckets", 1), grid)), None
-
-
-def _buckets(value: Any, grid: Grid) -> tuple[int, ...]:
-    numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * grid.stages
-    if len(numbers) != grid.stages or not all(is_integer(number, 1) for number in numbers):
-        raise ConfigurationError(
-            f"costs.buckets={value!r}: give an integer of at least 1, or a list with one for each of the {grid.stages}"
-            " stages."
-        )
-    return tuple(numbers)
+    return Costs(**values, communication=communication), None
 
 
 def _duration(name: str, value: Any) -> float:

@@ -3,11 +3,7 @@
 Concept: a planner only sees durations. The caller decides where they come from: a profile, a model of the hardware or a
 guess. :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
 
-A stage's gradients may be reduced in n buckets. The last W completes them at equal distances, the last one at its end,
-and each takes the n-th part of the whole reduction, one after the other. The sums before the end of that W cost nobody
-anything, so REDUCE is what is left (:func:`remaining`). It depends on the stage alone: whichever workers end last, all
-orders of operations are compared by the same constant. A fused backward counts as its last part, W; the pace is that of
-a worker without a factor.
+REDUCE is what a worker waits for the reduction of its stage's gradients after its last backward.
 
 Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy.
 
@@ -22,11 +18,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import OpKind
 
-__all__ = ["Costs", "bucket_times", "communication_seconds", "cost_difference", "remaining"]
+__all__ = ["Costs", "communication_seconds", "cost_difference"]
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
@@ -39,12 +35,10 @@ class Costs:
         forward: duration of F of one micro-batch, one value per stage.
         backward_input: duration of B of one micro-batch, one value per stage.
         backward_weight: duration of W of one micro-batch, one value per stage.
-        reduce: duration of the reduction of the stage's gradients, one value per stage.
+        reduce: duration of what is left of the reduction of the stage's gradients after the last W, one value per
+            stage.
         optimizer: duration of STEP, one value per stage.
         communication: time from the end of an operation until its result reaches the next or previous stage.
-        buckets: in how many parts the gradients are reduced, one value per stage; none for one each. REDUCE takes what
-            is left of the reduction after the last W, which hides the others. Measured costs have that as ``reduce``,
-            in one part.
 
     Raises:
         ConfigurationError: when a value is negative, not finite or missing.
@@ -56,7 +50,6 @@ class Costs:
     reduce: tuple[float, ...]
     optimizer: tuple[float, ...]
     communication: float = 0.0
-    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
@@ -65,10 +58,7 @@ class Costs:
                 raise ConfigurationError(f"Costs({name}={values!r}): give one number per stage, e.g. [1.0, 1.0].")
             object.__setattr__(self, name, tuple(at_least("Costs", name, value) for value in values))
         object.__setattr__(self, "communication", at_least("Costs", "communication", self.communication))
-        buckets = tuple(whole("Costs", "buckets", number, 1) for number in self.buckets)
-        object.__setattr__(self, "buckets", buckets if any(number > 1 for number in buckets) else ())
-        names = (*_PER_STAGE, "buckets") if self.buckets else _PER_STAGE
-        lengths = {name: len(getattr(self, name)) for name in names}
+        lengths = {name: len(getattr(self, name)) for name in _PER_STAGE}
         if len(set(lengths.values())) > 1 or self.stages == 0:
             raise ConfigurationError(f"Costs have different numbers of stages, {lengths}: one value per stage each.")
 
@@ -82,7 +72,6 @@ class Costs:
         reduce: float = 0.0,
         optimizer: float = 0.0,
         communication: float = 0.0,
-        buckets: int = 1,
     ) -> Costs:
         """The same costs for each of ``stages`` stages."""
         return cls(
@@ -92,7 +81,6 @@ class Costs:
             reduce=(reduce,) * stages,
             optimizer=(optimizer,) * stages,
             communication=communication,
-            buckets=(buckets,) * stages,
         )
 
     @property
@@ -111,12 +99,8 @@ class Costs:
         if kind is OpKind.BACKWARD:
             return self.backward_input[stage] + self.backward_weight[stage]
         if kind is OpKind.REDUCE:
-            return remaining(self.reduce[stage], self.backward_weight[stage], self.buckets_of(stage))
+            return self.reduce[stage]
         return self.optimizer[stage]
-
-    def buckets_of(self, stage: int) -> int:
-        """In how many parts the gradients of ``stage`` are reduced."""
-        return self.buckets[stage] if self.buckets else 1
 
 
 def communication_seconds(
@@ -153,32 +137,6 @@ def cost_difference(one: Costs, other: Costs) -> float:
     def scaled(costs: Costs) -> list[float]:
         work = [*costs.forward, *costs.backward_input, *costs.backward_weight]
         mean = sum(work) / len(work) or 1.0
-        reduce = (costs.of(OpKind.REDUCE, stage) for stage in range(costs.stages))
-        return [duration / mean for duration in (*work, *reduce, *costs.optimizer, costs.communication)]
+        return [duration / mean for duration in (*work, *costs.reduce, *costs.optimizer, costs.communication)]
 
     return max(abs(a - b) for a, b in zip(scaled(one), scaled(other), strict=True))
-
-
-def remaining(reduction: float, weight: float, buckets: int) -> float:
-    """Remainder of a reduction after the last W.
-
-    Args:
-        reduction: duration of the whole reduction.
-        weight: duration of W.
-        buckets: the number of buckets.
-    """
-    # Buckets are as far apart when they are complete as when they are summed: the first or the last decides.
-    share = 1 / buckets
-    return max(reduction * share, reduction - weight * (1 - share))
-
-
-def bucket_times(reduction: float, weight: float, buckets: int) -> list[tuple[float, float]]:
-    """From when to when each bucket is summed, from the end of the last W; arguments as for :func:`remaining`."""
-    times: list[tuple[float, float]] = []
-    end = -weight
-    for index in range(buckets):
-        complete = -weight * (buckets - 1 - index) / buckets
-        begin = max(complete, end)
-        end = begin + reduction / buckets
-        times.append((begin, end))
-    return times

@@ -59,7 +59,7 @@ def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
     schedule, problem, use = result.schedule, result.schedule.problem, result.solver
     # Only where there are slow workers, so that all other plans stay the same.
     factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
-    costs = {name: _plain(value) for name, value in asdict(problem.costs).items() if name != "buckets" or value}
+    costs = {name: _plain(value) for name, value in asdict(problem.costs).items()}
     memory = {} if problem.memory is None else {k: v for k, v in asdict(problem.memory).items() if v is not None}
     return {
         "schema": PLAN_SCHEMA,

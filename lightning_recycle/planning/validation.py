@@ -16,8 +16,7 @@ leaves out operations for which no other waits, and holds no more. Accepts exact
 4. *Overlap*: a worker runs one operation at a time, also across consecutive iterations.
 5. *Dependency*: F after F of the stage before plus communication; R after own F; B (BW) after own F, after own R if
    there is one, and after B (BW) of the next stage plus communication; W after own B; REDUCE after every W (BW) of the
-   stage on all its workers; STEP after every REDUCE of the stage. REDUCE lasts until every bucket has been summed, one
-   after the other, each after the part of the last W that completes it.
+   stage on all its workers; STEP after every REDUCE of the stage.
 6. *Memory*: micro-batches in flight, from the start of F to the end of W (BW), never exceed the limit; nor do the bytes
    that a worker holds: what it needs without micro-batches, and for each in flight what it holds from the start of F
    (with an R: only a checkpoint from the end of F until the start of R) and, where its backward is split, from B on. B
@@ -37,7 +36,6 @@ from math import inf, nan
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
-from lightning_recycle.planning.costs import bucket_times
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, Worker
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused
@@ -235,8 +233,7 @@ class _Check:
         for worker, columns in self.programs.items():
             stage = worker.stage
             expected = [costs.of(kind, stage) * factors.get(worker, 1.0) for kind in KINDS]
-            weight, buckets = costs.backward_weight[stage], costs.buckets_of(stage)
-            expected[_REDUCE] = bucket_times(costs.reduce[stage], weight, buckets)[-1][1]
+            expected[_REDUCE] = costs.reduce[stage]
             before, busy = -inf, -inf
             for place, (kind, start, end) in enumerate(zip(columns.kinds, columns.starts, columns.ends, strict=True)):
                 # "not <=" instead of ">": NaN must not pass.

@@ -21,7 +21,6 @@ from xml.sax.saxutils import escape, quoteattr
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.planning.costs import bucket_times
 from lightning_recycle.planning.grid import OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.schedule import Schedule
 
@@ -53,7 +52,6 @@ _MARGIN, _LABELS, _ROW, _GAP, _PIPELINE_GAP = 16.0, 128.0, 22.0, 2.0, 9.0
 _LEFT = _MARGIN + _LABELS
 _TITLE, _AXIS, _PANEL_GAP = 34.0, 24.0, 18.0
 _MARK = 4.0  # width of an operation that takes no time
-_BUCKET = 5.0  # height of a bucket's reduction
 
 
 def gantt_svg(
@@ -259,8 +257,6 @@ class _Chart(NamedTuple):
             for scheduled in schedule.workers.get(worker, ()):
                 x = _LEFT + (scheduled.start + iteration * schedule.period) * self.scale
                 yield from self._box(worker, scheduled, x, y, opacity)
-                if scheduled.op.kind is OpKind.REDUCE:
-                    yield from self._buckets(schedule, worker.stage, x, y, opacity)
 
     def _box(self, worker: Worker, scheduled: ScheduledOp, x: float, y: float, opacity: float) -> Iterator[str]:
         op, microbatch, look = scheduled.op, scheduled.op.microbatch, _LOOKS[scheduled.op.kind]
@@ -290,19 +286,6 @@ class _Chart(NamedTuple):
         if size is not None:
             middle = y + _ROW / 2 - (2.0 if adopted else 0.0)
             yield _text(x + width / 2, middle, label, size=size, fill=look.ink, anchor="middle", bold=adopted)
-
-    def _buckets(self, schedule: Schedule, stage: int, x: float, y: float, opacity: float) -> Iterator[str]:
-        """Reductions of the buckets of a stage whose last W ends at ``x``, one bar each, below the operations."""
-        costs = schedule.problem.costs
-        number = costs.buckets_of(stage)
-        if number <= 1 or not costs.reduce[stage]:
-            return
-        color = _LOOKS[OpKind.REDUCE].color
-        for index, (start, end) in enumerate(bucket_times(costs.reduce[stage], costs.backward_weight[stage], number)):
-            tip = f"bucket {index} of stage {stage}: {end - start:g} {self.unit}"
-            at, width = x + start * self.scale, max((end - start) * self.scale, 0.5)
-            low = y + _ROW - _BUCKET
-            yield _rect(at, low, width, _BUCKET, color, stroke="#ffffff", stroke_width=0.5, opacity=opacity, tip=tip)
 
     def legend(self, panels: Sequence[Schedule], y: float) -> tuple[str, float]:
         """The legend from ``y`` down, in as many lines as it needs, and its lower end."""

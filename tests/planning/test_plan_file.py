@@ -62,7 +62,7 @@ CHECKPOINT = p.Memory((4.0,) * 4, (0.0,) * 4, (1.0,) * 4, (1.0,) * 4, (0.1,) * 4
         PROBLEM,
         replace(PROBLEM, in_flight_limit=(4, 4, 4, 4)),
         replace(PROBLEM, memory=CHECKPOINT),
-        replace(PROBLEM, costs=replace(PROBLEM.costs, reduce=(1.0,) * 4, buckets=(3,) * 4)),
+        replace(PROBLEM, costs=replace(PROBLEM.costs, reduce=(1.0,) * 4)),
     ],
 )
 def test_files_keep_all_of_a_plan(tmp_path: Path, problem: p.Problem, compact_from: int) -> None:
