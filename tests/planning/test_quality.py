@@ -99,14 +99,6 @@ def test_384_workers_with_failures_are_planned_at_the_bound() -> None:
     assert seconds < 10
 
 
-def test_the_local_search_finds_what_rules_do_not() -> None:
-    """17.5 by rules alone, 17 by changes of an order."""
-    none = (0.0,) * 3
-    costs = Costs((2.0, 1.5, 1.5), (1.5,) * 3, (1.5, 0.5, 1.5), none, none)
-    problem = Problem(Grid(3, 3, 2), costs, frozenset({Worker(0, 0)}), in_flight_limit=(3, 2, 3))
-    assert heuristic(problem).period == 17
-
-
 @pytest.mark.parametrize(("limit", "gap"), [(None, 0.02), (63, 0.065), (32, 0.081)])
 def test_nothing_is_held_up_at_every_stage_on_its_way(limit: int | None, gap: float) -> None:
     """Without waiting for backwards that are about to arrive, 3.6 % without a limit and 8.8 % with 63: on the way of

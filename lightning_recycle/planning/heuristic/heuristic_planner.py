@@ -1,11 +1,11 @@
 """The list-scheduling heuristic: a good plan for any failures, immediately.
 
 Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), search for the rule with
-the best result (see ``rule_search``), then for small changes of its order (see ``local_search``), then for an order
-that is as fast with less memory (see ``memory_descent``), and fuse the backwards that were split for nothing (see
-``coupling``). Where memory makes that slow, forwards may be computed again (see ``recomputation``). Identical
-pipelines, as without failures, are planned once and copied. Where workers differ in speed, two distributions of the
-micro-batches are searched: the one that balances the work best is not always best for the pipeline as a whole.
+the best result (see ``rule_search``), then for an order that is as fast with less memory, and fuse the backwards that
+were split for nothing (see ``refinement``). Where memory makes that slow, forwards may be computed again (see
+``recomputation``). Identical pipelines, as without failures, are planned once and copied. Where workers differ in
+speed, two distributions of the micro-batches are searched: the one that balances the work best is not always best for
+the pipeline as a whole.
 
 Contract: deterministic; respects the memory and the in-flight limit; with ``effort=0``, the plain rule alone.
 
@@ -33,8 +33,8 @@ from lightning_recycle.planning.compact_schedule import (
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, zero_bubble
 from lightning_recycle.planning.heuristic.recomputation import with_recomputation
-from lightning_recycle.planning.heuristic.refinement import coupled, local_search, with_least_memory
-from lightning_recycle.planning.heuristic.rule_search import Solution, goal_of, search
+from lightning_recycle.planning.heuristic.refinement import coupled, with_least_memory
+from lightning_recycle.planning.heuristic.rule_search import Solution, search
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import is_better
 from lightning_recycle.planning.routing import reroute
@@ -46,9 +46,6 @@ __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "PlannerInTurns", "heuristic", 
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
 operations than this get only a few rules."""
-
-_LOCAL_SHARE = 2
-"""A change of the local search counts as so many plays of the whole."""
 
 _LEANING = 1.5
 """The other distribution at unequal speeds: each worker's factor is raised to this power, so that a slow worker gets
@@ -203,19 +200,8 @@ def _best(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Soluti
     """
     solution = search(codes, effort, [*starts, *_zero_bubble_start(codes)])
     if effort:
-        solution = _polished(codes, solution, effort)
         solution = with_least_memory(codes, solution, effort)
     sequence, timing = coupled(codes, solution.sequence, solution.timing)
-    return Solution.of(codes, solution.rule, sequence, timing)
-
-
-def _polished(codes: Codes, solution: Solution, effort: int) -> Solution:
-    """The solution after a local search, if it is not known to be optimal."""
-    goal = goal_of(codes)
-    tries = effort // (_LOCAL_SHARE * len(solution.sequence))
-    if solution.score[0] <= goal or not tries:
-        return solution
-    sequence, timing = local_search(codes, solution.sequence, solution.timing, goal, tries)
     return Solution.of(codes, solution.rule, sequence, timing)
 
 
