@@ -12,8 +12,9 @@ from lightning_recycle.planning.exact.exact_planner import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, heuristic
 from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, LayerMove, even_cuts, layer_moves
-from lightning_recycle.planning.layouts.layout_candidates import Candidate, Changing, FailureRecord, Layout, LayoutPlan
+from lightning_recycle.planning.layouts.cuts import even_cuts
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts, LayerMove, layer_moves
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, Layout, LayoutPlan
 from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.memory import Memory
@@ -37,7 +38,6 @@ from lightning_recycle.planning.validation import InvalidScheduleError, validate
 __all__ = [
     "PLAN_SCHEMA",
     "Candidate",
-    "Changing",
     "Costs",
     "ExactPlanner",
     "FailureRecord",

@@ -8,7 +8,7 @@ until the STEP of the iteration before; if that never settles, the stages that d
 mean is the better estimate.
 
 A problem has the mean costs of all micro-batches. Where stages share layers
-(:mod:`~lightning_recycle.planning.layouts.fractional_cuts`), each micro-batch has costs of its own (:class:`Turns`),
+(:mod:`~lightning_recycle.planning.layouts.cuts`), each micro-batch has costs of its own (:class:`Turns`),
 and the gradients of a shared layer are summed over the workers of both stages: neither steps its optimizer before the
 last micro-batch that runs the layer on the other one has its weight gradients. A plan that is made with both in view is
 faster than one made for the mean. All is relative to the mean, so it stays true when operations turn out to take

@@ -16,7 +16,7 @@ from lightning_recycle.control.protocol.layout_change import ranges
 from lightning_recycle.control.protocol.messages import Cuts
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.fractional_cuts import are_whole, bounds_of
+from lightning_recycle.planning.layouts.cuts import are_whole, bounds_of
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks

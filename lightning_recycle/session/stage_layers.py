@@ -29,7 +29,7 @@ from lightning_recycle.control.protocol.layout_change import has_ties, is_layout
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.layouts.fractional_cuts import are_whole, rounded, shared_layers
+from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.optimizer_states import merged_names
 from lightning_recycle.tensor_memory import put_together, take_apart

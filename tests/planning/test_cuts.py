@@ -1,20 +1,115 @@
-"""The partition by dynamic programming against every partition there is."""
+"""Cuts: what they are, who runs a shared layer, and the fastest ones against every cut there is."""
 
+import itertools
 import math
+from fractions import Fraction
 from itertools import combinations, pairwise, product
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.planning.layouts.cuts import Stages, cheapest, fastest, shares
+from lightning_recycle.planning import Grid, LayerCosts, Problem, Technique, Worker
+from lightning_recycle.planning.layouts.cuts import (
+    Stages,
+    are_bounds,
+    are_whole,
+    bounds_of,
+    fastest,
+    held_ranges,
+    parts_of,
+    rounded,
+    shared_layers,
+    shares,
+    smooth_counts,
+)
+from lightning_recycle.planning.layouts.layer_costs import layer_moves
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.3, 4.0])
-CLOSE = 1e-6
+CLOSE = 2e-6
+STEP = 0.05  # of the cuts with shared layers that are tried
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good"),
+    [
+        ((0, 4, 8), True),
+        ((0, 4.25, 8), True),
+        ((0, 1, 2, 3), True),
+        ((0, 1.5, 2.5, 4), False),  # the second stage has no layer of its own
+        ((0, 0.5, 2), False),
+        ((0, 1.5, 3.5, 5), True),
+        ((0, 4.333333, 8), False),
+        ((0, 4.25, 8.5), False),
+        ((1, 4, 8), False),
+        ((0, 8, 4), False),
+        ((0,), False),
+        ((0, math.nan, 8), False),
+        ((0, "4", 8), False),
+        ((0, True, 2), False),
+    ],
+)
+def test_which_bounds_there_can_be(bounds: tuple[float, ...], good: bool) -> None:
+    assert are_bounds(bounds) is good
+
+
+def test_neighbours_hold_what_they_share() -> None:
+    bounds = (0, 4.25, 8, 11.5, 16)
+    assert held_ranges(bounds) == (range(5), range(4, 8), range(8, 12), range(11, 16))
+    assert shared_layers(bounds) == {4: (0, 0.25), 11: (2, 0.5)}
+    assert not are_whole(bounds)
+    assert are_whole((0, 4, 8))
+
+
+def test_rounded_bounds_can_be() -> None:
+    assert rounded(4.1290322) == 4.13
+    assert rounded(3.9999) == 4
+    assert isinstance(rounded(3.9999), int)
+
+
+def _bounds(widths: list[int]) -> tuple[float, ...]:
+    """Of stages that are that many hundredths wide."""
+    starts = (rounded(sum(widths[:stage]) / 100) for stage in range(len(widths)))
+    return (*starts, sum(widths) // 100 + 2)
+
+
+bounds_strategy = st.lists(st.integers(101, 600), min_size=1, max_size=8).map(_bounds)
+
+
+@given(bounds=bounds_strategy, pipelines=st.integers(1, 5), microbatches=st.integers(1, 40))
+def test_every_micro_batch_has_whole_bounds_of_its_own(
+    bounds: tuple[float, ...], pipelines: int, microbatches: int
+) -> None:
+    grid = Grid(pipelines, len(bounds) - 1, microbatches)
+    for index in range(pipelines * microbatches):
+        own = bounds_of(bounds, index, grid)
+        assert own[0] == 0
+        assert own[-1] == bounds[-1]
+        for bound, (stage, held) in zip(own, enumerate(held_ranges(bounds)), strict=False):
+            assert held.start <= bound
+            assert own[stage + 1] <= held.stop
+    runs = [[bounds_of(bounds, m * pipelines + d, grid) for m in range(microbatches)] for d in range(pipelines)]
+    for number, bound in enumerate(bounds):
+        part = Fraction(round(bound * 100), 100) % 1
+        earlier = [sum(own[number] - math.floor(bound) for own in of_pipeline) for of_pipeline in runs]
+        assert all(abs(taken - part * microbatches) < 1 for taken in earlier)
+        assert sum(earlier) == math.floor(part * microbatches * pipelines)  # Hermite's identity
+        if part * microbatches >= 1:
+            assert all(of_pipeline[-1][number] > bound for of_pipeline in runs)  # the last one runs it there
+
+
+@given(bounds=bounds_strategy)
+def test_each_stage_has_a_layer_of_its_own_if_the_bounds_can_be(bounds: tuple[float, ...]) -> None:
+    if are_bounds(bounds):
+        for begin, end in pairwise(bounds):
+            assert math.ceil(begin) < math.floor(end)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Stages, list]:
-    """Stages of up to seven layers, and what they may be."""
+def whole_stages(draw: st.DrawFn) -> tuple[Stages, list[int]]:
+    """Stages of up to seven layers with several numbers of workers, and the most layers of each."""
     stages = draw(st.integers(1, 4))
     layers = draw(st.integers(stages, 7))
     work = draw(st.lists(SECONDS, min_size=layers, max_size=layers))
@@ -29,60 +124,62 @@ def cases(draw: st.DrawFn) -> tuple[Stages, list]:
     rooms = [draw(st.integers(1, layers)) for _ in range(stages)]
     workers = draw(st.integers(stages, stages * pipelines))
     overhead = draw(st.sampled_from([0.0, 0.2]))
-    return Stages(work, once, options, workers, lambda s, i, j: j - i <= rooms[s], overhead), rooms
+    return Stages(work, once, options, workers, overhead, lambda s, i, j: j - i <= rooms[s]), rooms
 
 
-def every(stages: Stages, rooms: list) -> list[tuple[float, tuple, tuple]]:
+def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple, tuple]]:
     """Bottleneck, bounds and workers of every partition that is allowed."""
     found = []
-    for inner in combinations(range(1, stages.count), stages.stages - 1):
-        cuts = (0, *inner, stages.count)
+    for inner in combinations(range(1, len(stages.work)), len(stages.options) - 1):
+        cuts = (0, *inner, len(stages.work))
         ranges = list(enumerate(pairwise(cuts)))
         if any(end - begin > rooms[stage] for stage, (begin, end) in ranges):
             continue
-        for needs in product(*([count for count, _ in options] for options in stages._options)):
+        for needs in product(*([count for count, _ in options] for options in stages.options)):
             if sum(needs) <= stages.workers:
                 found.append((max(stages.load(s, i, j, needs[s]) for s, (i, j) in ranges), cuts, needs))
     return found
 
 
 @settings(max_examples=120, deadline=None)
-@given(cases())
-def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list]) -> None:
+@given(whole_stages())
+def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[int]]) -> None:
     stages, rooms = case
-    all_of_them = every(stages, rooms)
+    all_of_them = every_whole_cut(stages, rooms)
     found = fastest(stages)
     if not all_of_them:
         assert found is None
         return
     assert found is not None
     assert found.bottleneck <= min(all_of_them)[0] * (1 + CLOSE) + CLOSE
-    assert (found.cuts, found.needs) in {(cuts, needs) for _, cuts, needs in all_of_them}
+    assert (found.cuts, found.workers) in {(cuts, needs) for _, cuts, needs in all_of_them}
 
 
 @settings(max_examples=120, deadline=None)
-@given(cases(), st.randoms(use_true_random=False))
-def test_the_cost_is_the_least_of_all_partitions_within_the_limit(case: tuple[Stages, list], random) -> None:
+@given(whole_stages(), st.randoms(use_true_random=False))
+def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages, list[int]], random: Any) -> None:
+    """Where each stage has one number of workers."""
     stages, rooms = case
+    options = [each[-1:] for each in stages.options]
+    stages = Stages(stages.work, stages.once, options, 99, stages.overhead, stages.fits)
     best = fastest(stages)
     if best is None:
         return
     prices: dict[tuple, float] = {}
 
-    def cost(*key: int) -> float:  # more workers cost nothing less
-        stage, begin, end, workers = key
-        return prices.setdefault((stage, begin, end), random.randint(0, 5)) + workers
+    def price(*key: float) -> float:
+        return prices.setdefault(key, random.randint(0, 5))
 
     limit = best.bottleneck * 1.2 + CLOSE
-    found = cheapest(stages, limit, cost)
+    found = stages.within(limit, price)
     least = min(
-        sum(cost(s, cuts[s], cuts[s + 1], needs[s]) for s in range(stages.stages))
-        for bottleneck, cuts, needs in every(stages, rooms)
+        sum(price(s, i, j) for s, (i, j) in enumerate(pairwise(cuts)))
+        for bottleneck, cuts, _ in every_whole_cut(stages, rooms)
         if bottleneck <= limit
     )
     assert found is not None
     assert found.bottleneck <= limit * (1 + CLOSE)
-    assert sum(cost(s, found.cuts[s], found.cuts[s + 1], need) for s, need in enumerate(found.needs)) == least
+    assert sum(price(s, i, j) for s, (i, j) in enumerate(pairwise(found.cuts))) == least
 
 
 @given(st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=4))
@@ -96,3 +193,164 @@ def test_a_share_is_the_best_distribution(microbatches: int, factors: list[float
             if sum(split) == microbatches
         )
         assert found[count] == least
+
+
+def sharing(work: list[float], once: float, counts: list[float], overhead: float = 0.0, fits: Any = None) -> Stages:
+    """Stages of one worker each that may share layers, with that many micro-batches."""
+    options = [[(1, count)] for count in counts]
+    return Stages(work, [once] * len(work), options, len(counts), overhead, fits, shares_layers=True)
+
+
+@st.composite
+def sharing_stages(draw: Any) -> Stages:
+    count = draw(st.integers(2, 5))
+    stages = draw(st.integers(1, min(3, count)))
+    work = draw(st.lists(st.integers(1, 4).map(float), min_size=count, max_size=count))
+    once = draw(st.sampled_from([0.0, 1.0]))
+    counts = draw(st.lists(st.sampled_from([4.0, 6.0, 8.0]), min_size=stages, max_size=stages))
+    most = draw(st.sampled_from([count, 3]))
+    fits = None if most == count else (lambda _, begin, end: math.ceil(end) - math.floor(begin) <= most)
+    return sharing(work, once, counts, draw(st.sampled_from([0.0, 0.25])), fits)
+
+
+def every_cut(stages: Stages) -> list[tuple[float, ...]]:
+    count, inner = len(stages.work), len(stages.options) - 1
+    places = [round(STEP * n, 2) for n in range(1, round(count / STEP))]
+    found = [(0, *bounds, count) for bounds in itertools.combinations(places, inner)]
+    return [bounds for bounds in found if are_bounds(bounds)]
+
+
+def largest(stages: Stages, bounds: tuple[float, ...]) -> float:
+    return max(stages.load(stage, *ends, 1) for stage, ends in enumerate(pairwise(bounds)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(stages=sharing_stages(), slack=st.sampled_from([0.0, 0.02, 0.2]))
+def test_no_cut_with_shared_layers_is_faster(stages: Stages, slack: float) -> None:
+    fit = [
+        bounds
+        for bounds in every_cut(stages)
+        if stages.fits is None or all(stages.fits(s, a, b) for s, (a, b) in enumerate(pairwise(bounds)))
+    ]
+    best = fastest(stages)
+    if best is None:
+        assert not fit
+        return
+    found = stages.within(best.bottleneck * (1 + slack))
+    assert found is not None
+    assert are_bounds(found.cuts)
+    assert found.bottleneck == pytest.approx(largest(stages, found.cuts))
+    least = min(largest(stages, each) for each in fit)
+    assert found.bottleneck <= least * (1 + slack) * (1 + 1e-5)
+    as_fast = [len(shared_layers(each)) for each in fit if largest(stages, each) <= found.bottleneck]
+    assert len(shared_layers(found.cuts)) <= min(as_fast, default=len(found.cuts))
+
+
+def test_equal_loads_where_whole_layers_have_none() -> None:
+    found = fastest(sharing([1.0] * 32, 0.0, [128 / 3, *[32.0] * 7]))
+    assert found is not None
+    assert found.bottleneck == pytest.approx(32 * 128 / 31, rel=2e-3)
+
+
+def test_the_same_speed_with_fewer_shared_layers_is_preferred() -> None:
+    found = fastest(sharing([1.0] * 12, 0.0, [4.0] * 3))
+    assert found is not None
+    assert (found.cuts, found.bottleneck) == ((0, 4, 8, 12), 16.0)
+
+
+def layers(count: int, **more: Any) -> LayerCosts:
+    return LayerCosts((1.0,) * count, (1.0,) * count, (1.0,) * count, parameter_bytes=(8.0,) * count, **more)
+
+
+def test_stages_take_their_parts_and_hold_the_whole() -> None:
+    costs = layers(6, reduce=(0.5,) * 6, optimizer=(0.25,) * 6, held_bytes=(2.0,) * 6, memory_limit=100.0)
+    found = costs.costs((0, 2.25, 6))
+    assert found.forward == (2.25, 3.75)
+    assert found.reduce == (0.5 * 3, 0.5 * 4)
+    assert found.optimizer == (0.75, 1.0)
+    memory = costs.memory((0, 2.25, 6))
+    assert memory is not None
+    assert memory.fixed == (3 * 8 + 2, 4 * 8 + 2)
+    assert memory.after_forward == (4.5, 7.5)
+    assert [sum(part.values()) for part in parts_of((0, 2.25, 6))] == [2.25, 3.75]
+
+
+def test_what_stages_take_says_what_layers_take() -> None:
+    costs = LayerCosts((1.0, 2.0, 3.0, 1.0, 2.0), (1.0,) * 5, (2.0,) * 5, reduce=(0.5,) * 5)
+    cuts = (0, 2.25, 5)
+    again = LayerCosts.from_stages(costs.costs(cuts), cuts, weights=costs.forward)
+    assert again.forward == pytest.approx(costs.forward)
+
+
+def test_micro_batches_have_costs_and_sizes_of_their_own() -> None:
+    costs, grid = layers(6, held_bytes=(1.0,) * 6, waiting_bytes=(2.0,) * 6, reduce=(0.5,) * 6), Grid(2, 2, 4)
+    turns = costs.turns((0, 2.5, 6), grid)
+    assert turns is not None
+    forward = [(2.5 * first, 3.5 * second) for first, second in turns.forward]
+    assert {(round(first), round(second)) for first, second in forward} == {(2, 4), (3, 3)}
+    assert sum(first for first, _ in forward) / len(forward) == pytest.approx(2.5)
+    assert turns.forward == turns.backward_input == turns.backward_weight == turns.held == turns.waiting
+    assert turns.reserved == (1.0, 1.0)
+    (layer,) = turns.layers
+    assert (layer.stage, layer.reduce) == (0, pytest.approx(1 / 3))
+    assert {*layer.earlier, *layer.later} == set(range(8))
+    assert all(round(forward[number][0]) == 3 for number in layer.earlier)
+    assert costs.turns((0, 3, 6), grid) is None
+
+
+def test_only_what_a_stage_lacks_is_sent() -> None:
+    grid = Grid(2, 2, 4)
+    moves = layer_moves(grid, (), (0, 3, 6), (0, 3.5, 6))
+    assert {(move.layer, move.receiver.stage) for move in moves} == {(3, 0)}
+    assert not layer_moves(grid, (), (0, 3.5, 6), (0, 3, 6))
+    back = layer_moves(grid, (Worker(0, 1), Worker(1, 1)), (0, 3.5, 6), (0, 4, 6))
+    assert not back  # the first stage has the layer that it gets for good
+
+
+def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_micro_batch() -> None:
+    grid, costs, cuts = Grid(3, 2, 6), layers(6), (0, 3, 6)
+    problem = Problem(grid, costs.costs(cuts), frozenset({Worker(0, 1)}), Technique())
+    whole = plan_layout(problem, costs, cuts, next_change=1e6, ways=("layers",), whole="they cannot")
+    found = plan_layout(problem, costs, cuts, next_change=1e6, ways=("layers",))
+    assert shared_layers(found.chosen.layout.cuts)
+    assert found.chosen.period < whole.chosen.period
+    assert "3.6" in str(found.chosen.layout)
+    assert found.chosen.bound <= found.chosen.period
+    judgement = found.chosen.judgement
+    assert judgement is not None
+    assert judgement.schedule is not None
+    assert found.chosen.period <= judgement.schedule.period * 1.02  # nobody waits for gradients
+
+
+def test_shared_layers_need_memory() -> None:
+    grid, cuts = Grid(3, 2, 6), (0, 3, 6)
+    costs = layers(6, held_bytes=(1.0,) * 6, memory_limit=3 * 8 + 4 * 3.0)  # no room for a fourth layer
+    problem = Problem(grid, costs.costs(cuts), frozenset({Worker(0, 1)}), Technique())
+    found = plan_layout(problem, costs, cuts, next_change=1e6, ways=("layers",))
+    assert found.chosen is found.reroute
+
+
+@given(total=st.integers(4, 40), pipelines=st.integers(1, 6), stages=st.integers(1, 4), missing=st.integers(0, 12))
+def test_smooth_counts_are_the_best_there_are(total: int, pipelines: int, stages: int, missing: int) -> None:
+    workers = pipelines * stages - missing
+    if workers < stages:
+        return
+    table = [math.inf, *(float(-(-total // n)) for n in range(1, pipelines + 1))]
+    found = smooth_counts(table, stages, workers)
+    every = [
+        counts
+        for counts in itertools.combinations_with_replacement(range(1, pipelines + 1), stages)
+        if sum(counts) == workers
+    ]
+    assert set(found) <= set(every)
+
+    def speed(counts: tuple[int, ...]) -> float:
+        return sum(1 / table[n] for n in counts)
+
+    assert max(map(speed, found)) == pytest.approx(max(map(speed, every)))
+
+
+def test_numbers_of_workers_that_divide_the_micro_batches_are_preferred() -> None:
+    """128 micro-batches: 5 workers run 26 instead of 25.6 of them, 6 run 22 instead of 21.3, 4 and 8 no more."""
+    table = [math.inf, *(float(-(-128 // n)) for n in range(1, 9))]
+    assert (4, 4, 5, 8) in smooth_counts(table, 4, 21)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.layouts.fractional_cuts import are_whole
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, check_cuts, even_cuts, layer_moves, traffic
+from lightning_recycle.planning.layouts.cuts import are_whole, check_cuts, even_cuts
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts, layer_moves, traffic
 from lightning_recycle.planning.layouts.layout_candidates import (
     LLAMA3_WORKER_SECONDS,
-    Changing,
     FailureRecord,
     Judgement,
     Layout,
@@ -95,14 +94,11 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, LayerCosts, tuple[int, ...]]
 
 
 @settings(max_examples=80, deadline=None)
-@given(situations(), st.sampled_from([1.0, 100.0, 1e6]), st.booleans())
-def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(
-    situation: tuple, next_change: float, stopped: bool
-) -> None:
+@given(situations(), st.sampled_from([1.0, 100.0, 1e6]))
+def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situation: tuple, next_change: float) -> None:
     problem, layers, cuts = situation
-    changing = Changing(switch=0.5, stopped=stopped)
     try:
-        plan = plan_layout(problem, layers, cuts, next_change=next_change, changing=changing, judge=quick)
+        plan = plan_layout(problem, layers, cuts, next_change=next_change, switch=0.5, judge=quick)
     except PlanningError:
         with pytest.raises(PlanningError):  # re-routing itself does not fit
             quick(replace(problem, memory=layers.memory(cuts)))
@@ -172,25 +168,19 @@ def test_a_slow_worker_costs_its_stage_layers() -> None:
 def test_a_move_that_takes_longer_than_it_saves_is_refused() -> None:
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2))
-    brief = plan_layout(problem, layers, cuts, next_change=5.0, changing=Changing(switch=2.0))
+    brief = plan_layout(problem, layers, cuts, next_change=5.0, switch=2.0)
     assert brief.chosen is brief.reroute
     assert "does not pay for a stall of" in next(each for each in brief.candidates if each.way == "layers").refused
-    assert plan_layout(problem, layers, cuts, next_change=HOUR, changing=Changing(switch=2.0)).chosen.way != "reroute"
+    assert plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0).chosen.way != "reroute"
 
 
-def test_the_stall_is_the_switch_and_the_copies() -> None:
+def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines() -> None:
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2), technique=p.Technique(True, False))
-
-    def beside_the_copies(changing: Changing) -> float:
-        plan = plan_layout(problem, layers, cuts, next_change=HOUR, changing=changing, ways=("layers",))
-        assert plan.chosen.way == "layers"
-        assert plan.chosen.judgement is not None
-        fill = 0.0 if changing.stopped else plan.chosen.judgement.fill
-        return plan.chosen.stall - fill - plan.chosen.busiest / 1e9
-
-    assert beside_the_copies(Changing(switch=2.0)) == pytest.approx(2.0)
-    assert beside_the_copies(Changing(switch=2.0, stopped=True)) == pytest.approx(0.0)
+    plan = plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0, ways=("layers",))
+    assert plan.chosen.way == "layers"
+    assert plan.chosen.judgement is not None
+    assert plan.chosen.stall == pytest.approx(2.0 + plan.chosen.judgement.fill + plan.chosen.busiest / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -309,17 +299,3 @@ def test_the_chance_of_a_loss_is_that_of_all_sets_of_workers(owners: tuple[int, 
             sets = list(combinations(range(workers), size))
             expected += chance * sum(part <= set(each) for each in sets) / len(sets)
     assert record.loss_chance(owners, workers) == pytest.approx(min(1.0, expected))
-
-
-def test_a_stage_is_not_left_with_few_workers_where_many_fail_at_once() -> None:
-    grid, layers = p.Grid(4, 4, 16), equal_layers(64)
-    problem, cuts = after(layers, grid, (0, 1), (1, 1), technique=p.Technique(True, True))
-    record = FailureRecord()
-    for _ in range(20):
-        record = record.after(14, 60.0, 2)
-    careful = Changing(loss=36_000.0, record=record)
-    plan = plan_layout(problem, layers, cuts, next_change=record.next_change(14), changing=careful)
-    assert min(plan.chosen.layout.workers) == 3
-    assert plan.chosen.risk < 0  # less than with two workers in stage 1
-    bold = plan_layout(problem, layers, cuts, next_change=HOUR)
-    assert min(bold.chosen.layout.workers) == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, heuristic
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_in_turns
-from lightning_recycle.planning.layouts.fractional_cuts import bounds_of
+from lightning_recycle.planning.layouts.cuts import bounds_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
 from lightning_recycle.planning.result import EQUALLY_FAST
 from lightning_recycle.planning.schedule import Schedule

@@ -29,16 +29,16 @@ from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.fractional_cuts import parts_of
+from lightning_recycle.planning.layouts.cuts import parts_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts.layout_candidates import Candidate, Changing, FailureRecord, LayoutPlan, Way
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
 from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["CHANGING", "LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Rebalance"]
+__all__ = ["LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Rebalance"]
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +51,6 @@ _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
 _LEAST_GAIN = 0.05  # of a step: measured times are not exact
 _SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
 _WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
-
-CHANGING = Changing(switch=_SWITCH_SECONDS, least_gain=_LEAST_GAIN)
-"""What a change costs in a run."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,8 @@ class LayoutQuestion:
             self.layers,
             self.cuts,
             next_change=self.next_change,
-            changing=CHANGING,
+            switch=_SWITCH_SECONDS,
+            least_gain=_LEAST_GAIN,
             fixed=self.fixed,
             whole=self.whole,
             ways=_WAYS,

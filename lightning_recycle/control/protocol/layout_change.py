@@ -20,7 +20,7 @@ from lightning_recycle.control.protocol import generation
 from lightning_recycle.control.protocol.messages import Cuts, LayoutWanted, Reached
 from lightning_recycle.control.protocol.state import Layout, LayoutReady, MembershipState, Next, Record, after
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.fractional_cuts import are_bounds, held_ranges
+from lightning_recycle.planning.layouts.cuts import are_bounds, held_ranges
 
 __all__ = [
     "Transfer",

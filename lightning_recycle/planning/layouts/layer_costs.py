@@ -4,7 +4,7 @@ Concept: the layers of a model are cut into S contiguous stages. A cut is a tupl
 layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one, in all pipelines alike. A stage takes the sum of its layers'
 seconds, and each of its operations takes ``overhead`` besides. Where a bound lies within a layer, the stages on both
 sides hold it, and each takes its part of the layer's seconds in the mean over the micro-batches
-(:mod:`~lightning_recycle.planning.layouts.fractional_cuts`).
+(:mod:`~lightning_recycle.planning.layouts.cuts`).
 
 A worker that is to hold layers it does not have gets each from a live worker that holds it now. Copies of different
 workers run at the same time; each link carries its sends and its receives at once, so the busiest direction of a link
@@ -25,16 +25,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs, communication_seconds
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.layouts.fractional_cuts import (
+from lightning_recycle.planning.layouts.cuts import (
     Bounds,
-    are_bounds,
     bounds_of,
+    check_cuts,
     held_ranges,
     parts_of,
     shared_layers,
@@ -42,39 +41,10 @@ from lightning_recycle.planning.layouts.fractional_cuts import (
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.timing import SharedLayer, Turns
 
-__all__ = ["LayerCosts", "LayerMove", "Traffic", "check_cuts", "even_cuts", "layer_moves", "traffic"]
+__all__ = ["LayerCosts", "LayerMove", "Traffic", "layer_moves", "traffic"]
 
 _SECONDS = ("forward", "backward_input", "backward_weight", "backward", "reduce", "optimizer")
 _BYTES = ("output_bytes", "held_bytes", "waiting_bytes", "parameter_bytes", "optimizer_bytes")
-
-
-def check_cuts(cuts: Sequence[float], layers: int | None = None) -> Bounds:
-    """``cuts`` as a tuple.
-
-    Raises:
-        ConfigurationError: unless they rise from 0 (to ``layers``, if given) and leave each stage a layer of its own.
-    """
-    found = tuple(cuts)
-    if not are_bounds(found) or (layers is not None and found[-1] != layers):
-        end = "the number of layers" if layers is None else str(layers)
-        raise ConfigurationError(
-            f"cuts={found!r}: give the first layer of each stage and {end} at the end, e.g. (0, 3, 6), so that every "
-            "stage holds at least one layer. Where stages share a layer, as in (0, 3.25, 6), each has another of its "
-            "own, and a part is a whole number of hundredths."
-        )
-    return found
-
-
-def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """Stages whose numbers of layers differ by at most one; later ones get the larger parts.
-
-    Raises:
-        ConfigurationError: when there are fewer layers than stages.
-    """
-    size, larger = divmod(layers, stages)
-    if size < 1:
-        raise ConfigurationError(f"{layers} layers cannot make {stages} stages: each holds at least one.")
-    return (0, *accumulate(size + (stage >= stages - larger) for stage in range(stages)))
 
 
 @dataclass(frozen=True)

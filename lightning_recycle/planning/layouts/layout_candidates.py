@@ -4,10 +4,9 @@
 long training stands still. A layout is worth a change if the seconds that it saves until the next change exceed the
 seconds that training stands still for it:
 
-    (1 - period / period of reroute) x (seconds until the next change - delay)  >  stall + risk
+    (1 - period / period of reroute) x seconds until the next change  >  stall
 
-where the risk is the chance that the next failure takes a whole stage, times what a restart costs, as far as it is
-higher than with re-routing. Of what is compared, re-routing is the first.
+Of what is compared, re-routing is the first.
 
 *Period*: grids up to ``COMPACT_FROM`` operations are planned as they are. Larger ones are planned by lanes where that
 is near the lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage
@@ -49,17 +48,16 @@ from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, CompactSchedule, lane_problem, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_in_turns
-from lightning_recycle.planning.layouts.fractional_cuts import Bounds, held_ranges, rounded, shared_layers
-from lightning_recycle.planning.layouts.layer_costs import check_cuts
+from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, held_ranges, rounded, shared_layers
 from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
 
 __all__ = [
+    "LEAST_GAIN",
     "LLAMA3_WORKER_SECONDS",
     "Candidate",
-    "Changing",
     "FailureRecord",
     "Judge",
     "Judgement",
@@ -251,7 +249,7 @@ def _shared(memory: Memory, slower: list[float]) -> Memory:
 
 Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
 
-_LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
+LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +258,7 @@ class Layout:
 
     Args:
         cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one. Bounds
-            within a layer: see :mod:`~lightning_recycle.planning.layouts.fractional_cuts`.
+            within a layer: see :mod:`~lightning_recycle.planning.layouts.cuts`.
         workers: live workers of each stage, at least one.
 
     Raises:
@@ -293,35 +291,6 @@ class Layout:
         return f"{sizes} layers on {'/'.join(map(str, self.workers))} workers"
 
 
-@dataclass(frozen=True, slots=True)
-class Changing:
-    """Costs of a change of the layout besides the bytes on the links.
-
-    Args:
-        switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
-            are built again.
-        stopped: whether training stands still anyhow at that moment, as in a recovery: then neither the switch nor the
-            pipelines that are filled again cost anything more.
-        least_gain: the smallest part of a period that a layout must save.
-        loss: seconds that the loss of all workers of a stage costs: the restart, and steps since the checkpoint.
-        record: how likely that is; None: it is not considered.
-    """
-
-    switch: float = 0.0
-    stopped: bool = False
-    least_gain: float = _LEAST_GAIN
-    loss: float = 0.0
-    record: FailureRecord | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("switch", "least_gain", "loss"):
-            at_least("Changing", name, getattr(self, name))
-
-    def risk(self, owners: Sequence[int]) -> float:
-        """Seconds that the next failure costs by the chance that it takes all of the owners of a part of the model."""
-        return self.loss * self.record.loss_chance(owners, sum(owners)) if self.record is not None else 0.0
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One way to go on, in numbers.
@@ -337,8 +306,7 @@ class Candidate:
         busiest: the most bytes that one worker sends or receives.
         stall: seconds that training stands still for the change: the switch, the copies, and filling the pipelines
             again.
-        risk: seconds that the next change costs by the chance that a stage is lost, more than with re-routing.
-        saved: seconds of training that it saves until the next change, stall and risk taken off; 0 for re-routing.
+        saved: seconds of training that it saves until the next change, the stall taken off; 0 for re-routing.
         refused: why this way is not gone; empty otherwise.
         judgement: the plan, if it was made, and how the period was found.
         problem: what is to be planned for it; None for a way that could not be gone.
@@ -353,7 +321,6 @@ class Candidate:
     bytes: float = 0.0
     busiest: float = 0.0
     stall: float = 0.0
-    risk: float = 0.0
     saved: float = 0.0
     refused: str = ""
     judgement: Judgement | None = field(default=None, compare=False, repr=False)
@@ -420,15 +387,14 @@ def is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
 def weighed(candidate: Candidate, first: Candidate, next_change: float, least_gain: float) -> Candidate:
     """The candidate with what it saves compared with ``first``; refused if that is nothing."""
     gain = 1.0 - candidate.period / first.period
-    saved = gain * next_change - candidate.stall - candidate.risk
+    saved = gain * next_change - candidate.stall
     reason = ""
     if gain < least_gain:
         reason = f"its step of {shown(candidate.period)} is not shorter than {shown(first.period)}"
     elif saved <= 0:
-        danger = f" and a risk of {shown(candidate.risk)}" if candidate.risk else ""
         reason = (
             f"a step is {100 * gain:.1f} % shorter, which in {shown(next_change)} does not pay for a stall "
-            f"of {shown(candidate.stall)}{danger}"
+            f"of {shown(candidate.stall)}"
         )
     return replace(candidate, saved=saved, refused=reason)
 

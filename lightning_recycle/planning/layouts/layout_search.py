@@ -26,26 +26,29 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
+from typing import TypeAlias
 
+from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import (
+    Bounds,
     Cut,
-    SharedStages,
     Stages,
-    cheapest,
+    are_whole,
+    check_cuts,
     fastest,
-    fastest_shared,
+    held_ranges,
     shares,
     smooth_counts,
 )
-from lightning_recycle.planning.layouts.fractional_cuts import Bounds, are_whole, held_ranges
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, Traffic, check_cuts, layer_moves, traffic
+from lightning_recycle.planning.layouts.layer_costs import LayerCosts, layer_moves, traffic
 from lightning_recycle.planning.layouts.layout_candidates import (
+    LEAST_GAIN,
     Candidate,
-    Changing,
     Judge,
     Judgement,
     Layout,
@@ -66,7 +69,7 @@ from lightning_recycle.planning.normalization import (
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.timing import Turns
 
-__all__ = ["next_losses", "plan_layout"]
+__all__ = ["plan_layout"]
 
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
@@ -80,7 +83,8 @@ def plan_layout(
     cuts: Sequence[float],
     *,
     next_change: float,
-    changing: Changing | None = None,
+    switch: float = 0.0,
+    least_gain: float = LEAST_GAIN,
     fixed: str = "",
     whole: str = "",
     ways: Collection[Way] = ("workers", "layers", "both"),
@@ -95,7 +99,9 @@ def plan_layout(
         cuts: bounds of the stages now.
         next_change: seconds expected until the next change, e.g. of
             :meth:`~lightning_recycle.planning.layouts.layout_candidates.FailureRecord.next_change`.
-        changing: what a change costs besides its copies.
+        switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
+            are built again.
+        least_gain: the smallest part of a period that a layout must save.
         fixed: why layers cannot move, e.g. "layer 3 has no LayerSpec"; empty if they can.
         whole: why neighbouring stages cannot share a layer; empty if they can.
         ways: what to consider besides re-routing.
@@ -105,8 +111,8 @@ def plan_layout(
         ConfigurationError: when the cuts are none of these layers.
         PlanningError: when there is no plan that moves nothing.
     """
-    changing = changing or Changing()
-    search = _Search(problem, layers, check_cuts(cuts, layers.layers), changing, next_change, judge, not whole)
+    change = next_change, at_least("", "switch", switch), at_least("", "least_gain", least_gain)
+    search = _Search(problem, layers, check_cuts(cuts, layers.layers), *change, judge, not whole)
     first = search.reroute()
     found = [first]
     makers: dict[Way, Callable[[], Candidate]] = {
@@ -131,13 +137,14 @@ class _Search:
         problem: Problem,
         layers: LayerCosts,
         cuts: Bounds,
-        changing: Changing,
         next_change: float,
+        switch: float,
+        least_gain: float,
         judge: Judge,
         shares_layers: bool,
     ) -> None:
         self.problem, self.layers, self.cuts, self.shares_layers = problem, layers, cuts, shares_layers
-        self.changing, self.next_change, self.judge = changing, next_change, judge
+        self.next_change, self.switch, self.least_gain, self.judge = next_change, switch, least_gain, judge
         self.grid, self.live = problem.grid, problem.live_counts()
         self.decoupled = problem.technique.decoupled
         self.first: Candidate | None = None  # re-routing
@@ -188,7 +195,7 @@ class _Search:
             return self.refused("workers", "the failures are where they cost least")
         assert self.first is not None
         bound = lower_bound(self.at(self.cuts, self.failed(goal), goal))
-        if bound >= self.first.period * (1 - self.changing.least_gain):
+        if bound >= self.first.period * (1 - self.least_gain):
             return self.refused("workers", f"no other stages carry them better: {_at_least(bound, self.first)}")
         return self.candidate("workers", self.cuts, goal)
 
@@ -204,59 +211,67 @@ class _Search:
             return self.refused(way, "workers of unequal speed keep their stages")
         rivals: dict[tuple[Bounds, tuple[int, ...]], None] = {}
         for spare in _spares(self.grid) if self.layers.memory_limit is not None else (_HARD,):
-            stages = self.stages(way, spare)
-            best = fastest(stages)
-            if best is None:
-                if spare == _HARD and not rivals:
-                    return self.refused(way, "no cut leaves room for one micro-batch on a worker of every stage")
-                continue
-            for cut in (best, *self.near(stages, best)):
-                goal = self.live if way == "layers" else self.spread(stages, cut)
-                if cut.cuts != self.cuts or (way == "both" and goal != self.live):
-                    rivals[cut.cuts, self.without(goal)] = None
-            goals = [self.live] if way == "layers" else [self.live, self.spread(stages, best), *self.smooth]
-            for cuts, goal in self.shared(goals, spare) if self.shares_layers else ():
-                if cuts != self.cuts or goal != self.live:
-                    rivals[cuts, self.without(goal)] = None
+            goals = [self.live]
+            if way == "both":
+                best = fastest(self.stages(self.tables, spare))
+                if best is None:
+                    continue
+                goals = [self.spread(best, spare), self.live, *self.smooth]
+            for goal in dict.fromkeys(goals):
+                for cuts in self.cuts_for(goal, spare, near=goal == goals[0]):
+                    if cuts != self.cuts or goal != self.live:
+                        rivals[cuts, self.without(goal)] = None
         if not rivals and self.layers.memory_limit is not None:
-            free = fastest(self.stages(way, None))
+            free = fastest(self.stages(self.tables if way == "both" else self.fixed(self.live), None))
             if free is not None and free.cuts != self.cuts:
                 return self.refused(way, "no faster cut leaves room for one micro-batch on a worker of every stage")
         return self.best(way, list(rivals))
 
-    def near(self, stages: Stages, best: Cut) -> Iterator[Cut]:
-        """Cuts that move the fewest bytes, or are the most even, within a little more than the least bottleneck."""
-        for slack in _SLACKS:
-            for cost in (self.moved, self.squares):
-                found = cheapest(stages, best.bottleneck * (1 + slack), lambda *range, cost=cost: cost(stages, *range))
+    def cuts_for(self, goal: tuple[int, ...], spare: float, *, near: bool) -> Iterator[Bounds]:
+        """Cuts for these numbers of workers in the stages: the fastest in which stages share layers, and if ``near``
+        those of whole layers that move the fewest bytes, or are the most even, within a little more than the least
+        bottleneck.
+        """
+        options = self.fixed(goal)
+        whole, sharing = self.stages(options, spare), self.stages(options, spare, shares_layers=True)
+        best = fastest(whole) if near else None
+        if best is not None:
+            yield best.cuts
+            prices = (
+                lambda stage, begin, end: self.moved(goal[stage], stage, begin, end),
+                lambda stage, begin, end: whole.load(stage, begin, end, goal[stage]) ** 2,
+            )
+            for slack, price in product(_SLACKS, prices):
+                found = whole.within(best.bottleneck * (1 + slack), price)
                 if found is not None:
-                    yield found
+                    yield found.cuts
+        best = fastest(sharing) if self.shares_layers else None
+        if best is not None:
+            found = sharing.within(best.bottleneck * (1 + _SHARED_SLACK))
+            assert found is not None
+            yield found.cuts
+
+    @cached_property
+    def tables(self) -> list[Options]:
+        """Any number of workers for each stage."""
+        return [list(enumerate(self.shares))[1:]] * self.grid.stages
+
+    def fixed(self, goal: tuple[int, ...]) -> list[Options]:
+        """One number of workers for each stage; those of now have their speeds."""
+        if goal != self.live:
+            return [[(count, self.shares[count])] for count in goal]
+        factors = (sorted(self.problem.live_factors(stage), reverse=True) for stage in range(self.grid.stages))
+        return [[(len(each), shares(self.grid.global_microbatches, each)[-1])] for each in factors]
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The micro-batches of the busiest of each number of workers of equal speed."""
+        return shares(self.grid.global_microbatches, (1.0,) * self.grid.pipelines)
 
     @cached_property
     def smooth(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of workers that suit stages that share layers."""
-        table = shares(self.grid.global_microbatches, (1.0,) * self.grid.pipelines)
-        return smooth_counts(table, self.grid.stages, sum(self.live))
-
-    def shared(self, goals: Sequence[tuple[int, ...]], spare: float) -> Iterator[tuple[Bounds, tuple[int, ...]]]:
-        """Cuts in which stages share layers, for these numbers of workers in the stages."""
-        layers, total = self.layers, self.grid.global_microbatches
-        for goal in dict.fromkeys(goals):
-            if goal == self.live:
-                factors = [sorted(self.problem.live_factors(stage), reverse=True) for stage in range(self.grid.stages)]
-            else:
-                factors = [[1.0] * count for count in goal]
-            stages = SharedStages(
-                layers.work(decoupled=self.decoupled),
-                layers.reduce,
-                layers.optimizer,
-                layers.overhead * (3 if self.decoupled else 2),
-                [shares(total, each)[len(each)] for each in factors],
-                self.fits(spare),
-            )
-            found = fastest_shared(stages, _SHARED_SLACK)
-            if found is not None:
-                yield found[0], goal
+        return smooth_counts(self.shares, self.grid.stages, sum(self.live)) if self.shares_layers else ()
 
     def best(self, way: Way, rivals: list[tuple[Bounds, tuple[int, ...]]]) -> Candidate:
         """The one that saves most, of the few with the least bounds."""
@@ -272,7 +287,7 @@ class _Search:
         if not ranked:
             return self.refused(way, refused or "the present cut has the least load")
         ranked.sort()
-        goal = self.first.period * (1 - self.changing.least_gain)
+        goal = self.first.period * (1 - self.least_gain)
         if ranked[0][0] >= goal:
             return self.refused(way, f"no cut is faster: {_at_least(ranked[0][0], self.first)}")
         few = 1 if worth_compacting(self.problem, COMPACT_FROM) else _TRIED
@@ -287,7 +302,7 @@ class _Search:
             except PlanningError as error:
                 refused = str(error)
                 continue
-            if best is None or is_better(found, best, _SHARING_GAIN * self.changing.least_gain):
+            if best is None or is_better(found, best, _SHARING_GAIN * self.least_gain):
                 best = found
         return self.refused(way, refused) if best is None else best
 
@@ -326,6 +341,7 @@ class _Search:
         bound = self.bound(cuts, problem)
         state = self.layers.state_bytes
         sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
+        copying = sent.seconds(self.layers.bandwidth, self.layers.latency)
         return Candidate(
             way,
             Layout(cuts, self.without(distribution)),
@@ -335,7 +351,7 @@ class _Search:
             tuple(sorted((worker, place) for worker, place in taken.items() if worker != place)),
             sent.total,
             sent.busiest,
-            self.stall(sent, judgement),
+            self.switch + judgement.fill + copying,
             judgement=judgement,
             problem=problem,
         )
@@ -349,8 +365,7 @@ class _Search:
         assert self.first is not None
         if candidate.refused:
             return candidate
-        risk = self.changing.risk(candidate.layout.workers) - self.changing.risk(self.live)
-        return weighed(replace(candidate, risk=risk), self.first, self.next_change, self.changing.least_gain)
+        return weighed(candidate, self.first, self.next_change, self.least_gain)
 
     # -- what they are made of -------------------------------------------------------------------------------------
 
@@ -384,24 +399,20 @@ class _Search:
             return {}
         return roles(self.grid, self.problem.failed, distribution)
 
-    def stages(self, way: Way, spare: float | None) -> Stages:
+    def stages(self, options: list[Options], spare: float | None, *, shares_layers: bool = False) -> Stages:
         """Possible stages; each has memory for ``spare`` times the micro-batches that 1F1B holds there, and for
         one. None: memory does not count.
         """
-        total = self.grid.global_microbatches
-        if way == "layers":
-            options = []
-            for stage, live in enumerate(self.live):
-                factors = sorted(self.problem.live_factors(stage), reverse=True)
-                options.append([(live, shares(total, factors)[live])])
-        else:
-            table = shares(total, (1.0,) * self.grid.pipelines)
-            options = [[(count, table[count]) for count in range(1, self.grid.pipelines + 1)]] * self.grid.stages
         layers = self.layers
-        once = tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True)))
-        overhead = layers.overhead * (3 if self.decoupled else 2)
-        fits = None if spare is None else self.fits(spare)
-        return Stages(layers.work(decoupled=self.decoupled), once, options, sum(self.live), fits, overhead)
+        return Stages(
+            layers.work(decoupled=self.decoupled),
+            tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True))),
+            options,
+            sum(self.live),
+            layers.overhead * (3 if self.decoupled else 2),
+            None if spare is None else self.fits(spare),
+            shares_layers,
+        )
 
     def fits(self, spare: float) -> Callable[[int, float, float], bool] | None:
         """Whether the layers between two bounds fit into a worker of a stage, with some micro-batches."""
@@ -428,11 +439,12 @@ class _Search:
 
         return fits
 
-    def spread(self, stages: Stages, cut: Cut) -> tuple[int, ...]:
+    def spread(self, cut: Cut, spare: float) -> tuple[int, ...]:
         """Workers of each stage: all live ones, at least those needed, and as many as possible stay where they are."""
-        counts = [max(need, live) for need, live in zip(cut.needs, self.live, strict=True)]
+        stages = self.stages(self.tables, spare)
+        counts = [max(need, live) for need, live in zip(cut.workers, self.live, strict=True)]
         for _ in range(sum(counts) - sum(self.live)):
-            givers = [stage for stage, need in enumerate(cut.needs) if counts[stage] > need]
+            givers = [stage for stage, need in enumerate(cut.workers) if counts[stage] > need]
             # The stage whose load stays least gives one.
             giver = min(
                 givers, key=lambda s: (stages.load(s, cut.cuts[s], cut.cuts[s + 1], counts[s] - 1), counts[s], s)
@@ -440,22 +452,16 @@ class _Search:
             counts[giver] -= 1
         return tuple(counts)
 
-    def moved(self, stages: Stages, stage: int, begin: int, end: int, workers: int) -> float:
-        """Bytes that the workers of a stage get for these layers."""
+    def moved(self, workers: int, stage: int, begin: float, end: float) -> float:
+        """Bytes that the workers of a stage get for these whole layers."""
         state, held = self.layers.state_bytes, held_ranges(self.cuts)[stage]
-        whole = sum(state[begin:end])
-        kept = sum(state[layer] for layer in range(begin, end) if layer in held)
-        return self.live[stage] * (whole - kept) + max(0, workers - self.live[stage]) * whole
+        layers = range(int(begin), int(end))
+        lacking = sum(state[layer] for layer in layers if layer not in held)
+        return self.live[stage] * lacking + max(0, workers - self.live[stage]) * sum(state[layer] for layer in layers)
 
-    def squares(self, stages: Stages, stage: int, begin: int, end: int, workers: int) -> float:
-        """The square of the load: the sum over the stages is least where they are even."""
-        return stages.load(stage, begin, end, workers) ** 2
 
-    def stall(self, sent: Traffic, judgement: Judgement) -> float:
-        """Seconds that training stands still for the change."""
-        copying = sent.seconds(self.layers.bandwidth, self.layers.latency)
-        return copying if self.changing.stopped else self.changing.switch + judgement.fill + copying
-
+Options: TypeAlias = list[tuple[int, float]]
+"""Numbers of workers of a stage, each with the micro-batches of the busiest one."""
 
 _HARD = 0.0
 
@@ -467,12 +473,3 @@ def _spares(grid: Grid) -> tuple[float, ...]:
 
 def _at_least(bound: float, first: Candidate) -> str:
     return f"at least {shown(bound)} a step, re-routing takes {shown(first.period)}"
-
-
-def next_losses(problem: Problem) -> Iterator[Worker]:
-    """For each stage with at least two live workers, one that stands for all that may fail next."""
-    slow = dict(problem.worker_factors)
-    for stage in range(problem.grid.stages):
-        live = problem.live_workers(stage)
-        if len(live) > 1:
-            yield next((worker for worker in live if worker not in slow), live[0])

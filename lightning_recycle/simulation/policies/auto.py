@@ -40,7 +40,7 @@ from lightning_recycle.planning import (
     plan_layout,
 )
 from lightning_recycle.planning.bounds import lower_bound
-from lightning_recycle.planning.layouts.fractional_cuts import Bounds, held_ranges
+from lightning_recycle.planning.layouts.cuts import Bounds, held_ranges
 from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWay
 from lightning_recycle.simulation.policies.policy import (
