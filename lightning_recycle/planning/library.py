@@ -1,21 +1,21 @@
 """Plan library: plans computed ahead and kept on disk, ready when workers fail.
 
-Concept: a directory with one compressed file for each plan: a line that says what the plan is for, and a line with its
-operations. A stored plan is found by what it needs. It serves a problem if it was made
+Concept: a directory with one compressed plan file for each plan. Its name says what it is for: the first part is the
+same for all plans
 
-- by the same planner, for the same grid and techniques;
+- of the same planner and version of the package, for the same grid and techniques;
 - for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
   (:mod:`~lightning_recycle.planning.routing`);
-- for costs that differ by at most ``tolerance``; it is timed again with those of the problem. A common factor is no
-  difference: it changes no plan;
 
-and if its workers hold no more than the problem allows, whatever limits it was made for. Of several the one for the
-nearest costs is taken, then the shortest.
+the second part for those of the same costs and limits. A plan serves a problem with the same first part if its costs
+differ by at most a quarter of the mean operation (it is timed again with those of the problem; a common factor is no
+difference, as it changes no plan), and if its workers hold no more than the problem allows, whatever limits it was made
+for. Of several the one for the nearest costs is taken, then the shortest.
 
-Contract: nothing in the directory is trusted. A file counts if it was written by this version of the package, its
-checksum is right and its schedule passes the validator; otherwise it is reported once and treated as absent, so that
-the next :meth:`PlanLibrary.compute` or :meth:`~PlanLibrary.put` replaces it. :meth:`PlanLibrary.miss` says why there
-is no plan. Files appear whole or not at all; several processes may share a directory.
+Contract: nothing in the directory is trusted. A file counts if it is whole and its schedule passes the validator;
+otherwise it is reported once and treated as absent, so that the next :meth:`PlanLibrary.compute` or
+:meth:`~PlanLibrary.put` replaces it. :meth:`PlanLibrary.miss` says why there is no plan. Files appear whole or not at
+all; several processes may share a directory.
 
 Must not know: who needs a plan, and when.
 """
@@ -27,13 +27,10 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -41,13 +38,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from lightning_recycle.arguments import __version__, at_least
+from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.child_process import Report, run_in_child
-from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.costs import cost_difference
-from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_of, read_plan
+from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_to_json, read_plan
 from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult, proven
@@ -56,39 +52,16 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
-__all__ = ["LIBRARY_SCHEMA", "PlanLibrary"]
+__all__ = ["PlanLibrary"]
 
 log = logging.getLogger(__name__)
-
-LIBRARY_SCHEMA = 2
-"""Version of the entries' format."""
 
 _SUFFIX = ".plan.gz"
 _TOLERANCE = 0.25  # of the mean operation
 _SAME_COSTS = 1e-9  # of the mean operation
-_KEPT_OPERATIONS = 1_000_000  # in the plans that stay in memory; about 180 bytes each
 _COMPRESSION = 3  # of 9: the rest costs ten times the time for a few percent
-_DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError, ReCycleError)
+_DAMAGE = (OSError, EOFError, zlib.error, ValueError, RecursionError, ReCycleError)
 """Exceptions of reading a damaged file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Header of a file: the problem of its plan, and who made it.
-
-    Args:
-        path: the file.
-        package: version of the package that wrote it.
-        planner: the planner's description.
-        problem: the representative of the problem.
-        period: the plan's, as a multiple of the time that the operations of a micro-batch take.
-    """
-
-    path: Path
-    package: Any
-    planner: Any
-    problem: Problem
-    period: float
 
 
 class PlanLibrary:
@@ -97,24 +70,15 @@ class PlanLibrary:
     Args:
         path: the directory.
         planner: a planner or its name; plans of other planners are ignored.
-        tolerance: how far costs may differ, as :func:`~lightning_recycle.planning.costs.cost_difference` measures it.
 
     Raises:
-        ConfigurationError: when the planner is unknown or the tolerance negative.
+        ConfigurationError: when the planner is unknown.
     """
 
-    def __init__(
-        self, path: str | PathLike[str], planner: str | Planner = "heuristic", tolerance: float = _TOLERANCE
-    ) -> None:
+    def __init__(self, path: str | PathLike[str], planner: str | Planner = "heuristic") -> None:
         self.path = Path(path)
         self.planner = get_planner(planner)
-        self.tolerance = at_least("PlanLibrary", "tolerance", tolerance)
-        self._planner_description = _describe(self.planner)
-        self._package = __version__
-        self._known: OrderedDict[Problem, PlanResult] = OrderedDict()  # the newest last
-        self._index: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}  # with the file's time and size
         self._reported: set[Path] = set()
-        self._lock = threading.Lock()
 
     def get(self, problem: Problem) -> Schedule | None:
         """The stored schedule for ``problem``, with its workers and times, or None."""
@@ -123,30 +87,38 @@ class PlanLibrary:
 
     def lookup(self, problem: Problem) -> PlanResult | None:
         """Like :meth:`get`, with status and bound."""
-        with self._lock:
-            known = self._known.get(problem)
-        if known is None:
-            known = self._find(problem)
-            if known is not None:
-                self._keep(known)
-        return known
+        found = self._exact(problem)
+        if found is not None:
+            return found
+        ranked = []
+        for stored in self._alike(problem):
+            costs = stored.schedule.problem.costs
+            difference = cost_difference(problem.costs, costs)
+            if difference <= _TOLERANCE and (adapted := _adapted(stored, problem)) is not None:
+                same = difference < _SAME_COSTS  # in two units of time
+                ranked.append((0.0 if same else difference, adapted.schedule.period, adapted))
+        return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     def has(self, problem: Problem) -> bool:
         """Whether a plan for exactly these costs and limits is stored: the planner has nothing to add to it."""
-        return any(entry.problem == representative(problem) for entry in self._matching(problem))
+        return self._path(problem).exists()
 
     def miss(self, problem: Problem) -> str:
         """Why :meth:`lookup` finds nothing for ``problem``, in a few words."""
-        entries = self._entries()
-        if not entries:
+        if not any(self.path.glob(f"*{_SUFFIX}")):
             return f"{self.path} holds no plans"
-        for fits, reason in self._conditions(problem):
-            left = [entry for entry in entries if fits(entry)]
-            if not left:
-                return reason
-            entries = left
-        difference = min(cost_difference(problem.costs, entry.problem.costs) for entry in entries)
-        if difference > self.tolerance:
+        stored = self._alike(problem)
+        if not stored:
+            grid = problem.grid
+            counts = [sum(worker.stage == stage for worker in problem.failed) for stage in range(grid.stages)]
+            failures = " and ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts) if count)
+            slow = f", {len(problem.worker_factors)} slow workers" if problem.worker_factors else ""
+            return (
+                f"no plan for failures {failures or 'none'}{slow}, grid {grid}, {problem.technique} of the planner "
+                f"{self.planner!r} of this version of the package"
+            )
+        difference = min(cost_difference(problem.costs, each.schedule.problem.costs) for each in stored)
+        if difference > _TOLERANCE:
             return f"costs differ by {100 * difference:.0f} %"
         return "workers would hold more than they may"
 
@@ -159,22 +131,13 @@ class PlanLibrary:
         if isinstance(result, Schedule):
             result = proven(result, type(self.planner).__name__)
         validate(result.schedule)
-        question = {
-            "library": LIBRARY_SCHEMA,
-            "plan": PLAN_SCHEMA,
-            "package": self._package,
-            "planner": self._planner_description,
-            "problem": _describe(representative(result.schedule.problem)),
-        }
-        path = self.path / f"{_digest(question)}{_SUFFIX}"
+        path = self._path(result.schedule.problem)
         try:
-            write_atomically(path, _to_bytes(result, self._package, self._planner_description))
+            content = json.dumps(plan_to_json(result), separators=(",", ":"), allow_nan=False)
+            write_atomically(path, gzip.compress(content.encode(), _COMPRESSION, mtime=0))
         except OSError as error:
             raise PlanningError(f"cannot store a plan in {path}: {error.strerror or error}.") from error
-        with self._lock:
-            self._known.clear()  # what was the nearest plan may not be it any more
-            self._reported.discard(path)
-        self._keep(result)
+        self._reported.discard(path)
         return path
 
     def compute(
@@ -193,7 +156,7 @@ class PlanLibrary:
         """
         wanted = list(problems)
         first = {representative(problem): problem for problem in reversed(wanted)}
-        results = {common: self._find(problem, exact=True) for common, problem in first.items()}
+        results = {common: self._exact(problem) for common, problem in first.items()}
         missing = [common for common, result in results.items() if result is None]
         errors: list[ReCycleError] = []
         at_once = max(1, min(processes or os.cpu_count() or 1, len(missing)))
@@ -221,146 +184,38 @@ class PlanLibrary:
 
     # ------------------------------------------------------------------ finding
 
-    def _find(self, problem: Problem, exact: bool = False) -> PlanResult | None:
-        """The plan made for ``problem``; unless ``exact``, else the shortest that serves, for the nearest costs."""
-        ranked = []
-        asked = representative(problem)
-        for entry in self._matching(problem):
-            other = entry.problem != asked
-            difference = cost_difference(problem.costs, entry.problem.costs)
-            if not other if exact else difference <= self.tolerance:
-                difference = 0.0 if difference < _SAME_COSTS else difference  # the same costs in two units of time
-                ranked.append(((other, difference, entry.period, entry.path.name), entry))
-        for _, entry in sorted(ranked, key=lambda each: each[0]):
-            try:
-                found = _adapted(_read(entry.path), problem)
-            except _DAMAGE as error:
-                self._report(entry.path, error)
-                continue
-            if found is not None:
-                return found
-        return None
+    def _path(self, problem: Problem) -> Path:
+        """The file for exactly this problem."""
+        known = problem_to_json(representative(problem))
+        details = _digest({name: known.pop(name, None) for name in ("costs", "in_flight_limit", "memory")})
+        return self.path / f"{_digest([PLAN_SCHEMA, __version__, _described(self.planner), known])}-{details}{_SUFFIX}"
 
-    def _matching(self, problem: Problem) -> list[_Entry]:
+    def _exact(self, problem: Problem) -> PlanResult | None:
+        """The plan made for ``problem``, on its workers."""
+        found = self._read(self._path(problem))
+        return None if found is None else _adapted(found, problem)
+
+    def _alike(self, problem: Problem) -> list[PlanResult]:
         """The plans that have all in common with ``problem`` but costs and limits."""
-        conditions = self._conditions(problem)
-        return [entry for entry in self._entries() if all(fits(entry) for fits, _ in conditions)]
+        question = self._path(problem).name.partition("-")[0]
+        read = map(self._read, sorted(self.path.glob(f"{question}-*{_SUFFIX}")))
+        return [found for found in read if found is not None]
 
-    def _conditions(self, problem: Problem) -> list[tuple[Callable[[_Entry], bool], str]]:
-        """Conditions of a stored plan for ``problem``, each with the reason for a miss where no plan meets it."""
-        asked = representative(problem)
-        counts = [len(problem.failed) - sum(w.stage != s for w in problem.failed) for s in range(problem.grid.stages)]
-        failures = " and ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts) if count)
-        failed = (asked.failed, asked.worker_factors)
-        slow = f", {len(asked.worker_factors)} slow workers" if asked.worker_factors else ""
-        return [
-            (lambda e: bool(e.package == self._package), "its plans were made by another version of the package"),
-            (
-                lambda e: bool(e.planner == self._planner_description),
-                f"its plans are not of the planner {self.planner!r}",
-            ),
-            (lambda e: e.problem.grid == asked.grid, f"no plan for the grid {asked.grid}"),
-            (lambda e: e.problem.technique == asked.technique, f"no plan for {asked.technique}"),
-            (
-                lambda e: (e.problem.failed, e.problem.worker_factors) == failed,
-                f"no plan for failures {failures}{slow}" if failures else f"no plan without failures{slow}",
-            ),
-        ]
-
-    def _entries(self) -> list[_Entry]:
-        """Headers of the files of the directory, without those that are damaged."""
-        found: dict[Path, tuple[tuple[int, int], _Entry | None]] = {}
+    def _read(self, path: Path) -> PlanResult | None:
+        """The validated plan in a file; None if there is none, or the file is damaged."""
         try:
-            with os.scandir(self.path) as files:
-                listed = [(Path(file.path), file.stat()) for file in files if file.name.endswith(_SUFFIX)]
-        except OSError:  # there is no directory before the first plan is stored
-            listed = []
-        with self._lock:
-            known = dict(self._index)
-        for path, stat in sorted(listed):
-            stamp = (stat.st_mtime_ns, stat.st_size)
-            if path in known and known[path][0] == stamp:
-                found[path] = known[path]
-                continue
-            entry = None
-            try:
-                entry = _entry(path)
-            except FileNotFoundError:  # another process replaces it
-                continue
-            except _DAMAGE as error:
-                self._report(path, error)
-            found[path] = (stamp, entry)
-        with self._lock:
-            self._index = found
-        return [entry for _, entry in found.values() if entry is not None]
-
-    def _keep(self, result: PlanResult) -> None:
-        """Keeps a plan in memory, and forgets those that were not used for longest."""
-        grid, schedule = result.schedule.grid, result.schedule
-        is_compact = isinstance(schedule, CompactSchedule)
-        size = len(schedule.workers) if is_compact else 3 * grid.global_microbatches * grid.stages
-        with self._lock:
-            self._known[schedule.problem] = result
-            while len(self._known) > max(1, _KEPT_OPERATIONS // size):
-                self._known.popitem(last=False)
-
-    def _report(self, path: Path, error: BaseException) -> None:
-        with self._lock:
-            if path in self._reported:
-                return
-            self._reported.add(path)
-        log.warning("The plan in %s is not used and will be computed again: %s", path, _one_line(error))
-
-
-# ------------------------------------------------------------------ files
-
-
-def _to_bytes(result: PlanResult, package: str, planner: Any) -> bytes:
-    plan = plan_to_json(result)
-    operations = _json({name: plan.pop(name) for name in ("workers", "lane") if name in plan})
-    header = {"library": LIBRARY_SCHEMA, "package": package, "planner": planner, "plan": plan}
-    header["checksum"] = _checksum(header, operations)
-    return gzip.compress(f"{_json(header)}\n{operations}\n".encode(), _COMPRESSION, mtime=0)
-
-
-def _entry(path: Path) -> _Entry:
-    """Header of a file; its operations are not read."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        header = _header(file.readline())
-    problem = problem_of(header["plan"])  # the operations are not needed to know it
-    costs = problem.costs
-    work = sum(costs.forward) + sum(costs.backward_input) + sum(costs.backward_weight)
-    period = header["plan"]["period"] / (work or 1.0)
-    return _Entry(path, header["package"], header["planner"], representative(problem), period)
-
-
-def _header(line: str) -> dict[str, Any]:
-    header = json.loads(line)
-    if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
-        raise PlanningError("it is not an entry of a plan library.")
-    return header
-
-
-def _read(path: Path) -> PlanResult:
-    """The validated plan in a file."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        header = _header(file.readline())
-        operations = file.read().rstrip("\n")
-    checksum = header.pop("checksum", None)
-    if checksum != _checksum(header, operations):
-        raise PlanningError("its checksum is wrong.")
-    return read_plan({**header["plan"], **json.loads(operations)})
-
-
-def _checksum(header: Mapping[str, Any], operations: str) -> str:
-    return hashlib.sha256(f"{json.dumps(header, sort_keys=True)}\n{operations}".encode()).hexdigest()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-# ------------------------------------------------------------------ questions
+            found = read_plan(json.loads(gzip.decompress(path.read_bytes())))
+            if self._path(found.schedule.problem) != path:
+                raise PlanningError("it is not the plan that its name says.")
+            return found
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except _DAMAGE as error:
+            if path not in self._reported:
+                self._reported.add(path)
+                reason = _one_line(error)
+                log.warning("The plan in %s is not used and will be computed again: %s", path, reason)
+            return None
 
 
 def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
@@ -380,32 +235,14 @@ def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
     return proven(mapped, result.backend, found_by=result.found_by, solver=result.solver)
 
 
-def _describe(value: Any) -> Any:
-    """Everything that ``value`` consists of, as JSON; equal values have equal descriptions in every process."""
-    if isinstance(value, Enum):
-        return _describe(value.value)
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        pairs = [[_describe(key), _describe(item)] for key, item in value.items()]
-        return sorted(pairs, key=json.dumps)
-    if isinstance(value, (set, frozenset)):
-        return sorted((_describe(item) for item in value), key=json.dumps)
-    if isinstance(value, Sequence):
-        return [_describe(item) for item in value]
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if is_dataclass(value):
-        parts = {item.name: getattr(value, item.name) for item in fields(value)}
-    else:
-        parts = dict(vars(value)) if hasattr(value, "__dict__") else {}
-    return {"type": name, **{part: _describe(parts[part]) for part in sorted(parts)}}
+def _described(planner: Planner) -> str:
+    """The planner and its settings; the same for equal planners in every process."""
+    settings = repr(planner) if is_dataclass(planner) else repr(sorted(getattr(planner, "__dict__", {}).items()))
+    return f"{type(planner).__module__}.{type(planner).__qualname__} {settings}"
 
 
 def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[:32]
 
 
 def _one_line(error: BaseException) -> str:

@@ -40,7 +40,7 @@ __all__ = [
     "check_torch_runs",
     "load_plan",
     "plan_to_json",
-    "problem_of",
+    "problem_to_json",
     "read_plan",
     "read_schedule",
     "save_plan",
@@ -52,22 +52,30 @@ PLAN_SCHEMA = 1
 """Version of the plan file's format; a reader refuses versions that it does not know."""
 
 
+def problem_to_json(problem: Problem) -> dict[str, Any]:
+    """The problem's part of a plan file."""
+    # Only where there are slow workers, or a limit in bytes, so that all other plans stay the same.
+    factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
+    memory = {} if problem.memory is None else {k: v for k, v in asdict(problem.memory).items() if v is not None}
+    return {
+        "grid": asdict(problem.grid),
+        "failed": [[worker.pipeline, worker.stage] for worker in sorted(problem.failed)],
+        "costs": {name: _plain(value) for name, value in asdict(problem.costs).items()},
+        "in_flight_limit": _plain(problem.in_flight_limit),
+        "technique": asdict(problem.technique),
+        **({"worker_factors": factors} if factors else {}),
+        **({"memory": memory} if memory else {}),
+    }
+
+
 def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
     """The content of the plan file, ready for ``json.dump``. A bare schedule counts as the heuristic's."""
     if isinstance(result, Schedule):
         result = proven(result, "heuristic")
-    schedule, problem, use = result.schedule, result.schedule.problem, result.solver
-    # Only where there are slow workers, so that all other plans stay the same.
-    factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
-    costs = {name: _plain(value) for name, value in asdict(problem.costs).items()}
-    memory = {} if problem.memory is None else {k: v for k, v in asdict(problem.memory).items() if v is not None}
+    schedule, use = result.schedule, result.solver
     return {
         "schema": PLAN_SCHEMA,
-        "grid": asdict(problem.grid),
-        "failed": [[worker.pipeline, worker.stage] for worker in sorted(problem.failed)],
-        "costs": costs,
-        "in_flight_limit": _plain(problem.in_flight_limit),
-        "technique": asdict(problem.technique),
+        **problem_to_json(schedule.problem),
         "backend": result.backend,
         "status": result.status,
         "lower_bound": result.lower_bound,
@@ -76,8 +84,6 @@ def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
         "solver": {"calls": use.calls, "seconds": use.seconds, "reason": use.reason},
         "period": schedule.period,
         "makespan": schedule.makespan,
-        **({"worker_factors": factors} if factors else {}),
-        **({"memory": memory} if memory else {}),
         **_body(schedule),
     }
 
@@ -102,7 +108,7 @@ def _body(schedule: Schedule) -> dict[str, Any]:
     return {"workers": workers}
 
 
-def problem_of(plan: Mapping[str, Any]) -> Problem:
+def _problem_of(plan: Mapping[str, Any]) -> Problem:
     """The problem that a plan file's content is a plan of.
 
     Raises:
@@ -133,7 +139,7 @@ def read_schedule(plan: Mapping[str, Any]) -> Schedule:
     Raises:
         PlanningError: when ``plan`` is not a plan, or has a schema that this version cannot read.
     """
-    problem = problem_of(plan)
+    problem = _problem_of(plan)
     with _damage_reported():
         period = float(plan["period"])
         if "lane" in plan:

