@@ -25,7 +25,6 @@ from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.exact import exact_planner as exact_module
 from lightning_recycle.planning.exact import solver_process
-from lightning_recycle.planning.exact.exact_planner import SolverProgress
 from lightning_recycle.planning.exact.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.result import best_of, demand_of
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
@@ -420,29 +419,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_a_line_shows_how_far_the_solver_is(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_on_a_terminal_a_line_shows_how_far_the_solver_is(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with caplog.at_level("INFO"), SolverProgress("highs", 60.0) as progress:
-        progress.show(26.0, 28.0)
-        assert wait_for(lambda: "highs: period 28, bound 26, gap 7.7 %" in terminal.getvalue())
-        assert re.search(r"\b(60|59|5\d) s left", terminal.getvalue())
-    assert "planner highs" not in caplog.text
+    p.ExactPlanner("highs", time_limit=600.0).improve(one_at_a_time(example(COUPLED, None, 2)))
+    assert re.search(r"highs: period \d+, bound \d+, gap [\d.]+ %, (600|5\d\d) s left", terminal.getvalue())
 
 
-def test_elsewhere_the_log_has_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with caplog.at_level("INFO"), SolverProgress("cbc", 60.0) as progress:
-        for seconds in range(12):
-            now[0] = float(seconds)
-            progress.show(26.0, 30.0 - seconds / 4)
-    assert caplog.messages == [
-        "planner cbc: period 30, bound 26, gap 15 %, 60 s left",
-        "planner cbc: period 28.75, bound 26, gap 11 %, 55 s left",
-        "planner cbc: period 27.5, bound 26, gap 5.8 %, 50 s left",
-    ]
+def test_elsewhere_there_is_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    p.ExactPlanner("highs").improve(one_at_a_time(example(COUPLED, None, 2)))
+    assert capfd.readouterr().err == ""
 
 
 def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,8 @@ Concept: a solver is asked only what arithmetic cannot answer. If the heuristic'
 no solver is needed; nor where it is as close as makes no difference, or the plan is too large for a solver to have a
 chance. Otherwise the solver searches between the two in its own process; what it finds counts only after its order of
 operations has been timed again, validated and compared. A solver that is asked shortens the period first. Then, for the
-same period and makespan, it lowers the memory of the worker with the most, and the sum of all. Meanwhile a line shows
-bound, incumbent and gap.
+same period and makespan, it lowers the memory of the worker with the most, and the sum of all. Meanwhile a line on
+the terminal shows bound, incumbent and gap.
 
 Contract: never worse than the heuristic (:func:`~lightning_recycle.planning.result.is_better`), never longer than
 the time limit (plus the heuristic's own time and ``solver_process.GRACE``), never an exception because of a solver: a
@@ -21,14 +21,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.text import Text
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
@@ -39,59 +35,9 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import PlanResult, SolverUse, best_of, proven
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["BACKENDS", "ExactPlanner", "SolverProgress"]
+__all__ = ["BACKENDS", "ExactPlanner"]
 
 log = logging.getLogger(__name__)
-
-_LOG_SECONDS = 5.0  # at least, between two lines in the log
-
-
-class _SecondsLeft(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{max(0.0, (task.total or 0.0) - (task.elapsed or 0.0)):.0f} s left")
-
-
-class SolverProgress:
-    """A context that shows bound, incumbent, gap and the seconds left: on a terminal in a line of standard error that
-    goes when the context ends; elsewhere in the log at level INFO, at most every few seconds.
-
-    Args:
-        solver: its name.
-        time_limit: seconds that it may take.
-    """
-
-    def __init__(self, solver: str, time_limit: float) -> None:
-        self._solver, self._time_limit = solver, time_limit
-        self._started = time.monotonic()
-        self._logged = -float("inf")
-        self._line: Progress | None = None
-        if sys.stderr is not None and sys.stderr.isatty():
-            columns = SpinnerColumn(), TextColumn("{task.description}"), _SecondsLeft()
-            self._line = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._line.add_task(solver, total=time_limit)
-
-    def __enter__(self) -> SolverProgress:
-        if self._line is not None:
-            self._line.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._line is not None:
-            self._line.stop()
-
-    def show(self, bound: float, period: float) -> None:
-        """Show the present bound and the period of the best plan, in the unit of the costs."""
-        gap = 100 * (period / bound - 1) if bound > 0.0 else 0.0
-        text = f"{self._solver}: period {period:g}, bound {bound:g}, gap {gap:.2g} %"
-        now = time.monotonic()
-        if self._line is not None:
-            self._line.update(self._task, description=text)
-        elif now - self._logged >= _LOG_SECONDS:
-            self._logged = now
-            log.info("planner %s, %.0f s left", text, max(0.0, self._started + self._time_limit - now))
-
 
 BACKENDS = {
     "cbc": "lightning_recycle.planning.exact.milp:solve",
@@ -173,11 +119,16 @@ class ExactPlanner:
             log.info("planner %s: not asked, %s.", self.backend, use.reason)
             return replace(first, seconds=time.monotonic() - started, solver=use)
 
+        asked = time.monotonic()
+
         def show(outcome: SolverOutcome) -> None:
             best = min(each.period for each in (schedule, *outcome.schedules))
-            progress.show(min(best, max(first.lower_bound, outcome.bound or 0.0)), best)
+            bound = min(best, max(first.lower_bound, outcome.bound or 0.0))
+            gap = 100 * (best / bound - 1) if bound > 0.0 else 0.0
+            left = max(0.0, asked + self.time_limit - time.monotonic())
+            line.update(f"{self.backend}: period {best:g}, bound {bound:g}, gap {gap:.2g} %, {left:.0f} s left")
 
-        with SolverProgress(self.backend, self.time_limit) as progress:
+        with Console(stderr=True).status("") as line:  # a line on a terminal, nothing elsewhere
             show(SolverOutcome())
             outcome = run_solver(BACKENDS[self.backend], task, show)
         best = best_of([schedule, *outcome.schedules])
