@@ -5,12 +5,8 @@
     .venv/bin/python benchmarks/planner.py --quick      # the paper's models only
     .venv/bin/python benchmarks/planner.py --optima 200 # the heuristic against proven optima of random small problems
     .venv/bin/python benchmarks/planner.py --hard       # problems where a solver finds more than the heuristic
-    .venv/bin/python benchmarks/planner.py --sides      # small grids, short memory: is the plan loose, or the bound?
     .venv/bin/python benchmarks/planner.py --scale      # 1,536 to 16,384 workers: planning, storing, loading, using
-    .venv/bin/python benchmarks/planner.py --normalization 296 # failure normalization against brute force; minutes
     .venv/bin/python benchmarks/planner.py --layouts large # plan_layout for 2,048 workers (goal: 30 s); or small
-    .venv/bin/python benchmarks/planner.py --ablation   # what each search of the heuristic is worth; a few minutes
-    .venv/bin/python benchmarks/planner.py --ablation HEAD~5  # the same, and plans of that revision
 
 Every plan is made in a process of its own, on one core, which also reports its peak memory; the time is that of
 ``solve``, validation included. The gap is to the proven lower bound: the optimum is at most that
@@ -32,18 +28,15 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from random import Random
 
-from ablation import ablation_table, run_ablation_case
-from instances import HARD, judged, random_problem
+from planning_judge import HARD, judged, random_problem
 from rich.console import Console
 from rich.table import Table
 
 from lightning_recycle.commands.plan import baselines
 from lightning_recycle.planning import (
-    Changing,
     Costs,
     ExactPlanner,
     Grid,
@@ -58,9 +51,6 @@ from lightning_recycle.planning import (
     even_cuts,
     heuristic,
     load_plan,
-    lower_bound,
-    normalize,
-    normalized_failures,
     normalized_problem,
     plan_layout,
     save_plan,
@@ -68,7 +58,6 @@ from lightning_recycle.planning import (
     validate,
 )
 from lightning_recycle.planning.layouts.layout_candidates import _judged
-from lightning_recycle.planning.normalization import distributions
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
@@ -80,21 +69,7 @@ LARGE = ((Grid(24, 64, 128), 0.05), (Grid(32, 64, 128), 0.25))
 # pipeline.
 PAPER = (("GPT-3 Medium", Grid(16, 2, 16)), ("GPT-3 3.35B", Grid(8, 4, 16)), ("GPT-3 6.7B", Grid(4, 8, 32)))
 SCALE = ((Grid(24, 64, 128), (0.05,)), (Grid(32, 64, 128), (0.05,)), (Grid(256, 64, 256), (0.01, 0.05)))
-# Of the shape of 24 x 64 x 128 with 5 % failed and S or 2 S - 1 in flight: grid, failures, limit.
-SIDES = (
-    *(
-        (Grid(2, 3, 6), 1, 3),
-        (Grid(2, 4, 8), 2, 4),
-        (Grid(3, 4, 8), 2, 4),
-        (Grid(3, 4, 8), 4, 4),
-        (Grid(4, 4, 8), 2, 4),
-    ),
-    *((Grid(4, 4, 8), 4, 4), (Grid(3, 5, 10), 3, 5), (Grid(3, 5, 10), 5, 5), (Grid(4, 5, 10), 5, 5)),
-    *((Grid(3, 4, 8), 4, 7), (Grid(4, 5, 10), 6, 9)),
-)
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
-
-NORMALIZATION_EFFORT = 20_000  # of the heuristic, for each plan
 
 EXAMPLE = Grid(3, 4, 6)
 TECHNIQUES = {
@@ -109,11 +84,8 @@ def main() -> None:
     parser.add_argument("--solvers", action="store_true", help="the running example with each installed solver")
     parser.add_argument("--optima", type=int, metavar="N", help="the heuristic's gap on N random small problems")
     parser.add_argument("--hard", action="store_true", help="each solver against the heuristic")
-    parser.add_argument("--sides", action="store_true", help="bound, optimum and heuristic of small grids")
     parser.add_argument("--scale", action="store_true", help="plans for thousands of workers")
-    parser.add_argument("--normalization", type=int, metavar="N", help="normalization of N grids against brute force")
     parser.add_argument("--layouts", choices=("small", "large"), help="time and result of plan_layout")
-    parser.add_argument("--ablation", nargs="*", metavar="REVISION", help="searches switched off; older revisions")
     parser.add_argument("--quick", action="store_true", help="without the large grids")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
     parser.add_argument("--backends", default="cbc,highs,gurobi,cpsat", help="for --solvers")
@@ -121,31 +93,21 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.case:
         case = json.loads(arguments.case)
-        run = run_ablation_case if "ablation" in case else run_scale_case if "scale" in case else run_case
-        run(case)
+        (run_scale_case if "scale" in case else run_case)(case)
         return
     console.print(f"Python {platform.python_version()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}")
     if arguments.solvers:
         for backend in arguments.backends.split(","):
             console.print(solver_table(backend, arguments.time_limit))
         return
-    if arguments.ablation is not None:
-        console.print(ablation_table(50, arguments.ablation))
-        return
     if arguments.scale:
         console.print(scale_table())
-        return
-    if arguments.normalization:
-        console.print(normalization_table(arguments.normalization))
         return
     if arguments.layouts:
         console.print(layouts_table(small_layouts() if arguments.layouts == "small" else large_layouts()))
         return
     if arguments.optima:
         console.print(optima_table(range(arguments.optima), min(arguments.time_limit, 20.0)))
-        return
-    if arguments.sides:
-        console.print(sides_table(min(arguments.time_limit, 100.0)))
         return
     if arguments.hard:
         console.print(hard_table(arguments.backends.split(","), min(arguments.time_limit, 60.0)))
@@ -358,23 +320,6 @@ def optima_table(seeds: Iterable[int], seconds: float) -> Table:
     return table
 
 
-def sides_table(seconds: float) -> Table:
-    """What CP-SAT finds and proves between the lower bound and the heuristic's plan."""
-    table = Table(title=f"F : B : W = 1 : 1.1 : 0.9, communication 0.1; CP-SAT, {seconds:g} s", box=None)
-    for name in ("grid", "failed", "limit", "bound", "proven", "found", "heuristic", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for grid, failures, limit in SIDES:
-        costs = Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=0.1)
-        problem = normalized_problem(Problem(grid, costs, in_flight_limit=(limit,) * grid.stages), failures)
-        schedule = heuristic(problem)
-        result = ExactPlanner("cpsat", time_limit=seconds, threads=1, least_gap=0.0).improve(schedule)
-        table.add_row(
-            *(str(grid), str(failures), str(limit), f"{lower_bound(problem):.1f}", f"{result.lower_bound:.1f}"),
-            *(f"{result.schedule.period:.1f}", f"{schedule.period:.1f}", f"{result.solver.seconds:.0f}"),
-        )
-    return table
-
-
 def most_in_flight(schedule: Schedule) -> float:
     """The most micro-batches that a worker holds at a time."""
     return max(schedule.peak_in_flight(worker) for worker in schedule.live_workers)
@@ -428,85 +373,6 @@ def one_at_a_time(problem: Problem) -> Schedule:
     return replace(schedule, problem=problem)
 
 
-@dataclass(frozen=True, slots=True)
-class Normalized:
-    """One case: how much longer the chosen distribution's period is than the best, as a fraction.
-
-    Args:
-        by_bounds: chosen by bounds alone.
-        by_periods: chosen with true periods.
-        plans: how many plans that took.
-        distributions: how many there are.
-    """
-
-    by_bounds: float
-    by_periods: float
-    plans: int
-    distributions: int
-
-
-def normalization_case(number: int) -> tuple[Problem, int]:
-    """A fault-free problem and a number of failures."""
-    draw = Random(f"normalization {number}")
-    grid, failures = Grid(2, 1, 1), 2
-    while failures > grid.stages * (grid.pipelines - 1):
-        grid = Grid(draw.randint(2, 4), draw.randint(2, 5), draw.randint(2, 8))
-        failures = draw.randint(1, 3)
-    stages = range(grid.stages)
-
-    def durations() -> tuple[float, ...]:
-        return tuple(round(draw.uniform(0.5, 1.5), 2) for _ in stages)
-
-    costs = Costs.uniform(grid.stages)
-    if draw.random() < 0.5:
-        closing = (0.2,) * grid.stages, (0.1,) * grid.stages
-        costs = Costs(durations(), durations(), durations(), *closing, communication=draw.choice((0.0, 0.1)))
-    limit = draw.choice((None, grid.stages, grid.stages + 2))
-    technique = Technique(staggered=draw.random() < 0.7)
-    limits = None if limit is None else (limit,) * grid.stages
-    return Problem(grid, costs, technique=technique, in_flight_limit=limits), failures
-
-
-def normalized(problem: Problem, failures: int) -> Normalized:
-    """Plans every distribution of ``failures``."""
-
-    @cache
-    def period(distribution: tuple[int, ...]) -> float:
-        return heuristic(
-            replace(problem, failed=normalized_failures(problem.grid, distribution)), NORMALIZATION_EFFORT
-        ).period
-
-    asked = []
-
-    def counted(distribution: tuple[int, ...]) -> float:
-        asked.append(distribution)
-        return period(distribution)
-
-    arguments = (problem.grid, problem.costs, failures)
-    options = {"technique": problem.technique, "in_flight_limit": problem.in_flight_limit}
-    by_bounds = normalize(*arguments, **options)  # type: ignore[arg-type]
-    by_periods = normalize(*arguments, **options, period=counted)  # type: ignore[arg-type]
-    every = list(distributions(problem.grid, failures))
-    best = min(map(period, every))
-    return Normalized(period(by_bounds) / best - 1, period(by_periods) / best - 1, len(asked), len(every))
-
-
-def normalization_table(cases: int) -> Table:
-    """Failure normalization against brute force: every distribution of the failures is planned."""
-    found = [normalized(*normalization_case(number)) for number in range(cases)]
-    table = Table(title=f"Normalization, {cases} small grids", title_justify="left", box=None)
-    for name in ("chosen by", "not the best", "at most longer", "plans, mean", "at most", "distributions, mean"):
-        table.add_column(name, justify="right", no_wrap=True)
-    plans, every = (sum(getattr(each, name) for each in found) / cases for name in ("plans", "distributions"))
-    for name in ("by_bounds", "by_periods"):
-        excesses = [getattr(each, name) for each in found]
-        table.add_row(
-            *(name, str(sum(excess > 1e-9 for excess in excesses)), f"{100 * max(excesses):.1f} %"),
-            *(f"{plans:.2f}", str(max(each.plans for each in found)), f"{every:.1f}"),
-        )
-    return table
-
-
 @dataclass(frozen=True)
 class LayoutCase:
     """A grid, its layers, and who has failed."""
@@ -531,7 +397,7 @@ class LayoutCase:
         problem = Problem(self.grid, layers.costs(cuts), self.failed, in_flight_limit=limit)
         _judged.cache_clear()
         started = time.process_time()
-        found = plan_layout(problem, layers, cuts, next_change=3600.0, changing=Changing(switch=2.0))
+        found = plan_layout(problem, layers, cuts, next_change=3600.0, switch=2.0)
         return found, time.process_time() - started
 
 

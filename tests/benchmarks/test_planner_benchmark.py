@@ -1,9 +1,9 @@
-"""The planners against a judge that shares no code with them (benchmarks/optimum.py)."""
+"""The planners against a judge that shares no code with them (benchmarks/planning_judge.py)."""
 
 import importlib.util
 
 import pytest
-from instances import HARD, judged, random_problem
+from planning_judge import HARD, judged, random_problem
 from support.sampling import sampled
 
 from lightning_recycle.planning import ExactPlanner, Problem, heuristic, lower_bound

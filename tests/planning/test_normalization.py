@@ -2,8 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import permutations, product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +71,56 @@ def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch: pytest.MonkeyPa
     assert p.plan(problem).period == pytest.approx(p.lower_bound(problem))
     single = (replace(base, failed=frozenset({p.Worker(3, stage)})) for stage in range(8))
     assert p.lower_bound(problem) == min(map(p.lower_bound, single))
+
+
+def random_case(number: int) -> tuple[p.Problem, int]:
+    """A fault-free problem and a number of failures."""
+    draw = Random(f"normalization {number}")
+    grid, failures = p.Grid(2, 1, 1), 2
+    while failures > grid.stages * (grid.pipelines - 1):
+        grid = p.Grid(draw.randint(2, 4), draw.randint(2, 5), draw.randint(2, 8))
+        failures = draw.randint(1, 3)
+
+    def durations() -> tuple[float, ...]:
+        return tuple(round(draw.uniform(0.5, 1.5), 2) for _ in range(grid.stages))
+
+    costs = p.Costs.uniform(grid.stages)
+    if draw.random() < 0.5:
+        closing = (0.2,) * grid.stages, (0.1,) * grid.stages
+        costs = p.Costs(durations(), durations(), durations(), *closing, communication=draw.choice((0.0, 0.1)))
+    limit = draw.choice((None, grid.stages, grid.stages + 2))
+    technique = p.Technique(staggered=draw.random() < 0.7)
+    limits = None if limit is None else (limit,) * grid.stages
+    return p.Problem(grid, costs, technique=technique, in_flight_limit=limits), failures
+
+
+BOUNDS_MISLEAD = (97, 160, 243, 284)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=pytest.mark.long if number in BOUNDS_MISLEAD else pytest.mark.exhaustive)
+        for number in range(296)
+    ],
+)
+def test_no_distribution_has_a_better_plan_than_the_chosen_one(number: int) -> None:
+    problem, failures = random_case(number)
+    grid = problem.grid
+
+    @cache
+    def period(distribution: tuple[int, ...]) -> float:
+        return p.heuristic(replace(problem, failed=p.normalized_failures(grid, distribution)), 20_000).period
+
+    options = {"technique": problem.technique, "in_flight_limit": problem.in_flight_limit}
+    chosen = p.normalize(grid, problem.costs, failures, period=period, **options)  # type: ignore[arg-type]
+    asked = period.cache_info().misses
+    every = distributions(grid, failures)
+    best = min(map(period, every))
+    assert period(chosen) <= best * (1 + 1e-9)
+    assert asked <= len(every)
+    if number in BOUNDS_MISLEAD:
+        assert period(p.normalize(grid, problem.costs, failures, **options)) > best * (1 + 1e-9)  # type: ignore[arg-type]
 
 
 def test_periods_are_asked_for_until_no_bound_is_below_the_best() -> None:

@@ -1,9 +1,9 @@
-"""The optimal period of a small problem, by a constraint model written from the definition of a schedule.
+"""Planning problems with a judge that shares no code with the planners: random ones, and hard ones.
 
-Concept: a judge of the planners. One interval for each F, B, W (or BW) of each micro-batch, one optional copy of it for
-each worker that may run it, and the rules of ``docs/planner.md`` as they stand there: nothing is merged, no symmetry is
-broken, no bound is used. So it shares no idea and no code with ``lightning_recycle.planning``, takes only plain
-numbers, and is slow: it is meant for grids of up to about 60 micro-batch stages.
+The judge is a constraint model written from the definition of a schedule. One interval for each F, B, W (or BW) of each
+micro-batch, one optional copy of it for each worker that may run it, and the rules of ``docs/planner.md`` as they stand
+there: nothing is merged, no symmetry is broken, no bound is used. It takes only plain numbers, and is slow: it is meant
+for grids of up to about 60 micro-batch stages.
 
 A micro-batch runs at home where its home is alive, else on any live peer of the stage, F, B and W on the same one.
 
@@ -17,8 +17,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
+from random import Random
+from typing import Any
 
-__all__ = ["Instance", "optimal_period", "report_optimum"]
+from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
+from lightning_recycle.planning.child_process import run_in_child
+
+__all__ = ["HARD", "Instance", "judged", "optimal_period", "random_problem", "report_optimum"]
 
 
 @dataclass(frozen=True)
@@ -136,3 +141,94 @@ def report_optimum(task: tuple[Instance, float, float | None], report: Callable[
     fail to load in the same process."""
     instance, seconds, hint = task
     report("optimum", optimal_period(instance, seconds, hint=hint))
+
+
+def judged(problem: Problem, seconds: float, known: float | None = None) -> tuple[float, float]:
+    """The best period and the best bound of the independent judge, in a process of its own.
+
+    Args:
+        problem: without slow workers.
+        seconds: time limit.
+        known: a period that is known to be possible.
+    """
+    grid, costs, technique = problem.grid, problem.costs, problem.technique
+    instance = Instance(
+        pipelines=grid.pipelines,
+        stages=grid.stages,
+        microbatches=grid.microbatches,
+        forward=costs.forward,
+        backward=costs.backward_input,
+        weight=costs.backward_weight,
+        reduce=costs.reduce,
+        step=costs.optimizer,
+        communication=costs.communication,
+        failed=[(worker.pipeline, worker.stage) for worker in problem.failed],
+        limit=problem.in_flight_limit,
+        decoupled=technique.decoupled,
+        staggered=technique.staggered,
+    )
+    answers: list[Any] = []
+    end = run_in_child(
+        "planning_judge:report_optimum",
+        (instance, seconds, known),
+        lambda _, answer: answers.append(answer),
+        10 * seconds + 60,
+    )
+    if not answers:
+        raise RuntimeError(f"the judge did not answer: {end.failure}")
+    return tuple(answers[0])
+
+
+HARD = {
+    "two failures, tight memory": Problem(
+        Grid(4, 5, 6),
+        Costs.uniform(5),
+        frozenset({Worker(2, 2), Worker(3, 1)}),
+        in_flight_limit=(7, 6, 5, 4, 3),
+    ),
+    "unequal stages, two failures, tight memory": Problem(
+        Grid(4, 6, 6),
+        Costs(
+            (1.0, 0.9, 0.9, 1.2, 1.0, 0.9),
+            (1.2, 1.2, 1.0, 1.0, 1.3, 1.0),
+            (1.0, 0.9, 0.8, 1.0, 1.0, 0.8),
+            (0.0,) * 6,
+            (0.0,) * 6,
+        ),
+        frozenset({Worker(0, 0), Worker(3, 3)}),
+        in_flight_limit=(8, 7, 6, 5, 4, 3),
+    ),
+}
+"""Problems where a solver finds a shorter period than the heuristic within a minute."""
+
+
+def random_problem(seed: int) -> Problem:
+    """A grid up to 3 x 4 x 4 with one or two dead workers; unequal costs in half of the cases, a tight memory limit in
+    three quarters."""
+    draw = Random(seed)
+    grid = Grid(draw.randint(2, 3), draw.randint(2, 4), draw.randint(2, 4))
+    stages = range(grid.stages)
+
+    def per_stage(*values: float) -> tuple[float, ...]:
+        return tuple(draw.choice(values) for _ in stages)
+
+    costs = Costs.uniform(grid.stages)
+    if draw.random() < 0.5:
+        none = (0.0,) * grid.stages
+        costs = Costs(
+            per_stage(1.0, 1.5, 2.0), per_stage(1.0, 1.5, 2.0), per_stage(0.5, 1.0, 1.5), none, none,
+            draw.choice((0.0, 0.5)),
+        )  # fmt: skip
+    failed: set[Worker] = set()
+    for _ in range(draw.choice((1, 1, 2))):
+        worker = Worker(draw.randrange(grid.pipelines), draw.randrange(grid.stages))
+        peers = {Worker(d, worker.stage) for d in range(grid.pipelines)}
+        if peers - failed - {worker}:
+            failed.add(worker)
+    limit = None
+    if draw.random() < 0.75:
+        limit = tuple(
+            draw.randint(max(1, min(grid.microbatches, grid.stages - s) - 1), grid.stages + 1) for s in stages
+        )
+    technique = Technique(decoupled=draw.random() < 0.75, staggered=draw.random() < 0.6)
+    return Problem(grid, costs, frozenset(failed), technique, limit)
