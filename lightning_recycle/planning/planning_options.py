@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.option_table import SWITCH, Check, OptionGroup, choice, option, suggests_options
-from lightning_recycle.planning.layouts.technique_selection import Switch
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import MemoryLimit, is_memory_limit
 
-__all__ = ["Partition", "PlanningOptions"]
+__all__ = ["Partition", "PlanningOptions", "Switch"]
 
 Partition: TypeAlias = Literal["count"] | Sequence[int]
 """How layers are distributed over stages: equal numbers of layers or of parameters; the number of layers of each stage,
 as integers (``[3, 5, 4]``); or the seconds of each layer, as floats, for stages of equal seconds.
 """
+
+Switch: TypeAlias = bool | Literal["auto"]
+"""On, off, or as the costs decide."""
 
 _MICROBATCHES = re.compile(r"([1-9]\d*) micro-?batch(es)?")
 

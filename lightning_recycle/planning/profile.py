@@ -5,12 +5,7 @@ Concept: the runtime measures, this module keeps the figures in a form that plan
 - :class:`Profile`, in ``profile.json``: one model on one kind of machine with one number of stages, whatever the number
   of pipelines and micro-batches;
 - :class:`Footprint`: memory of one worker. The :class:`Memory` of a plan for any set of failed workers follows from
-  those of all: peers are alike, so the largest of a stage counts, and the smallest share of a device;
-- :class:`SplitTrial`: fused and split backwards side by side. Splitting is more work (a larger F, more nodes of
-  autograd, kept inputs), which a schedule hides in idle slots. A slot is idle only if the processor is: where workers
-  share cores, one computes while another one waits. So two things count: the times of the operations without waiting
-  for a core, from which a schedule follows, and the time for which operations keep each machine busy, which no schedule
-  can be shorter than. Splitting never counts as less work than not splitting: if that was measured, it is noise.
+  those of all: peers are alike, so the largest of a stage counts, and the smallest share of a device.
 
 File (schema 1)::
 
@@ -30,11 +25,10 @@ Units: seconds, bytes.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
-from statistics import fmean, median
 from typing import Any, Literal, TypeAlias, TypeGuard
 
 from lightning_recycle.arguments import at_least, is_integer, is_number, whole
@@ -43,15 +37,12 @@ from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.problem import Problem
 
 __all__ = [
     "PROFILE_SCHEMA",
     "Footprint",
     "MemoryLimit",
     "Profile",
-    "SplitCosts",
-    "SplitTrial",
     "StageProfile",
     "is_memory_limit",
     "load_profile",
@@ -279,141 +270,3 @@ def _allowed(footprint: Footprint, sharing: int, limit: MemoryLimit) -> float:
     if isinstance(limit, int):
         return limit
     return max(0.0, limit * footprint.capacity / sharing - footprint.overhead)
-
-
-_MOST_LONGER = 1e6  # times BW that B and W take; what is more was not measured
-
-
-@dataclass(frozen=True, slots=True)
-class SplitTrial:
-    """Seconds of micro-batches with fused and with split backwards on one worker, in pairs.
-
-    Args:
-        fused: seconds of F and BW.
-        split: seconds of F, B and W.
-        busy_fused: for how long one micro-batch with a fused backward keeps the processors of the worker's machine
-            busy.
-        busy_split: the same with a split backward.
-        place: the processors that it computes with; workers of the same place share them.
-        processors: how many there are.
-        waited: the part of an operation's time in which the worker waited for a processor, which is not in ``fused``
-            and ``split``.
-
-    Raises:
-        ConfigurationError: when a value cannot have been measured.
-    """
-
-    fused: tuple[float, float]
-    split: tuple[float, float, float]
-    busy_fused: float
-    busy_split: float
-    place: str
-    processors: float = 1.0
-    waited: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, values in (("fused", self.fused), ("split", self.split)):
-            for value in values:
-                at_least("SplitTrial", name, value)
-        for name in ("busy_fused", "busy_split", "processors", "waited"):
-            at_least("SplitTrial", name, getattr(self, name))
-        if len(self.fused) != 2 or len(self.split) != 3 or self.processors <= 0 or self.waited > 1:
-            raise ConfigurationError(f"{self}: give F and BW, F, B and W, and some processors.")
-        if self.longer > _MOST_LONGER:
-            raise ConfigurationError(f"{self}: a split backward cannot take {self.longer:g} times as long.")
-
-    @property
-    def longer(self) -> float:
-        """The quotient of what F, B and W take without F of a fused backward, and BW."""
-        forward, fused = self.fused
-        return max(1.0, (sum(self.split) - forward) / fused) if fused else 1.0
-
-    @property
-    def input_share(self) -> float:
-        """The part of B in B and W."""
-        _, b, w = self.split
-        return b / (b + w) if b + w else 0.5
-
-    def divided(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """``seconds`` of operations by name, with B and W where only BW is there."""
-        if "BW" not in seconds or {"B", "W"} <= seconds.keys():
-            return dict(seconds)
-        both = seconds["BW"] * self.longer
-        return {**seconds, "B": both * self.input_share, "W": both * (1 - self.input_share)}
-
-
-@dataclass(frozen=True)
-class SplitCosts:
-    """Costs of splitting backwards in each stage of ``grid``: the medians of its workers' trials.
-
-    Args:
-        grid: the grid.
-        trials: of at least one worker of each stage.
-
-    Raises:
-        ConfigurationError: when a stage has none.
-    """
-
-    grid: Grid
-    trials: Mapping[Worker, SplitTrial]
-
-    def __post_init__(self) -> None:
-        missing = set(range(self.grid.stages)) - {worker.stage for worker in self.trials}
-        if missing:
-            raise ConfigurationError(f"SplitCosts: no worker of the stages {sorted(missing)} has tried to split.")
-
-    def _of(self, stage: int) -> list[SplitTrial]:
-        return [trial for worker, trial in self.trials.items() if worker.stage == stage]
-
-    def of_split(self, costs: Costs, fused: Sequence[bool]) -> Costs:
-        """Costs of operations whose backwards are split.
-
-        Args:
-            costs: measured costs.
-            fused: for each stage, whether they are of fused backwards: B + W is BW.
-        """
-        backward, weight = [], []
-        for stage, both in enumerate(_both(costs)):
-            trials = self._of(stage)
-            if not fused[stage]:
-                backward.append(costs.backward_input[stage])
-                weight.append(costs.backward_weight[stage])
-                continue
-            longer = both * median(trial.longer for trial in trials)
-            share = median(trial.input_share for trial in trials)
-            backward.append(longer * share)
-            weight.append(longer * (1 - share))
-        return replace(costs, backward_input=tuple(backward), backward_weight=tuple(weight))
-
-    def of_fused(self, costs: Costs, fused: Sequence[bool]) -> tuple[float, ...]:
-        """BW of each stage; arguments as for :meth:`of_split`."""
-        return tuple(
-            both if fused[stage] else both / median(trial.longer for trial in self._of(stage))
-            for stage, both in enumerate(_both(costs))
-        )
-
-    @property
-    def computing(self) -> float:
-        """The part of an operation's time in which it computes instead of waiting for a processor, in the mean."""
-        return 1.0 - fmean(trial.waited for trial in self.trials.values())
-
-    def least_seconds(self, problem: Problem) -> float:
-        """The least time of a step: that for which its operations keep the busiest machine busy."""
-        live, split = problem.live_counts(), problem.technique.decoupled
-        busy: dict[str, float] = defaultdict(float)
-        processors: dict[str, float] = {}
-        usual = [
-            (fmean(trial.busy_fused for trial in trials), fmean(max(t.busy_fused, t.busy_split) for t in trials))
-            for trials in map(self._of, range(self.grid.stages))
-        ]
-        for worker in problem.live_workers():
-            trial = self.trials.get(worker)
-            if trial is not None:
-                count = self.grid.global_microbatches / live[worker.stage]
-                busy[trial.place] += count * usual[worker.stage][split]
-                processors[trial.place] = trial.processors
-        return max((seconds / processors[place] for place, seconds in busy.items()), default=0.0)
-
-
-def _both(costs: Costs) -> tuple[float, ...]:
-    return tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))

@@ -14,7 +14,8 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Tried
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Technique, Worker
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.profile import Footprint, SplitTrial
+from lightning_recycle.planning.profile import Footprint
+from lightning_recycle.planning.splitting import SplitTrial
 
 GRID = Grid(3, 4, 6)
 ALL: frozenset[Worker] = frozenset()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
-from lightning_recycle.planning.profile import SplitTrial
 from lightning_recycle.planning.program import Task
+from lightning_recycle.planning.splitting import SplitTrial
 from lightning_recycle.runtime.executor.device_memory import machine_bytes, peak_bytes, process_bytes, storage_bytes
 from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
 from lightning_recycle.runtime.stage.stage import Kept, Stage

@@ -21,7 +21,8 @@ from lightning_recycle.control.network.handshake import Handshake, Refused, Role
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import HEADER_BYTES, SCHEMA, encode
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import Footprint, SplitTrial, StageProfile
+from lightning_recycle.planning.profile import Footprint, StageProfile
+from lightning_recycle.planning.splitting import SplitTrial
 
 __all__ = [
     "MESSAGES",

@@ -27,8 +27,9 @@ from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.problem import Problem, Technique
-from lightning_recycle.planning.profile import Footprint, MemoryLimit, SplitCosts, SplitTrial, memory_of
+from lightning_recycle.planning.profile import Footprint, MemoryLimit, memory_of
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.splitting import SplitCosts, SplitTrial
 from lightning_recycle.planning.timing import Turns, retime
 
 __all__ = ["Assumptions", "OperationSeconds", "costs_from", "names_of", "with_fused_backwards"]

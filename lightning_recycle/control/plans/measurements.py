@@ -19,8 +19,9 @@ from statistics import median, stdev
 
 from lightning_recycle.control.protocol.messages import Applied, Profiled
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.profile import Footprint, Profile, SplitTrial
+from lightning_recycle.planning.profile import Footprint, Profile
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.splitting import SplitTrial
 
 __all__ = ["Measurements", "StageLevels"]
 

@@ -10,7 +10,7 @@ Concept: a question goes to the planning process or, where that is no use, to th
 
 With ``decoupled="auto"`` every plan is fused until all stages have tried what splitting costs. From then on a
 problem is asked with what B and W take; both plans are made, and the better one is kept
-(:func:`~lightning_recycle.planning.layouts.technique_selection.choose_technique`). A plan counts as what it takes
+(:func:`~lightning_recycle.planning.splitting.choose_technique`). A plan counts as what it takes
 without waiting for processors that workers share, but not as less than what keeps these busy.
 
 A plan is kept under what it is for (:func:`~lightning_recycle.planning.routing.representative`), whoever has failed,
@@ -40,16 +40,13 @@ from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
-from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice, choose_technique
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.profile import SplitCosts
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.routing import renamed, representative
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Turns
+from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 
 __all__ = [
     "PlanAnswer",
@@ -201,7 +198,7 @@ class PlanQuestion:
         made: dict[bool, PlanResult] = {}
         computing, shortest = known.computing, math.inf
 
-        def judge(wanted: Problem, _: Turns | None) -> Judgement:
+        def judge(wanted: Problem) -> tuple[float, Schedule | None]:
             nonlocal shortest
             split = wanted.technique.decoupled
             wanted = self.problem if split else with_fused_backwards(self.problem, known)
@@ -209,21 +206,20 @@ class PlanQuestion:
             if split:
                 bound = max(least, computing * lower_bound(wanted))
                 if bound >= shortest:
-                    return Judgement(bound)  # no plan can be better
+                    return bound, None  # no plan can be better
             try:
                 made[split] = solve(wanted, self.planner)
             except PlanningError:
                 if not split:
                     raise
-                return Judgement(math.inf)  # what waits between B and W has no room
+                return math.inf, None  # what waits between B and W has no room
             schedule = made[split].schedule
             period = max(least, computing * schedule.period)
             shortest = min(shortest, period)
-            return Judgement(period, schedule=schedule)
+            return period, schedule
 
         backward = known.of_fused(self.problem.costs, (False,) * self.problem.grid.stages)
-        staggered = self.problem.technique.staggered
-        choice = choose_technique(self.problem, backward, staggered=staggered, judge=judge)
+        choice = choose_technique(self.problem, backward, judge)
         return PlanAnswer(self.problem, made[choice.technique.decoupled], choice)
 
 

@@ -35,11 +35,11 @@ from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFact
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.technique_selection import TechniqueChoice
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.splitting import TechniqueChoice
 from lightning_recycle.planning.timing import retime
 
 __all__ = ["RunPlans"]

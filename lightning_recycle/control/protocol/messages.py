@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import Footprint, SplitTrial, StageProfile
+from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Program
+from lightning_recycle.planning.splitting import SplitTrial
 
 Number: TypeAlias = bool | int | float
 """A number that keeps its type: integers are counters and digests, compared exactly."""

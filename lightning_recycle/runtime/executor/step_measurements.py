@@ -39,8 +39,9 @@ from torch import Tensor
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.profile import Footprint, SplitTrial, StageProfile
+from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Task
+from lightning_recycle.planning.splitting import SplitTrial
 from lightning_recycle.runtime.executor.device_memory import (
     device_bytes,
     device_place,

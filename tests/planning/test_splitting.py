@@ -1,12 +1,12 @@
-"""What follows from trials of splitting backwards. Measurements are made up."""
+"""What follows from trials of splitting backwards, and whether it pays. Measurements are made up."""
 
 from dataclasses import replace
 
 import pytest
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
-from lightning_recycle.planning.profile import SplitCosts, SplitTrial
+from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Technique, Worker, heuristic
+from lightning_recycle.planning.splitting import SplitCosts, SplitTrial, TechniqueChoice, choose_technique
 
 GRID = Grid(2, 2, 4)
 TRIAL = SplitTrial((1.0, 2.0), (1.1, 1.2, 0.9), 3.0, 3.2, "a", 2.0)
@@ -69,3 +69,44 @@ def test_bad_trials() -> None:
         replace(TRIAL, processors=0.0)
     with pytest.raises(ConfigurationError, match=r"stages \[1\]"):
         SplitCosts(GRID, {Worker(0, 0): TRIAL})
+
+
+EXAMPLE = Grid(3, 4, 6)
+
+
+def chosen(slower: float = 1.0, *failed: Worker, grid: Grid = EXAMPLE, staggered: bool = True) -> TechniqueChoice:
+    """F = 1, BW = 2, and B + W ``slower`` times as long as BW."""
+    costs = Costs.uniform(grid.stages, 1.0, slower, slower)
+
+    def judge(problem: Problem) -> tuple[float, Schedule]:
+        schedule = heuristic(problem)
+        return schedule.period, schedule
+
+    problem = Problem(grid, costs, frozenset(failed), Technique(True, staggered))
+    return choose_technique(problem, (2.0,) * grid.stages, judge)
+
+
+@pytest.mark.parametrize(("staggered", "fused"), [(True, 27), (False, 27)])
+def test_free_splitting_is_on_where_there_are_bubbles(staggered: bool, fused: float) -> None:
+    choice = chosen(staggered=staggered)
+    assert choice.technique == Technique(True, staggered)
+    assert dict(choice.compared)[Technique(False, staggered)] == fused
+    assert choice.period < 22
+    assert choice.splitting == 0
+
+
+def test_splitting_that_costs_more_than_it_wins_is_off() -> None:
+    choice = chosen(2.0)
+    assert not choice.technique.decoupled
+    assert choice.splitting == pytest.approx(2 / 3)
+    assert choice.why()[0].startswith("fused backwards")
+    assert choice.why()[-1] == "split backwards cost 66.7 % of F and BW"
+
+
+def test_one_stage_has_nothing_to_win() -> None:
+    assert not chosen(grid=Grid(3, 1, 6)).technique.decoupled
+
+
+def test_a_failure_can_make_splitting_pay() -> None:
+    """With as many micro-batches as these there are hardly any bubbles, unless the peers of the dead leave some."""
+    assert chosen(1.06, Worker(1, 2)).technique.decoupled
