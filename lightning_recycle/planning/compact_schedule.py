@@ -19,16 +19,14 @@ in a second, however many lanes there are, and better than a large grid in the s
 
 Contract: immutable, picklable; equal to :meth:`~CompactSchedule.expand` in every answer. Makespan, peaks and routes
 follow from the lane without decoding every worker. The schedule of another set of failed workers with as many lanes is
-the same lane: renaming costs nothing. The same lane is planned once in a process.
+the same lane: renaming costs nothing.
 
 Must not know: how a lane is planned.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -45,7 +43,6 @@ __all__ = [
     "CompactSchedule",
     "Lane",
     "LanePlaces",
-    "LanePlanner",
     "LaneWorkers",
     "compact",
     "good_enough",
@@ -59,7 +56,6 @@ COMPACT_FROM = 100_000
 
 _MOST_LISTED = 2_000_000  # operations that a plan may list one by one: half a minute of planning, and 400 MB
 _GOOD = 1.01  # of the lower bound: up to here no plan that lists its operations is looked for beside the lanes'
-_KEPT = 32  # lanes; about 100 kB each
 
 
 def worth_compacting(problem: Problem, least: int) -> bool:
@@ -76,32 +72,6 @@ def good_enough(schedule: CompactSchedule) -> bool:
 def _operations(problem: Problem) -> int:
     grid = problem.grid
     return (3 if problem.technique.decoupled else 2) * grid.global_microbatches * grid.stages
-
-
-class LanePlanner:
-    """Plans lanes with ``plan_lane`` and keeps the newest ones."""
-
-    def __init__(self, plan_lane: Callable[[Problem, int], Schedule]) -> None:
-        self._plan_lane = plan_lane
-        self._kept: OrderedDict[Hashable, Lane] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def plan(self, problem: Problem, effort: int) -> CompactSchedule:
-        """The schedule for ``problem`` by lanes; ``effort`` is passed on.
-
-        Raises:
-            PlanningError: when a lane has no plan, or workers differ in speed.
-        """
-        key = lane_problem(problem), effort
-        with self._lock:
-            lane = self._kept.pop(key, None)
-        if lane is None:
-            lane = Lane.of(self._plan_lane(*key))
-        with self._lock:
-            self._kept[key] = lane
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return compact(problem, lane)
 
 
 def lanes_of(problem: Problem) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import sub
 
 from lightning_recycle.arguments import is_integer, whole
@@ -26,8 +27,10 @@ from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import (
     COMPACT_FROM,
     CompactSchedule,
-    LanePlanner,
+    Lane,
+    compact,
     good_enough,
+    lane_problem,
     worth_compacting,
 )
 from lightning_recycle.planning.grid import Grid
@@ -92,7 +95,7 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
     if not worth_compacting(problem, compact_from):
         return _listed(problem, effort)
     with gc_paused():
-        by_lanes = _lanes.plan(problem, effort)
+        by_lanes = compact(problem, _lane(lane_problem(problem), effort))
     if good_enough(by_lanes):
         return by_lanes
     listed = _listed(problem, effort)
@@ -167,7 +170,10 @@ def _planned(problem: Problem, effort: int) -> Schedule:
         return _list_schedule(problem, effort)
 
 
-_lanes = LanePlanner(_listed)
+@lru_cache(maxsize=32)  # about 100 kB each
+def _lane(problem: Problem, effort: int) -> Lane:
+    """The lane that solves ``problem``, of :func:`lane_problem`."""
+    return Lane.of(_listed(problem, effort))
 
 
 def _solved(codes: Codes, effort: int) -> Schedule:
