@@ -6,8 +6,7 @@ the plan slow, and for as few micro-batches as possible. The search for good ord
 
 1. plan without it, and without the limit in bytes. Where the first is as short as the second, it is the answer;
 2. the stages whose workers hold more in the second than they have are *tight*. Plan as if every F of a tight stage kept
-   a checkpoint only, every backward took an F longer, and there were always room for one R; the same for the tightest
-   alone, as what is computed again elsewhere may cost more than it brings;
+   a checkpoint only, every backward took an F longer, and there were always room for one R;
 3. put an R before each of these backwards. It waits for nothing, so it can run while its worker waits for the gradient;
 4. take it back for every micro-batch whose activations fit into memory from F on.
 
@@ -36,8 +35,6 @@ from lightning_recycle.planning.timing import retime
 __all__ = ["with_recomputation"]
 
 _SHARE = 0.25  # of the effort of a plan, for each of the others
-_SMALL = 20_000  # operations of a plan, up to which several sets of stages are tried
-_MOST_SETS = 4
 _BACKWARDS = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD)
 
 
@@ -60,30 +57,18 @@ def with_recomputation(problem: Problem, plan: Callable[[Problem, float], Schedu
         return best
     if free.fits(problem):
         return free
-    for stages in _sets(problem, memory, saves, free):
-        reduced = _reduced(problem, memory, stages)
-        if _met(best, lower_bound(reduced)):
-            continue  # room in another stage may be all that is needed
-        found = _with_room(_expanded(plan(reduced, _SHARE), problem, stages), memory)
-        if found.period < best.period and not _met(best, found.period):
-            best = found
-    return best
+    tight = frozenset(
+        stage for stage in saves if max(map(free.peak_memory, problem.live_workers(stage))) > memory.capacity[stage]
+    )
+    reduced = _reduced(problem, memory, tight)
+    if not tight or _met(best, lower_bound(reduced)):
+        return best
+    found = _with_room(_expanded(plan(reduced, _SHARE), problem, tight), memory)
+    return best if _met(best, found.period) else found
 
 
 def _met(schedule: Schedule, period: float) -> bool:
     return schedule.period <= period * (1 + 1e-9)
-
-
-def _sets(problem: Problem, memory: Memory, saves: Sequence[int], free: Schedule) -> Iterator[frozenset[int]]:
-    """The sets of stages in which forwards may be computed again: all that are tight, then the tightest alone."""
-    peaks = [max(free.peak_memory(worker) for worker in problem.live_workers(stage)) for stage in saves]
-    over = {stage: peak / memory.capacity[stage] for stage, peak in zip(saves, peaks, strict=True)}
-    tight = sorted((stage for stage in saves if over[stage] > 1), key=lambda stage: (-over[stage], stage))
-    operations = 3 * problem.grid.stages * problem.grid.global_microbatches
-    sizes = range(len(tight), 0, -1) if operations <= _SMALL else [len(tight)] if tight else []
-    if len(sizes) > _MOST_SETS:
-        sizes = sorted({-(-len(tight) * k // _MOST_SETS) for k in range(1, _MOST_SETS + 1)}, reverse=True)
-    return (frozenset(tight[:size]) for size in sizes)
 
 
 def _reduced(problem: Problem, memory: Memory, stages: frozenset[int]) -> Problem:
