@@ -72,8 +72,6 @@ def plan_and_show(config: DictConfig) -> float:
         results = library.compute(problems_ahead(settings), progress=errors.is_terminal)
         result = results[-1]
         console.print(_comparison([_row(each) for each in results], "Plan library", by_stage=True))
-    if result.log:
-        console.print(result.log, markup=False, highlight=False, soft_wrap=True)
     _sweep.append(_row(result))
     console.print(_single(result, _sweep[-1]))
     if result.warning is not None:

@@ -72,7 +72,6 @@ class PlanResult:
         lower_bound: a proven lower bound of the period, whatever the re-routing, in the unit of the costs.
         seconds: planning time.
         warning: one line about a solver that was missing, crashed or ran out of time.
-        log: the solver's output, if it was asked for.
         found_by: name of the planner whose schedule this is: ``backend``, or "heuristic" where its solver was not asked
             or found nothing better; "given" where it was to improve a plan and did not.
         solver: what the solver did.
@@ -84,7 +83,6 @@ class PlanResult:
     lower_bound: float
     seconds: float = 0.0
     warning: str | None = None
-    log: str = ""
     found_by: str = "unknown"
     solver: SolverUse = NOT_ASKED
 
@@ -101,7 +99,6 @@ def proven(
     *,
     seconds: float = 0.0,
     warning: str | None = None,
-    log: str = "",
     found_by: str | None = None,
     solver: SolverUse = NOT_ASKED,
 ) -> PlanResult:
@@ -114,7 +111,7 @@ def proven(
     if known > period - TOLERANCE * period:
         known = period  # equal but for rounding
     status = "optimal" if known == period else "feasible"
-    return PlanResult(schedule, backend, status, known, seconds, warning, log, found_by or backend, solver)
+    return PlanResult(schedule, backend, status, known, seconds, warning, found_by or backend, solver)
 
 
 EQUALLY_FAST = 1e-3

@@ -501,12 +501,6 @@ def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
     assert "least_gap=10" in result.solver.reason
 
 
-def test_the_solver_s_output_is_kept_on_request() -> None:
-    start = one_at_a_time(example(COUPLED, None, 2))
-    assert "HiGHS" in p.ExactPlanner("highs", log=True).improve(start).log
-    assert p.ExactPlanner("highs").improve(start).log == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -94,7 +94,6 @@ class _Search:
         # Few threads take turns with all methods, neighbourhood search among them, instead of one each.
         solver.parameters.interleave_search = self.task.threads < _THREADS_FOR_ALL
         solver.parameters.random_seed = self.task.seed
-        solver.parameters.log_search_progress = self.task.log
         solver.best_bound_callback = on_bound
         report, best = self.report, None
 

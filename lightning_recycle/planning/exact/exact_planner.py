@@ -61,7 +61,6 @@ class ExactPlanner:
         threads: number of the solver's threads; by default 1, for CP-SAT one per core (at most 8).
         max_variables: largest model in slots to build (not for CP-SAT). Durations are rounded to longer slots to stay
             below it; if even that is too large, no solver is asked.
-        log: keep the solver's output in the result.
         least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked. None: a
             solver is always asked, if only for a plan that holds less.
         max_operations: nor for a plan with more operations than this, the closing ones included.
@@ -74,7 +73,6 @@ class ExactPlanner:
     time_limit: float = 60.0
     threads: int | None = None
     max_variables: int = 40_000
-    log: bool = False
     least_gap: float | None = 1e-3
     max_operations: int = 8_000
 
@@ -138,7 +136,6 @@ class ExactPlanner:
             outcome.bound,
             found_by=found_by if best is schedule else self.backend,
             solver=outcome.use,
-            log=outcome.log if self.log else "",
         )
         warning = None
         if outcome.failure is not None:
@@ -187,7 +184,6 @@ class ExactPlanner:
             time_limit=self.time_limit,
             threads=self.threads or (min(8, os.cpu_count() or 1) if self.backend == "cpsat" else 1),
             max_variables=self.max_variables,
-            log=self.log,
         )
 
     def _discretize(self, first: PlanResult) -> TimeIndexedProblem | None:

@@ -208,7 +208,7 @@ def _empty_model(task: SolverTask) -> Any:
         raise SolverUnavailableError(
             f"python-mip {_version('mip')} cannot load it ({reason}{found and '; '}{found}): {remedy}"
         ) from error
-    model.verbose = int(task.log)
+    model.verbose = 0
     model.threads = task.threads
     model.seed = task.seed
     return model

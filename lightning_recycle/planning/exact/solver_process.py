@@ -70,7 +70,6 @@ class SolverTask:
     max_variables: int
     """The largest model to build."""
     seed: int = 0
-    log: bool = False
 
 
 class Solver(Protocol):
@@ -131,7 +130,6 @@ class SolverOutcome:
     """Those that it found, valid ones alone."""
     failure: str | None = None
     """A few words, or None when the solver ended by itself."""
-    log: str = ""
     use: SolverUse = NOT_ASKED
 
 
@@ -160,6 +158,5 @@ def run_solver(entry: str, task: SolverTask, on_progress: Callable[[SolverOutcom
                 log.info("A solution of the solver was not usable: %s", error)
         on_progress(outcome)
 
-    end = run_in_child(entry, task, receive, task.time_limit + GRACE)
-    outcome.failure, outcome.log = end.failure, end.log
+    outcome.failure = run_in_child(entry, task, receive, task.time_limit + GRACE).failure
     return outcome
