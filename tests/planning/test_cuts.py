@@ -123,8 +123,7 @@ def whole_stages(draw: st.DrawFn) -> tuple[Stages, list[int]]:
         options.append([(count, table[count]) for count in range(least, most + 1)])
     rooms = [draw(st.integers(1, layers)) for _ in range(stages)]
     workers = draw(st.integers(stages, stages * pipelines))
-    overhead = draw(st.sampled_from([0.0, 0.2]))
-    return Stages(work, once, options, workers, overhead, lambda s, i, j: j - i <= rooms[s]), rooms
+    return Stages(work, once, options, workers, lambda s, i, j: j - i <= rooms[s]), rooms
 
 
 def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple, tuple]]:
@@ -161,7 +160,7 @@ def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages,
     """Where each stage has one number of workers."""
     stages, rooms = case
     options = [each[-1:] for each in stages.options]
-    stages = Stages(stages.work, stages.once, options, 99, stages.overhead, stages.fits)
+    stages = Stages(stages.work, stages.once, options, 99, stages.fits)
     best = fastest(stages)
     if best is None:
         return
@@ -195,10 +194,10 @@ def test_a_share_is_the_best_distribution(microbatches: int, factors: list[float
         assert found[count] == least
 
 
-def sharing(work: list[float], once: float, counts: list[float], overhead: float = 0.0, fits: Any = None) -> Stages:
+def sharing(work: list[float], once: float, counts: list[float], fits: Any = None) -> Stages:
     """Stages of one worker each that may share layers, with that many micro-batches."""
     options = [[(1, count)] for count in counts]
-    return Stages(work, [once] * len(work), options, len(counts), overhead, fits, shares_layers=True)
+    return Stages(work, [once] * len(work), options, len(counts), fits, shares_layers=True)
 
 
 @st.composite
@@ -210,7 +209,7 @@ def sharing_stages(draw: Any) -> Stages:
     counts = draw(st.lists(st.sampled_from([4.0, 6.0, 8.0]), min_size=stages, max_size=stages))
     most = draw(st.sampled_from([count, 3]))
     fits = None if most == count else (lambda _, begin, end: math.ceil(end) - math.floor(begin) <= most)
-    return sharing(work, once, counts, draw(st.sampled_from([0.0, 0.25])), fits)
+    return sharing(work, once, counts, fits)
 
 
 def every_cut(stages: Stages) -> list[tuple[float, ...]]:

@@ -211,7 +211,6 @@ class Stages:
         options: for each stage, the numbers of workers that it may have, with the share of the busiest one as
             :func:`shares` gives it; the smallest number first.
         workers: the live workers of all stages.
-        overhead: seconds of a stage for one micro-batch besides its layers.
         fits: whether a worker of a stage has memory for the layers between two bounds; once a range does not fit, none
             that contains it does.
         shares_layers: whether stages may share layers; each has one number of workers then.
@@ -221,7 +220,6 @@ class Stages:
     once: Sequence[float]
     options: Sequence[Sequence[tuple[int, float]]]
     workers: int
-    overhead: float = 0.0
     fits: Callable[[int, float, float], bool] | None = None
     shares_layers: bool = False
 
@@ -250,7 +248,7 @@ class Stages:
             work -= self.work[first] * (begin - first)
         if end != last:
             work -= self.work[last - 1] * (last - end)
-        return share * (work + self.overhead) + of_steps[last] - of_steps[first]
+        return share * work + of_steps[last] - of_steps[first]
 
     def within(self, limit: float, price: Price | None = None) -> Cut | None:
         """The best cut with no load above ``limit``: the fewest workers, then the fewest shared layers, then the lowest
@@ -258,7 +256,7 @@ class Stages:
         """
         limit *= 1 + 1e-12  # sums are not exact
         count = len(self.work)
-        room = list(accumulate((limit / options[-1][1] - self.overhead for options in self.options[::-1]), initial=0.0))
+        room = list(accumulate((limit / options[-1][1] for options in self.options[::-1]), initial=0.0))
         reached: dict[float, tuple[int, int, float]] = {0: (0, 0, 0.0)}
         back: list[dict[float, tuple[float, int]]] = []
         for stage in range(len(self.options)):

@@ -2,7 +2,7 @@
 
 Concept: the layers of a model are cut into S contiguous stages. A cut is a tuple of S + 1 bounds: stage s holds the
 layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one, in all pipelines alike. A stage takes the sum of its layers'
-seconds, and each of its operations takes ``overhead`` besides. Where a bound lies within a layer, the stages on both
+seconds. Where a bound lies within a layer, the stages on both
 sides hold it, and each takes its part of the layer's seconds in the mean over the micro-batches
 (:mod:`~lightning_recycle.planning.layouts.cuts`).
 
@@ -64,7 +64,6 @@ class LayerCosts:
         waiting_bytes: what one micro-batch holds from B to W; empty: ``held_bytes``.
         parameter_bytes: parameters, gradients and buffers; empty: 0.
         optimizer_bytes: state of the optimizer, and copies of the version before; empty: 0.
-        overhead: seconds of each F, B, W and BW of a stage besides its layers.
         memory_limit: bytes of a worker for all of this; None for no limit.
         bandwidth: bytes/s of the link of a worker, in each direction; 0 if unknown: then only the latency counts.
         latency: seconds for an empty message.
@@ -84,7 +83,6 @@ class LayerCosts:
     waiting_bytes: tuple[float, ...] = ()
     parameter_bytes: tuple[float, ...] = ()
     optimizer_bytes: tuple[float, ...] = ()
-    overhead: float = 0.0
     memory_limit: float | None = None
     bandwidth: float = 0.0
     latency: float = 0.0
@@ -102,7 +100,7 @@ class LayerCosts:
                     f"LayerCosts({name}) has {len(values)} values for {count} layers: give one per layer."
                 )
             object.__setattr__(self, name, values)
-        for name in ("overhead", "bandwidth", "latency"):
+        for name in ("bandwidth", "latency"):
             object.__setattr__(self, name, at_least("LayerCosts", name, getattr(self, name)))
         if self.memory_limit is not None:
             at_least("LayerCosts", "memory_limit", self.memory_limit)
@@ -213,11 +211,10 @@ class LayerCosts:
         if not decoupled:
             fused = self._stages(self.backward, bounds)
             inputs, weights = fused, tuple(0.0 for _ in fused)
-        extra = self.overhead
         return Costs(
-            forward=tuple(value + extra for value in forward),
-            backward_input=tuple(value + extra for value in inputs),
-            backward_weight=tuple(value + extra for value in weights) if decoupled else weights,
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
             reduce=self._held(self.reduce, bounds),
             optimizer=self._held(self.optimizer, bounds),
             communication=self._communication(bounds),
@@ -253,21 +250,20 @@ class LayerCosts:
             whole = self._held(self.reduce, cuts)[stage]
             layers.append(SharedLayer(stage, self.reduce[layer] / whole if whole else 0.0, earlier, later))
 
-        def relative(values: Sequence[float], more: float = 0.0) -> tuple[tuple[float, ...], ...]:
+        def relative(values: Sequence[float]) -> tuple[tuple[float, ...], ...]:
             mean = self._stages(values, cuts)
             known = {
                 own: tuple(
-                    (mine + more) / (usual + more) if usual + more else 1.0
-                    for mine, usual in zip(self._stages(values, own), mean, strict=True)
+                    mine / usual if usual else 1.0 for mine, usual in zip(self._stages(values, own), mean, strict=True)
                 )
                 for own in set(bounds)
             }
             return tuple(known[own] for own in bounds)
 
         return Turns(
-            relative(self.forward, self.overhead),
-            relative(backward, self.overhead),
-            relative(self.backward_weight, self.overhead),
+            relative(self.forward),
+            relative(backward),
+            relative(self.backward_weight),
             relative(self.held_bytes),
             relative(self.waiting_bytes),
             tuple(layers),

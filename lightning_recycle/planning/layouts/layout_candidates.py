@@ -10,9 +10,8 @@ Of what is compared, re-routing is the first.
 
 *Period*: grids up to ``COMPACT_FROM`` operations are planned as they are. Larger ones are planned by lanes where that
 is near the lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage
-wastes the others, so they are judged by one pipeline whose stages have the *rate* of their workers: with n workers at
-most in a stage and n[s] in stage s, each operation takes n / n[s] times as long, for ceil(D M / n) micro-batches. That
-is a prediction, not a plan; the plan of the layout that is chosen is made when it is needed.
+wastes the others, so the lower bound is the prediction; the plan of the layout that is chosen is made when it is
+needed.
 
 *Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,
 after k failures in E worker-seconds the rate is Gamma(a + k, b + E) with mean (a + k) / (b + E): conjugate to the
@@ -44,12 +43,11 @@ from typing import Literal, TypeAlias
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, CompactSchedule, lane_problem, worth_compacting
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_in_turns
-from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, held_ranges, rounded, shared_layers
-from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, rounded, shared_layers
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
@@ -68,7 +66,6 @@ __all__ = [
     "in_turns",
     "is_better",
     "judged",
-    "rate_problem",
     "shown",
     "weighed",
 ]
@@ -185,8 +182,7 @@ def _judged(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
     lane, bound = lane_problem(problem), lower_bound(problem)
     if lower_bound(lane) <= _GOOD * bound:
         return replace(_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
-    rate = _of(heuristic(rate_problem(problem), _LARGE_EFFORT))
-    return Judgement(max(rate.period, bound), rate.fill, rate.lead)
+    return Judgement(bound, makespan_lower_bound(problem) - bound if problem.technique.staggered else 0.0)
 
 
 def in_turns(judgement: Judgement, turns: Turns | None, effort: int) -> Judgement:
@@ -212,39 +208,6 @@ def _of(schedule: Schedule) -> Judgement:
     ends = [operations[-1].end for operations in lane.workers.values() if operations]
     lead = max(ends) - min(ends) if schedule.problem.technique.staggered else 0.0
     return Judgement(schedule.period, max(0.0, schedule.makespan - schedule.period), lead, schedule)
-
-
-def rate_problem(problem: Problem) -> Problem:
-    """One pipeline without failures whose stages are as fast as all live workers of ``problem`` together."""
-    live = problem.live_counts()
-    most = max(live)
-    slower = [most / count for count in live]
-    costs, memory, limit = problem.costs, problem.memory, problem.in_flight_limit
-
-    def each(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value * factor for value, factor in zip(values, slower, strict=True))
-
-    return replace(
-        problem,
-        grid=Grid(1, problem.grid.stages, -(-problem.grid.global_microbatches // most)),
-        costs=replace(
-            costs,
-            forward=each(costs.forward),
-            backward_input=each(costs.backward_input),
-            backward_weight=each(costs.backward_weight),
-        ),
-        failed=frozenset(),
-        in_flight_limit=None
-        if limit is None
-        else tuple(max(1, int(n / f)) for n, f in zip(limit, slower, strict=True)),
-        memory=None if memory is None else _shared(memory, slower),
-    )
-
-
-def _shared(memory: Memory, slower: list[float]) -> Memory:
-    """Room for as many micro-batches as the workers of a stage have for each pipeline, at least for one."""
-    room = [max(memory.room(stage) / factor, memory.after_forward[stage]) for stage, factor in enumerate(slower)]
-    return replace(memory, capacity=tuple(map(sum, zip(memory.fixed, room, strict=True))))
 
 
 Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
@@ -281,10 +244,6 @@ class Layout:
     def sizes(self) -> tuple[float, ...]:
         """Layers of each stage; of one that it shares its part."""
         return tuple(rounded(end - begin) for begin, end in pairwise(self.cuts))
-
-    def stages_of(self, layer: int) -> tuple[int, ...]:
-        """The stages that hold ``layer``: one, or two that share it."""
-        return tuple(stage for stage, held in enumerate(held_ranges(self.cuts)) if layer in held)
 
     def __str__(self) -> str:
         sizes = "/".join(map(str, self.sizes))

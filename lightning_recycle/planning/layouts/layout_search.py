@@ -409,7 +409,6 @@ class _Search:
             tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True))),
             options,
             sum(self.live),
-            layers.overhead * (3 if self.decoupled else 2),
             None if spare is None else self.fits(spare),
             shares_layers,
         )
