@@ -24,7 +24,6 @@ from test_running_example import TABLE as ONE_DEAD
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.exact import exact_planner as exact_module
-from lightning_recycle.planning.exact import solver_process
 from lightning_recycle.planning.exact.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.result import best_of, demand_of
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
@@ -347,7 +346,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "fake_solvers.py").write_text(textwrap.dedent(FAKES))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FAKE_PID", str(tmp_path / "pid"))
-    monkeypatch.setattr(solver_process, "GRACE", 0.5)
+    monkeypatch.setattr(exact_module, "GRACE", 0.5)
 
     def use(name: str) -> p.ExactPlanner:
         monkeypatch.setitem(exact_module.BACKENDS, "highs", f"fake_solvers:{name}")

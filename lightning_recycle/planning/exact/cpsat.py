@@ -34,7 +34,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_recycle.planning.exact.solver_process import Report, SolverTask, SolverUnavailableError, improve
+from lightning_recycle.planning.child_process import Report, UnavailableError
+from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
 from lightning_recycle.planning.exact.time_indexed_problem import Placement, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
@@ -49,7 +50,7 @@ def solve(task: SolverTask, report: Report) -> None:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise SolverUnavailableError(f"{error}; pip install 'lightning-recycle[cpsat]'") from error
+        raise UnavailableError(f"{error}; pip install 'lightning-recycle[cpsat]'") from error
     improve(task, report, _Search(task, report, cp_model))
 
 

@@ -29,7 +29,7 @@ Constraints
 Objectives
     the smallest T, and for one T none; then, for that T, the least K most + sum over w of h[s] held[w], K large
 
-Contract: runs in the solver's process (:mod:`solver_process`); every call of the solver is reported.
+Contract: runs in the solver's process (see :mod:`exact_planner`); every call of the solver is reported.
 
 Must not know: costs in seconds, how the caller uses the result.
 
@@ -47,12 +47,8 @@ from typing import Any
 
 import mip
 
-from lightning_recycle.planning.exact.solver_process import (
-    Report,
-    SolverTask,
-    SolverUnavailableError,
-    improve,
-)
+from lightning_recycle.planning.child_process import Report, UnavailableError
+from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
 from lightning_recycle.planning.exact.time_indexed_problem import Placement, Step, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
@@ -193,7 +189,7 @@ def _empty_model(task: SolverTask) -> Any:
     """A model of the solver that the task names.
 
     Raises:
-        SolverUnavailableError: when python-mip cannot load the solver.
+        UnavailableError: when python-mip cannot load the solver.
     """
     # A model that is collected while cffi parses a declaration waits forever for cffi's lock, which this thread
     # holds: so the automatic collector is off while models are built and solved, and old ones are collected here.
@@ -205,7 +201,7 @@ def _empty_model(task: SolverTask) -> Any:
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
         found = ", ".join(f"{name} {_version(name)}" for name in ("highsbox", "highspy") if task.backend == "highs")
         remedy = _REMEDIES[task.backend]
-        raise SolverUnavailableError(
+        raise UnavailableError(
             f"python-mip {_version('mip')} cannot load it ({reason}{found and '; '}{found}): {remedy}"
         ) from error
     model.verbose = 0
