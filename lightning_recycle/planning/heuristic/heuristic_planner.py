@@ -2,8 +2,8 @@
 
 Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), search for the rule with
 the best result (see ``rule_search``), then for an order that is as fast with less memory, and fuse the backwards that
-were split for nothing (see ``refinement``). Where memory makes that slow, forwards may be computed again (see
-``recomputation``). Identical pipelines, as without failures, are planned once and copied. Where workers differ in
+were split for nothing; where memory makes that slow, forwards may be computed again (see ``refinement``). Identical
+pipelines, as without failures, are planned once and copied. Where workers differ in
 speed, two distributions of the micro-batches are searched: the one that balances the work best is not always best for
 the pipeline as a whole.
 
@@ -35,8 +35,7 @@ from lightning_recycle.planning.compact_schedule import (
 )
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, zero_bubble
-from lightning_recycle.planning.heuristic.recomputation import with_recomputation
-from lightning_recycle.planning.heuristic.refinement import coupled, with_least_memory
+from lightning_recycle.planning.heuristic.refinement import coupled, with_least_memory, with_recomputation
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import is_better

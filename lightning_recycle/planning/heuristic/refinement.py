@@ -1,4 +1,4 @@
-"""Refinement of an order of operations: less memory, fused backwards.
+"""Refinement of plans: less memory, fused backwards, forwards that are computed again.
 
 *Memory descent*: the search for a fast plan ends when nothing is faster, and an eager plan holds many times the
 micro-batches that its period needs. So it is searched again under less and less memory, with the known period and
@@ -17,25 +17,42 @@ takes back what brought nothing: at stage 0, where no stage waits, B and W becom
 between, which others wait for; elsewhere if W directly follows B and the stage before does not begin its own backward
 until W has ended.
 
-Contract: deterministic. Fusion never makes the period longer, the descent by at most 0.1 % (nor the makespan), and
-neither takes more memory on the tightest worker.
+*Recomputation*: a micro-batch whose F keeps only what the stage got (a checkpoint) leaves room for others; R, the same
+forward again, takes what its backward needs shortly before that. It costs an F, so it is used only where memory is what
+makes the plan slow, and for as few micro-batches as possible. The search for good orders need not know of it:
+
+1. plan without it, and without the limit in bytes. Where the first is as short as the second, it is the answer;
+2. the stages whose workers hold more in the second than they have are *tight*. Plan as if every F of a tight stage kept
+   a checkpoint only, every backward took an F longer, and there were always room for one R;
+3. put an R before each of these backwards. It waits for nothing, so it can run while its worker waits for the gradient;
+4. take it back for every micro-batch whose activations fit into memory from F on.
+
+At the last stage there is never an R: an F at the place of its R is as early for all workers, and needs no F before.
+
+Contract: deterministic. Fusion and recomputation never make the period longer, the descent by at most 0.1 % (nor the
+makespan), and none takes more memory than there is, the activations during an R included.
 
 Must not know: how the order was found. Internal to ``planning``.
+
+Source: activation checkpointing (Chen et al., arXiv 1604.06174), by micro-batch as in GPipe (arXiv 1811.06965).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
+from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.result import EQUALLY_FAST, measure_of
-from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing, retime
 
-__all__ = ["coupled", "with_least_memory"]
+__all__ = ["coupled", "with_least_memory", "with_recomputation"]
 
 
 def coupled(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int], Timing]:
@@ -109,7 +126,7 @@ def _idle_splits(codes: Codes, sequence: Sequence[int], starts: Sequence[float])
     return found
 
 
-_SHARE = 8  # the effort of the search is so many times that of the descent
+_DESCENT_SHARE = 8  # the effort of the search is so many times that of the descent
 _LEVEL_PLAYS = 60  # for one level of all workers
 _STAGE_PLAYS = 2  # for one level of a stage
 _FINENESS = 4  # levels in bytes for each micro-batch
@@ -132,7 +149,7 @@ class _Descent:
         self.memory = measure_of(codes.problem)
         self.goal = tuple(length * (1 + EQUALLY_FAST) for length in solution.score[:2])
         self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
-        self.plays = effort // _SHARE // self.operations
+        self.plays = effort // _DESCENT_SHARE // self.operations
         self.peaks = codes.peaks(solution.sequence, self.memory)
         one = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]
         self.least = [fixed + each for fixed, each in zip(self.memory.fixed, one, strict=True)]
@@ -191,3 +208,104 @@ class _Descent:
             raise PlanningError("a worker cannot hold one micro-batch.")
         given = problem.in_flight_limit or whole
         return replace(problem, in_flight_limit=tuple(map(min, whole, given)))
+
+
+_AGAIN_SHARE = 0.25  # of the effort of a plan, for each plan with and without a limit in bytes
+_BACKWARDS = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD)
+
+
+def with_recomputation(problem: Problem, plan: Callable[[Problem, float], Schedule]) -> Schedule:
+    """The best of the plans with and without recomputation.
+
+    Args:
+        problem: the problem.
+        plan: makes a plan of a problem in which nothing may be computed again, with a share of the usual effort.
+    """
+    memory = problem.memory
+    if memory is None or memory.checkpoint is None:
+        return plan(problem, 1.0)
+    best = plan(replace(problem, memory=replace(memory, checkpoint=None)), 1.0).under(problem)
+    saves = [s for s in range(problem.grid.stages - 1) if memory.checkpoint[s] < memory.after_forward[s]]
+    if not saves or _met(best, lower_bound(problem)):
+        return best
+    free = plan(replace(problem, memory=None), _AGAIN_SHARE).under(problem)
+    if _met(best, free.period):
+        return best
+    if free.fits(problem):
+        return free
+    tight = frozenset(
+        stage for stage in saves if max(map(free.peak_memory, problem.live_workers(stage))) > memory.capacity[stage]
+    )
+    reduced = _reduced(problem, memory, tight)
+    if not tight or _met(best, lower_bound(reduced)):
+        return best
+    found = _with_room(_expanded(plan(reduced, _AGAIN_SHARE), problem, tight), memory)
+    return best if _met(best, found.period) else found
+
+
+def _met(schedule: Schedule, period: float) -> bool:
+    return schedule.period <= period * (1 + 1e-9)
+
+
+def _reduced(problem: Problem, memory: Memory, stages: frozenset[int]) -> Problem:
+    """The problem in which each backward of ``stages`` begins with an R, for which memory is kept free."""
+    assert memory.checkpoint is not None
+    costs = problem.costs
+    backward, capacity, held = list(costs.backward_input), list(memory.capacity), list(memory.after_forward)
+    for stage in stages:
+        backward[stage] += costs.forward[stage]
+        capacity[stage] -= memory.after_forward[stage] - memory.checkpoint[stage]
+        held[stage] = memory.checkpoint[stage]
+    reduced = replace(memory, capacity=tuple(capacity), after_forward=tuple(held), checkpoint=None)
+    return replace(problem, costs=replace(costs, backward_input=tuple(backward)), memory=reduced)
+
+
+def _expanded(schedule: Schedule, problem: Problem, stages: frozenset[int]) -> Schedule:
+    """A schedule of the reduced problem as one of ``problem``, with an R directly before each of the backwards."""
+
+    def operations(worker: Worker) -> Iterator[Op]:
+        for op in schedule.program(worker):
+            if op.kind in _BACKWARDS and worker.stage in stages:
+                yield Op(OpKind.RECOMPUTE, op.stage, op.microbatch)
+            yield op
+
+    technique = schedule.problem.technique  # 1F1B never splits
+    programs = {worker: list(operations(worker)) for worker in schedule.live_workers}
+    return _timed(replace(problem, technique=technique), programs)
+
+
+def _with_room(schedule: Schedule, memory: Memory) -> Schedule:
+    """The schedule without the R of those micro-batches whose activations fit into memory from F on."""
+    programs = {}
+    for worker in schedule.live_workers:
+        program = schedule.program(worker)
+        spared = _spared(program, memory, worker.stage)
+        programs[worker] = [op for op in program if op.kind is not OpKind.RECOMPUTE or op.microbatch not in spared]
+    return _timed(schedule.problem, programs)
+
+
+def _spared(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch | None]:
+    """The micro-batches of one worker that need no R. Those go first whose R would come first, which is best for the
+    number of them: each takes the same memory for an interval.
+    """
+    again = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.RECOMPUTE}
+    forwards = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.FORWARD}
+    room, more = memory.room(stage), memory.delta(OpKind.RECOMPUTE, stage, recomputed=True)
+    held, now = [], 0.0  # in each operation; after the newest
+    for op in program:
+        before, now = now, now + memory.delta(op.kind, stage, op.microbatch in again)
+        held.append(before + memory.needed(op.kind, stage))
+    spared: set[Microbatch | None] = set()
+    for microbatch, position in again.items():
+        between = range(forwards[microbatch] + 1, position)  # F itself needs the same either way
+        if all(held[at] + more <= room for at in between):
+            spared.add(microbatch)
+            for at in between:
+                held[at] += more
+    return spared
+
+
+def _timed(problem: Problem, programs: dict[Worker, list[Op]]) -> Schedule:
+    """The schedule of these programs, each operation as early as possible."""
+    untimed = {worker: tuple(ScheduledOp(op, 0.0, 0.0) for op in ops) for worker, ops in programs.items()}
+    return retime(Schedule(problem, untimed, 0.0), problem.costs)
