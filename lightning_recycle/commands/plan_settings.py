@@ -23,7 +23,7 @@ from lightning_recycle.planning import (
     load_profile,
     normalized_problem,
 )
-from lightning_recycle.planning.memory import Memory
+from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 
 __all__ = ["problem_from", "problems_ahead"]

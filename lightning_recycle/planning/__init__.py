@@ -6,8 +6,7 @@
 27.0
 """
 
-from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
-from lightning_recycle.planning.costs import Costs, communication_seconds
+from lightning_recycle.planning.costs import Costs, Memory, communication_seconds
 from lightning_recycle.planning.exact.exact_planner import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, heuristic
@@ -17,7 +16,6 @@ from lightning_recycle.planning.layouts.layer_costs import LayerCosts, LayerMove
 from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, Layout, LayoutPlan
 from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.library import PlanLibrary
-from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import (
     distribution_of,
     normalize,
@@ -27,7 +25,7 @@ from lightning_recycle.planning.normalization import (
 )
 from lightning_recycle.planning.plan_files import PLAN_SCHEMA, load_plan, plan_to_json, read_plan, save_plan
 from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve
-from lightning_recycle.planning.problem import Problem, Technique
+from lightning_recycle.planning.problem import Problem, Technique, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.routing import reroute

@@ -1,8 +1,11 @@
-"""Running a function in its own process: hard time limits, and nothing it does can hurt the caller.
+"""Work in processes of its own, with hard time limits, and work that is given up.
 
 Concept: the function takes one picklable argument and ``report``, with which it sends picklable messages while it
 runs. The caller receives every message sent before the child ended, whatever ended it. Not ``multiprocessing``:
 that imports the caller's main module in the child, which may be a training script.
+
+A thread that makes plans names with :func:`cancelled_by` what cancels them; what takes long in making one calls
+:func:`check_cancelled` now and then. A planner that never does is waited for.
 
 Contract: :func:`run_in_child` returns within ``time_limit`` seconds (plus start and end), never raises because
 of the child, and leaves no process behind. A child whose parent dies ends at once.
@@ -21,23 +24,51 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, TypeAlias
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning import cancellation
 
 __all__ = [
+    "Cancelled",
     "ChildExit",
     "Report",
     "UnavailableError",
+    "cancelled_by",
+    "check_cancelled",
     "exit_reason",
     "lowest_priority",
     "run_in_child",
     "start_server",
 ]
+
+_cancels: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
+
+
+class Cancelled(BaseException):
+    """The plan is not wanted any more. No error: whoever handles errors of planners must let it pass."""
+
+
+@contextmanager
+def cancelled_by(event: threading.Event) -> Iterator[None]:
+    """What is planned in the block, in this thread, is given up once ``event`` is set."""
+    token = _cancels.set(event)
+    try:
+        yield
+    finally:
+        _cancels.reset(token)
+
+
+def check_cancelled() -> None:
+    """Raises :class:`Cancelled` if the plan that is being made is not wanted any more."""
+    event = _cancels.get()
+    if event is not None and event.is_set():
+        raise Cancelled
+
 
 _LOG_BYTES = 1_000_000  # the end of the child's output that is kept
 _START = f"import sys; from {__name__} import {{main}}; {{main}}(int(sys.argv[1]), sys.argv[2])"
@@ -82,7 +113,7 @@ def run_in_child(
         time_limit: seconds after which the child is killed; None for no limit.
 
     Raises:
-        Cancelled: if the plan for which it runs is given up (:mod:`~lightning_recycle.planning.cancellation`).
+        Cancelled: if the plan for which it runs is given up .
     """
     deadline = None if time_limit is None else time.monotonic() + time_limit
     try:
@@ -95,13 +126,13 @@ def run_in_child(
         except OSError as error:
             return ChildExit(f"its process could not be started: {error}", "")
         try:
-            answered, failure = _listen(ours, payload, on_message, deadline, child, cancellation.current())
+            answered, failure = _listen(ours, payload, on_message, deadline, child, _cancels.get())
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
             ours.close()
-        cancellation.check()
+        check_cancelled()
         log = _tail(output)
     if not answered and failure is None:
         last = log.strip().splitlines()[-1:]

@@ -33,9 +33,8 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, Worker
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused, schedule_of_columns
 
 __all__ = [

@@ -36,13 +36,11 @@ from math import comb, prod
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.bounds import stage_lower_bounds
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
-from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.problem import Problem, Technique
+from lightning_recycle.planning.problem import Problem, Technique, stage_lower_bounds
 
 __all__ = [
     "contingencies",

@@ -27,9 +27,8 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import write_atomically, write_json
 from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.result import TOLERANCE, PlanResult, SolverUse, proven
 from lightning_recycle.planning.schedule import OperationColumns, Schedule, schedule_of_columns

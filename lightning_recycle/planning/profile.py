@@ -34,9 +34,8 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 from lightning_recycle.arguments import at_least, is_integer, is_number, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.memory import Memory
 
 __all__ = [
     "PROFILE_SCHEMA",

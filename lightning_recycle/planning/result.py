@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import CompactSchedule
-from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.costs import Memory
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule
 
 __all__ = [

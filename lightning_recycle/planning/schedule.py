@@ -23,8 +23,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 
 __all__ = ["KINDS", "OperationColumns", "Schedule", "gc_paused", "schedule_of_columns", "staggered_period"]

@@ -30,8 +30,8 @@ from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact
+from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Costs, Problem
 from lightning_recycle.planning.schedule import Schedule, staggered_period
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning import HeuristicPlanner, Problem, Schedule, cancellation, heuristic
+from lightning_recycle.planning import HeuristicPlanner, Problem, Schedule, heuristic
+from lightning_recycle.planning.child_process import check_cancelled
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Gated(HeuristicPlanner):
             report.write_text(str(os.getpid()))
             report.rename(self.report)
             while not self.gate.exists():
-                cancellation.check()
+                check_cancelled()
                 time.sleep(0.01)
         return heuristic(problem, self.effort)
 

@@ -28,7 +28,7 @@ from lightning_recycle.planning import (
     heuristic,
     plan,
 )
-from lightning_recycle.planning.cancellation import Cancelled, cancelled_by, current
+from lightning_recycle.planning.child_process import Cancelled, cancelled_by, current
 
 PATIENCE = 30.0  # seconds
 PROBLEM = Problem(Grid(3, 2, 4), Costs.uniform(2))

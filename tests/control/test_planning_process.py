@@ -21,7 +21,7 @@ from lightning_recycle.control.plans.planning_process import PlanningProcess, Pr
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, solve
-from lightning_recycle.planning.cancellation import Cancelled
+from lightning_recycle.planning.child_process import Cancelled
 
 pytestmark = pytest.mark.timeout(60)
 

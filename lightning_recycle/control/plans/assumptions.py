@@ -20,10 +20,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, PlannerInTurns
-from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.problem import Problem, Technique

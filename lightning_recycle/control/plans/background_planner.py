@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.planning_process import PlanningProcess, Question
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.cancellation import Cancelled, cancelled_by
+from lightning_recycle.planning.child_process import Cancelled, cancelled_by
 
 __all__ = ["BackgroundPlanner", "Here", "Job", "Urgency"]
 

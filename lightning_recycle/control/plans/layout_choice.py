@@ -27,13 +27,12 @@ from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import parts_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
 from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
 from lightning_recycle.planning.layouts.layout_search import plan_layout
-from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns

@@ -36,13 +36,12 @@ from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_
 from lightning_recycle.control.plans.background_planner import Here
 from lightning_recycle.control.plans.planning_process import ProcessLostError
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, solve
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.routing import renamed, representative
 from lightning_recycle.planning.schedule import Schedule

@@ -36,8 +36,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.cancellation import Cancelled
-from lightning_recycle.planning.child_process import exit_reason, lowest_priority, start_server
+from lightning_recycle.planning.child_process import Cancelled, exit_reason, lowest_priority, start_server
 
 __all__ = [
     "PlanningProcess",
@@ -59,7 +58,7 @@ class Question(Protocol):
     """A pure question: the same answer wherever it is asked."""
 
     def answer(self) -> Any:
-        """The answer; what takes long asks :mod:`~lightning_recycle.planning.cancellation` now and then."""
+        """The answer; what takes long asks :mod:`~lightning_recycle.planning.child_process` now and then."""
         ...
 
 

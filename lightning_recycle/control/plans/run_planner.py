@@ -32,7 +32,6 @@ from lightning_recycle.control.plans.assumptions import (
 )
 from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Job, Urgency
 from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, ReadyPlans, check_travels
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.layout_candidates import Candidate
@@ -44,7 +43,7 @@ from lightning_recycle.planning.normalization import (
     normalize,
 )
 from lightning_recycle.planning.planner import get_planner
-from lightning_recycle.planning.problem import Problem, Technique
+from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.routing import alike

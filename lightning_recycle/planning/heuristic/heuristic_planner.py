@@ -23,7 +23,6 @@ from operator import sub
 
 from lightning_recycle.arguments import is_integer, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import (
     COMPACT_FROM,
     CompactSchedule,
@@ -37,7 +36,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, zero_bubble
 from lightning_recycle.planning.heuristic.refinement import coupled, with_least_memory, with_recomputation
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.result import is_better
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import Schedule, gc_paused

@@ -43,11 +43,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
-from lightning_recycle.planning.memory import Memory
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.result import EQUALLY_FAST, measure_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing, retime

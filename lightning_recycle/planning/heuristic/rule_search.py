@@ -33,10 +33,10 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
-from lightning_recycle.planning import cancellation
-from lightning_recycle.planning.bounds import lower_bound
+from lightning_recycle.planning.child_process import check_cancelled
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.heuristic.list_scheduling import NO_EXPRESS, Express, Rule, play
+from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
 __all__ = ["Solution", "goal_of", "search"]
@@ -218,7 +218,7 @@ class _Search:
         return solution
 
     def _judge(self, sequence: list[int], rule: Rule | None, held: int = 0) -> Solution:
-        cancellation.check()
+        check_cancelled()
         self.plays_left -= 1
         self.plays += 1
         # The exact period of a schedule that cannot become the start of further changes does not matter.

@@ -28,7 +28,7 @@ from functools import cached_property
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.costs import Costs, communication_seconds
+from lightning_recycle.planning.costs import Costs, Memory, communication_seconds
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.layouts.cuts import (
     Bounds,
@@ -38,7 +38,6 @@ from lightning_recycle.planning.layouts.cuts import (
     parts_of,
     shared_layers,
 )
-from lightning_recycle.planning.memory import Memory
 from lightning_recycle.planning.timing import SharedLayer, Turns
 
 __all__ = ["LayerCosts", "LayerMove", "Traffic", "layer_moves", "traffic"]

@@ -43,12 +43,11 @@ from typing import Literal, TypeAlias
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.bounds import lower_bound, makespan_lower_bound
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, CompactSchedule, lane_problem, worth_compacting
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_in_turns
 from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, rounded, shared_layers
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import Turns
 

@@ -31,7 +31,6 @@ from typing import TypeAlias
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import (
@@ -66,7 +65,7 @@ from lightning_recycle.planning.normalization import (
     normalized_failures,
     roles,
 )
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.timing import Turns
 
 __all__ = ["plan_layout"]

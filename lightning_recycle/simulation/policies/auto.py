@@ -39,10 +39,10 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
-from lightning_recycle.planning.bounds import lower_bound
 from lightning_recycle.planning.layouts.cuts import Bounds, held_ranges
 from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWay
+from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
