@@ -15,7 +15,6 @@ from lightning_recycle.planning.layouts.cuts import even_cuts
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts, LayerMove, layer_moves
 from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, Layout, LayoutPlan
 from lightning_recycle.planning.layouts.layout_search import plan_layout
-from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.normalization import (
     distribution_of,
     normalize,
@@ -24,7 +23,15 @@ from lightning_recycle.planning.normalization import (
     roles,
 )
 from lightning_recycle.planning.plan_files import PLAN_SCHEMA, load_plan, plan_to_json, read_plan, save_plan
-from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve
+from lightning_recycle.planning.planner import (
+    PlanLibrary,
+    Planner,
+    available_planners,
+    get_planner,
+    plan,
+    register_planner,
+    solve,
+)
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 from lightning_recycle.planning.result import PlanResult

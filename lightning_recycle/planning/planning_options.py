@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.option_table import SWITCH, Check, OptionGroup, choice, option, suggests_options
-from lightning_recycle.planning.library import PlanLibrary
-from lightning_recycle.planning.planner import Planner, get_planner
+from lightning_recycle.planning.planner import PlanLibrary, Planner, get_planner
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import MemoryLimit, is_memory_limit
 
@@ -45,7 +44,7 @@ class PlanningOptions(OptionGroup):
 
     Args:
         planner: the name of a planner, or an object with ``plan(problem)``.
-        plan_library: a directory (or :class:`~lightning_recycle.planning.library.PlanLibrary`) in which plans are
+        plan_library: a directory (or :class:`~lightning_recycle.planning.planner.PlanLibrary`) in which plans are
             looked up before they are made, and stored; ``recycle-plan library=...`` fills one before the run. Use it
             with a ``profile``: plans are found by their costs.
         profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's

@@ -31,7 +31,7 @@ from lightning_recycle.planning import (
     save_profile,
 )
 from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
-from lightning_recycle.planning.library import _entry
+from lightning_recycle.planning.planner import _entry
 from lightning_recycle.planning.profile import load_profile
 
 pytestmark = pytest.mark.long

@@ -39,8 +39,7 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.library import PlanLibrary
-from lightning_recycle.planning.planner import Planner, solve
+from lightning_recycle.planning.planner import PlanLibrary, Planner, solve
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.result import PlanResult
 from lightning_recycle.planning.routing import renamed, representative

@@ -35,14 +35,13 @@ from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, Rea
 from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.layout_candidates import Candidate
-from lightning_recycle.planning.library import PlanLibrary
 from lightning_recycle.planning.normalization import (
     distribution_of,
     most_in_a_stage,
     next_failures,
     normalize,
 )
-from lightning_recycle.planning.planner import get_planner
+from lightning_recycle.planning.planner import PlanLibrary, get_planner
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.result import PlanResult, proven
