@@ -273,6 +273,8 @@ class _Check:
 
     def _after(self, own: _Placed, source: _Placed, lag: float | None = None) -> Iterator[str]:
         """The operations that start before their source has ended, with a message between two stages after ``lag``."""
+        if max(own.worker, default=_ABSENT) == _ABSENT:  # none is split, or computed again
+            return
         early = (lag or 0.0) - self.tolerance
         found = {n for n, (start, end) in enumerate(zip(own.start, source.end, strict=True)) if start < end + early}
         if lag is None:  # for operations without duration, the order is that of the program, not of the times
