@@ -28,7 +28,7 @@ from lightning_recycle.planning import (
     heuristic,
     plan,
 )
-from lightning_recycle.planning.child_process import Cancelled, cancelled_by, current
+from lightning_recycle.planning.child_process import Cancelled, cancelled_by, check_cancelled
 
 PATIENCE = 30.0  # seconds
 PROBLEM = Problem(Grid(3, 2, 4), Costs.uniform(2))
@@ -57,12 +57,12 @@ class Waiting:
 
     def answer(self) -> str:
         self.asked.release()
-        unwanted = current()
-        assert unwanted is not None
         while not self.go_on.wait(0.01):
-            if unwanted.is_set():
+            try:
+                check_cancelled()
+            except Cancelled:
                 self.given_up += 1
-                raise Cancelled
+                raise
         return "waited"
 
 
