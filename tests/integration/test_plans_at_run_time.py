@@ -1,5 +1,7 @@
 """Profiles, plan libraries and planners as the strategy uses them."""
 
+import gzip
+import json
 import subprocess
 import sys
 import time
@@ -31,7 +33,7 @@ from lightning_recycle.planning import (
     save_profile,
 )
 from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
-from lightning_recycle.planning.planner import _entry
+from lightning_recycle.planning.plan_files import read_schedule
 from lightning_recycle.planning.profile import load_profile
 
 pytestmark = pytest.mark.long
@@ -62,7 +64,7 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> Non
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60, strategy={"plan_library": library})
     stored = sorted(library.glob("*.plan.gz"))
-    plans = [found.problem for found in map(_entry, stored)]
+    plans = [read_schedule(json.loads(gzip.decompress(path.read_bytes()))).problem for path in stored]
     assert {len(problem.failed) for problem in plans} == {0, 1, 2}, "fault-free, one lost in either stage, one in each"
     assert {problem.memory is None for problem in plans} == {True, False}, "also those for the memory that was measured"
     times = [path.stat().st_mtime_ns for path in stored]
