@@ -53,7 +53,7 @@ _KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have sta
 _TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _SMALL_BYTES = 64 * 1024  # of a value that always travels
 _MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
-_WATCHED_BYTES = 64 * 1024 * 1024  # that are compared in each step, besides twice the trained parameters
+_WATCHED_BYTES = 256 * 1024 * 1024  # that are compared in each step, besides twice the trained parameters
 _REMEDY = (
     " Use num_microbatches=1 without failures, keep it below 4 MB, or optimize by hand (automatic_optimization ="
     " False), where micro-batches run in turns and each has tensors of its own."
