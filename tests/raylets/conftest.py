@@ -1,6 +1,8 @@
 """Real Ray clusters on this machine. Those of several nodes run in ``make test-ray``, which asks for their marker."""
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +30,7 @@ class LocalCluster:
         self._cluster: Any = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20}
         )
+        self._joined: list[subprocess.Popen[bytes]] = []
 
     @property
     def address(self) -> str:
@@ -37,6 +40,12 @@ class LocalCluster:
         """A new node, which is alive."""
         return self._cluster.add_node(num_cpus=num_cpus, object_store_memory=100 << 20)
 
+    def join(self, num_cpus: int = 2) -> None:
+        """A new node, from any thread: Ray starts those of :meth:`add` in the main thread only."""
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", self.address]
+        options = ["--num-cpus", str(num_cpus), "--object-store-memory", str(100 << 20)]
+        self._joined.append(subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL))
+
     def kill_raylet(self, node: Any) -> None:
         """Kills the raylet of a node with SIGKILL; its workers end because of that."""
         node.kill_raylet()
@@ -45,6 +54,9 @@ class LocalCluster:
         import ray
 
         ray.shutdown()
+        for process in self._joined:
+            process.terminate()
+            process.wait(30)
         self._cluster.shutdown()
 
 

@@ -123,7 +123,7 @@ def test_workers_that_no_node_has_room_for_come_when_a_node_does(cluster: LocalC
 
     def kill(signed: Signed) -> None:
         cluster.kill_raylet(nodes[signed.workers()[2][3]])
-        cluster.add()
+        cluster.join()
         assert wait_for(lambda: signed.replaced(2, 3), 240)
 
     history = fit_while(tmp_path, kill)
