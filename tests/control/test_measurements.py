@@ -85,7 +85,6 @@ class FoundLayouts:
         self.asked = 0
         self.plans = plans
         monkeypatch.setattr(plans._layouts, "_ask", self._ask)
-        monkeypatch.setattr(plans._layouts, "_ask_ahead", lambda schedule: None)
         monkeypatch.setattr(plans._background, "take", self._take)
         monkeypatch.setattr(plans._layouts, "_objection", lambda cuts: "")
         self._found: list[Any] = []

@@ -45,7 +45,7 @@ def describe(trainer: L.Trainer, skip: Iterable[str]) -> dict[str, str]:
         elif isinstance(value, Tensor):
             found[path] = f"{tuple(value.shape)} {value.dtype} {value.detach().flatten().tolist()}"
             waiting += [(f"{path}.grad", value.grad)] if value.is_leaf and value.grad is not None else []
-        elif id(value) in seen:
+        elif id(value) in seen and not isinstance(value, types.MethodType):  # each access to a method makes another one
             found[path] = f"the same as {seen[id(value)][0]}"
         else:
             seen[id(value)] = (path, value)  # kept, so that the id stays its own
