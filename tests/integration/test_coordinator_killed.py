@@ -63,17 +63,41 @@ def test_kills_at_the_start_in_the_middle_and_while_it_goes_on_from_the_last_one
         assert run.difference() < 1e-10
 
 
-def test_workers_whose_coordinator_comes_back_without_its_file_are_told_and_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaced", [False, True], ids=["first-workers", "with-a-replacement"])
+def test_a_coordinator_without_the_file_goes_on_from_what_the_workers_know(tmp_path: Path, replaced: bool) -> None:
+    with cluster(tmp_path, 24, 0.1, *(["await"] if replaced else [])) as run:
+        run.start_coordinator("--timeout", "3")
+        for _ in range(4):
+            run.start_worker()
+        run.await_step(4)
+        if replaced:
+            run.workers[2].kill()
+            run.start_worker()
+            run.await_step(12, seconds=120)
+        run.kill_coordinator()
+        run.state.unlink()
+        run.start_coordinator("--timeout", "3")
+        run.end(*([2] if replaced else []))
+        assert run.difference() < 1e-10
+        record = run.records[-1].read_text()
+        assert "goes on from what they know" in record
+        assert '"kind": "revived"' in record
+        assert '"kind": "failure"' not in record
+
+
+def test_without_the_file_and_without_all_workers_it_says_why_the_run_does_not_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, 1000, 0.1) as run:
         run.start_coordinator()
         for _ in range(4):
             run.start_worker()
         run.await_step(4)
         run.kill_coordinator()
+        run.workers[2].kill()
         run.state.unlink()
         run.start_coordinator()
-        assert [worker.wait(60) for worker in run.workers] == [EXIT_LOST_COORDINATOR] * 4, run.words()
-        assert "knows nothing, and ends. With the file of its" in run.words()
+        codes = [worker.wait(60) for number, worker in enumerate(run.workers) if number != 2]
+        assert codes == [EXIT_LOST_COORDINATOR] * 3, run.words()
+        assert "have not returned. They end. Start the run again from its newest checkpoint" in run.words()
 
 
 def test_workers_whose_coordinator_does_not_come_back_end(tmp_path: Path) -> None:

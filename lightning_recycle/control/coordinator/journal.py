@@ -139,6 +139,12 @@ class Journal:
             self._content = replace(self._content, kept=kept, processes=holders)
             self._replace()
 
+    def adopt(self, run: str, kept: Kept | None, processes: Mapping[int, Process]) -> None:
+        """Goes on with ``run``, of which this file does not know."""
+        self.is_continued = True
+        self._content = replace(self._content, run=run, kept=kept, processes=processes)
+        self._replace()
+
     def begin(self, statuses: tuple[int, ...]) -> None:
         """Another run begins; ``statuses``: those of the runs before."""
         self._is_broken = self.is_continued = False

@@ -18,10 +18,12 @@ from collections.abc import Callable
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.coordinator.journal import Journal
+from lightning_recycle.control.joining.admission import describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
 from lightning_recycle.control.plans.run_planner import RunPlanner
-from lightning_recycle.control.protocol.messages import Enrolled, StopReason, Unfit
+from lightning_recycle.control.protocol.coordinator_restart import adopted
+from lightning_recycle.control.protocol.messages import Enrolled, Stop, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.processes import has_ended
@@ -31,6 +33,7 @@ __all__ = ["Serving"]
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
+_RETURN_SECONDS = 1.0  # for those who have lost a coordinator of which this one knows nothing; others come first
 _NOBODY_SECONDS = 20.0  # until a run of which nobody returns is over, if others wait
 _OVER_SECONDS = 3.0  # for those who return to a run whose end is known
 
@@ -61,6 +64,7 @@ class Serving:
         self._reception = reception
         reception.listener.start()
         self._journal = journal
+        self._knows_nothing = journal is not None and journal.kept is None and not journal.statuses
         self._on_run = on_run
 
     def meet(self) -> bool:
@@ -68,10 +72,15 @@ class Serving:
         returns to that one, which is over.
         """
         if (journal := self._journal) is not None:
-            self._reception.run, self._reception.enrolled = journal.run, Enrolled(journal.run)
+            adopts, self._knows_nothing = self._knows_nothing, False
+            self._reception.run, self._reception.enrolled = None if adopts else journal.run, Enrolled(journal.run)
             if self._is_gone(journal):
                 self.statuses[:] = journal.statuses
                 return False
+            if adopts:
+                self._reception.first()
+                self._adopt(journal)
+                self._reception.run = journal.run
         self._reception.first()
         return True
 
@@ -121,6 +130,32 @@ class Serving:
             self._journal.begin(tuple(self.statuses))
 
     # ------------------------------------------------------------------ an earlier process
+
+    def _adopt(self, journal: Journal) -> None:
+        """If workers return to a run of which this process knows nothing, finds out what they know of it: it goes on if
+        that is enough.
+        """
+        reception, began = self._reception, time.monotonic()
+        while not reception.has_returned and time.monotonic() - began < _RETURN_SECONDS:
+            reception.look()
+        if not reception.has_returned or reception.returned[0].run == journal.run:
+            return
+        while isinstance(found := adopted(reception.returned), str) and time.monotonic() - began < _NOBODY_SECONDS:
+            reception.look()
+        if isinstance(found, str):
+            log.error(
+                "Workers of a run return, of which %s says nothing, and they do not know enough to go on: %s. They end."
+                " Start the run again from its newest checkpoint; with the file of their coordinator it would have gone"
+                " on.",
+                journal.path,
+                found,
+            )
+            reception.send_away(Stop(StopReason.LOST), returned_only=True)
+            return
+        kept, members = found
+        log.warning("%s says nothing of the run whose workers return: it goes on from what they know.", journal.path)
+        processes = {rank: describe(one, one.incarnation) for rank, one in members.items()}
+        journal.adopt(reception.returned[0].run, kept, processes)
 
     def _is_gone(self, journal: Journal) -> bool:
         """Waits for workers that return to the run of an earlier process; whether there are none, and it is over."""

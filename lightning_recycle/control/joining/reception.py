@@ -54,7 +54,7 @@ class Reception:
         greet: decides about a connection, and is given its first message.
         on_wake: called in the thread of the loop when it was woken.
         is_over: whether there will be no further run: workers that come may end, successfully.
-        run: the run whose workers may return; empty for none.
+        run: the run whose workers may return; empty for none, None for any.
         enrolled: sent to newcomers at once, so that they may return; None if they may not.
 
     Raises:
@@ -69,7 +69,7 @@ class Reception:
         self.greet: Callable[[NonBlockingConnection, First], None] = self._keep
         self.on_wake: Callable[[], None] = _nothing
         self.is_over = False
-        self.run = ""
+        self.run: str | None = ""
         self.enrolled: messages.Enrolled | None = None
         self._met: list[tuple[NonBlockingConnection, First]] = []
         self._next_sign = 0.0
@@ -107,7 +107,7 @@ class Reception:
     # ------------------------------------------------------------------ between two runs
 
     def _keep(self, connection: NonBlockingConnection, first: First) -> None:
-        if isinstance(first, messages.Returned) and first.run != self.run:
+        if isinstance(first, messages.Returned) and self.run is not None and first.run != self.run:
             log.error(
                 "%s returns to a run of which this coordinator knows nothing, and ends. With the file of its"
                 " coordinator (--state) the run would have gone on: start it again from its newest checkpoint.",
@@ -147,6 +147,12 @@ class Reception:
         """Whether one of them returns to :attr:`run`."""
         return any(isinstance(first, messages.Returned) for _, first in self._met)
 
+    @property
+    def returned(self) -> list[messages.Returned]:
+        """The first messages of workers that have lost their coordinator, of the same run as the first."""
+        found = [first for _, first in self._met if isinstance(first, messages.Returned)]
+        return [first for first in found if first.run == found[0].run]
+
     def look(self) -> None:
         """Waits a moment for newcomers and their first messages, and sends signs of life."""
         self.loop.dispatch(self.loop.select(_LOOK_SECONDS))
@@ -163,10 +169,13 @@ class Reception:
         while work.is_alive():
             self.look()
 
-    def send_away(self, why: messages.Stop | messages.Unfit) -> None:
-        """Sends ``why`` to all workers that are kept, and forgets them."""
+    def send_away(self, why: messages.Stop | messages.Unfit, returned_only: bool = False) -> None:
+        """Sends ``why`` to all workers that are kept, or to those that return, and forgets them."""
         met, self._met = self._met, []
         for connection, first in met:
+            if returned_only and not isinstance(first, messages.Returned):
+                self._met.append((connection, first))
+                continue
             if isinstance(why, messages.Unfit):
                 log.warning("Refused %s: %s", described(first), why.why)
             self.loop.forget(connection)

@@ -15,6 +15,11 @@ moment: until the new generation is in the journal, the workers have heard nothi
 a worker keeps is bounded: workers are never more than one step and one control collective apart, so all of them have
 older answers. What counts in one generation only is not kept: a revival begins another one.
 
+If the journal is lost, the workers know enough of it (:func:`adopted`) where all members of the newest generation
+return. A worker that was given up before that generation is not in its roster, and generations that none of them has
+heard of have had no effect. Missed are the exceptions that were raised before, votes against newcomers, reasons of
+losses, and how earlier runs ended.
+
 Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
 boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
 getting ready for; a better plan; the record, which begins anew, but for its counters.
@@ -22,7 +27,7 @@ getting ready for; a better plan; the record, which begins anew, but for its cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +59,7 @@ __all__ = [
     "Kept",
     "Memory",
     "Over",
+    "adopted",
     "durable",
     "events",
     "kept",
@@ -203,6 +209,46 @@ def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
     )
 
 
+def adopted(said: Collection[messages.Returned]) -> tuple[Kept | None, dict[int, messages.Returned]] | str:
+    """What an earlier coordinator of a run knew, without its file, and its members by rank; or what is missing.
+
+    Args:
+        said: what workers of one run say that have lost their coordinator.
+
+    Returns:
+        None instead of :class:`Kept` if the run has not begun.
+    """
+    if not said:
+        return "they have gone again"
+    newest = max(said, key=lambda one: one.generation)
+    if newest.generation < 0:
+        grid = None if newest.wants is None else newest.wants.grid
+        is_whole = grid is not None and {one.rank for one in said}.issuperset(range(grid.num_workers))
+        return (None, {}) if is_whole else "some have not returned"
+    # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
+    current = (one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1)
+    members = {one.rank: one for one in sorted(current, key=lambda one: (one.incarnation, one.generation))}
+    missing = [rank for rank in newest.roster if rank not in members]
+    if missing:
+        return f"the workers of ranks {', '.join(map(str, missing))} have not returned"
+    knows = max(members.values(), key=lambda one: one.resumed)
+    # A decision to stop that nobody has heard is made again.
+    verdicts = (one.verdict for one in members.values() if one.verdict is not None)
+    verdict = max(verdicts, key=lambda one: one.point, default=messages.StopVerdict(-1, True))
+    return Kept(
+        newest.generation,
+        newest.roster,
+        newest.leader,
+        joining=tuple(rank for rank, one in sorted(members.items()) if one.joining and not one.entered),
+        has_resumed=knows.resumed >= 0,
+        stop_point=verdict.point,
+        stop_agreed=verdict.point >= 0 and verdict.agreed,
+        after_step=AfterStep.GO_ON if verdict.agreed else AfterStep.STOP,
+        cuts=knows.cuts,
+        newcomers=tuple(rank for rank, one in sorted(members.items()) if one.joining),
+    ), members
+
+
 def rebuilt(state: MembershipState) -> Next:
     """All have returned: the state without what :func:`events` adds, and what some were told and others not."""
     assert state.returned is not None
@@ -312,7 +358,7 @@ class Memory:
         self._applied = -1
         self._restored = 0
         self._joins_after = -1  # the step after which it gets its state
-        self._is_ready = False
+        self._is_ready = self._has_entered = False
         self._leave: messages.Leave | None = None
         self._ends_run = False
 
@@ -339,7 +385,7 @@ class Memory:
             case messages.Restored():
                 self._restored = message.version
             case messages.Reached(milestone=messages.Milestone.ENTERED):
-                self._applied = self._joins_after
+                self._applied, self._has_entered = self._joins_after, True
             case messages.Ready():
                 self._is_ready = True
             case messages.Leave():
@@ -416,6 +462,7 @@ class Memory:
             raised=self._raised,
             confirm=self._confirm,
             is_ready=self._is_ready,
+            entered=self._has_entered,
             leave=self._leave,
             ends_run=self._ends_run,
             profiled=self._measured.get(messages.Profiled),

@@ -175,7 +175,14 @@ class Member:
     def returned(self, **who: Any) -> messages.Returned:
         """The first message to a coordinator that was started again; ``who``: the sender, by field."""
         assert self._memory is not None, "it ends with its coordinator"
-        generation = -1 if self._announced is None else self._announced.generation
+        announced, resume = self._announced, self._resume
+        if announced is not None:
+            who.update(roster=announced.roster, leader=announced.leader)
+        if resume is not None:
+            who.update(resumed=resume.generation, cuts=resume.cuts)
+        if self._verdicts:
+            who.update(verdict=self._verdicts[max(self._verdicts)])
+        generation = -1 if announced is None else announced.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     # ------------------------------------------------------------------ generations

@@ -583,6 +583,9 @@ class Returned:
         joining: whether the training had begun without it then.
         wants: what its script wants, with the grid that it was told.
         generation: the newest that was announced to it; -1 before the first.
+        roster, leader: of that generation.
+        resumed: the newest generation in which it was told where all go on; -1 for none.
+        cuts: the layout of that one.
         applied: the newest step that it has applied, or got with its state; -1 for none.
         joins_after: the step after which the newest generation gives it its state; -1 for none.
         restored: the steps of the checkpoint that it goes on from; 0 without one.
@@ -594,9 +597,11 @@ class Returned:
         answer: the newest answer to a control collective that others may lack.
         known: what was told of a commit, the newest.
         request: its wish to stop, if nobody has answered yet.
+        verdict: what it was told of wishes to stop, at the latest point.
         raised: its exception, likewise.
         confirm: its question whether it is a member, likewise.
         is_ready: whether it has said that it is set up and waits to be let in.
+        entered: whether it has said that it has got its state, if the training had begun without it.
         leave: its wish to leave, if it has said so.
         ends_run: whether it has said that all are to end.
         profiled, measured, layers, tried: what it measured, if it has said so.
@@ -612,6 +617,10 @@ class Returned:
     joining: bool = False
     wants: RunRequest | None = None
     generation: int = -1
+    roster: tuple[int, ...] = ()
+    leader: int = -1
+    resumed: int = -1
+    cuts: Cuts = ()
     applied: int = -1
     joins_after: int = -1
     restored: int = 0
@@ -623,9 +632,11 @@ class Returned:
     answer: Answer | None = None
     known: Known | None = None
     request: StopWish | None = None
+    verdict: StopVerdict | None = None
     raised: Raised | None = None
     confirm: Confirm | None = None
     is_ready: bool = False
+    entered: bool = False
     leave: Leave | None = None
     ends_run: bool = False
     profiled: Profiled | None = None
