@@ -12,9 +12,9 @@ import pytest
 from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.joining.admission import Place, Readmission
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.protocol.coordinator_restart import Kept, events, order
+from lightning_recycle.control.protocol.coordinator_restart import Kept, adopted, events, order
 from lightning_recycle.control.protocol.member import Member
-from lightning_recycle.control.protocol.messages import EndRun, Leave, Returned
+from lightning_recycle.control.protocol.messages import AfterStep, EndRun, Leave, Returned, RunRequest, StopVerdict
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
 
@@ -87,6 +87,33 @@ def test_before_the_first_generation_workers_keep_the_positions_that_they_have(t
     assert readmission.judge(state, (2,), returned(journal, 2, generation=-1)) is Place.LOST
     assert not readmission.may_place(100.0), "others say first which positions they have"
     assert readmission.may_place(105.0)
+
+
+MEMBERS = [
+    Returned(rank, 1, "a node", f"token {rank}", "", "a run", generation=2, roster=(0, 1, 3), leader=1, resumed=1)
+    for rank in (0, 1, 3)
+]
+
+
+def test_all_members_together_know_what_a_lost_file_said() -> None:
+    behind, stops, joins = MEMBERS
+    behind = replace(behind, generation=1, roster=(0, 1, 2, 3), resumed=0)
+    stops = replace(stops, verdict=StopVerdict(7, False), resumed=2, cuts=(0, 1, 4))
+    joins = replace(joins, incarnation=1, joining=True)
+    before = replace(joins, incarnation=0, joining=False, generation=1)  # it was given up
+    found = adopted([behind, joins, before, stops])
+    expected = Kept(2, (0, 1, 3), 1, joining=(3,), has_resumed=True, cuts=(0, 1, 4), newcomers=(3,))
+    expected = replace(expected, stop_point=7, after_step=AfterStep.STOP)
+    assert found == (expected, {0: behind, 1: stops, 3: joins})
+
+
+def test_what_is_missing_without_the_file_is_said() -> None:
+    assert adopted([]) == "they have gone again"
+    assert adopted(MEMBERS[1:]) == "the workers of ranks 0 have not returned"
+    assert adopted([replace(MEMBERS[0], generation=0), *MEMBERS[1:]]) == "the workers of ranks 0 have not returned"
+    starters = [replace(one, generation=-1, wants=RunRequest("fit", GRID, True)) for one in MEMBERS]
+    assert adopted(starters) == "some have not returned"
+    assert adopted([*starters, replace(starters[0], rank=2)]) == (None, {})
 
 
 def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> None:

@@ -123,6 +123,12 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment() -> N
     assert not {kind for kind in MEETS_WHEN_KILLED if not met[kind]}
 
 
+@pytest.mark.parametrize("more", ["stops", "layouts", "checks", "strays"])
+def test_every_promise_holds_when_what_the_coordinator_wrote_is_lost_with_it(more: str) -> None:
+    met = check_histories(range(SAMPLE // 2), kills=True, loses_file=True, **{more: True})
+    assert met["file lost"] > SAMPLE / 8
+
+
 @pytest.mark.parametrize("kills", [False, True])
 def test_every_promise_holds_when_layers_move(kills: bool) -> None:
     met = check_histories(range(SAMPLE), kills=kills, layouts=True)

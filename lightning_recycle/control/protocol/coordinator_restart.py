@@ -385,7 +385,8 @@ class Memory:
             case messages.Restored():
                 self._restored = message.version
             case messages.Reached(milestone=messages.Milestone.ENTERED):
-                self._applied, self._has_entered = self._joins_after, True
+                self._applied = self._joins_after
+                self._has_entered = True
             case messages.Ready():
                 self._is_ready = True
             case messages.Leave():
