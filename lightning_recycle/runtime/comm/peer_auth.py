@@ -24,19 +24,20 @@ Must not know: Gloo, what is sent over a link, the coordinator.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hmac
 import logging
 import secrets
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from lightning_recycle.engines.discovery import port_range
-from lightning_recycle.runtime.comm.sockets import address_of, listen
+from lightning_recycle.runtime.comm.sockets import address_of, dial, listen
 
 __all__ = ["Gate", "Link", "Refusal", "accepting", "connect", "dialing", "name_of"]
 
@@ -47,9 +48,10 @@ _OPENING, _ANSWER, _CLOSING = _CODE + _RANDOM, _RANDOM + _CODE, _CODE
 
 _BACKLOG = 4096  # as many as Linux allows by default
 _STRANGERS = 256  # callers without a name that are held at a time; the oldest goes
+_ACCEPTED_AT_ONCE = 64  # before those that are connected get a turn
 _ATTEMPT_SECONDS = 0.25  # after which a link is dialed again, and twice that the next time,
 _LONGEST_ATTEMPT_SECONDS = 1.0  # up to this
-_REDIAL_SECONDS = 0.02  # between two attempts
+_REDIAL_SECONDS = 0.02  # after an attempt that fails at once
 _LOOK_SECONDS = 0.02  # between checks for cancellation
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -168,34 +170,73 @@ def connect(
         InterruptedError: if ``cancelled`` was set.
         TimeoutError: names the ranks that could not be connected in time.
     """
-    work = _Connecting(gate, key, generation, rank, set(links), addresses)
-    try:
-        asyncio.run(work.run(cancelled, seconds))
-    except BaseException:
-        for sock in work.done.values():
-            sock.close()
-        raise
-    finally:
-        if work.strangers:
-            log.warning(
-                "Generation %d: worker %d refused %d connections that were not from workers of this run; the first was "
-                "from %s.",
-                generation,
-                rank,
-                len(work.strangers),
-                work.strangers[0],
-            )
-    return work.done
+    with selectors.DefaultSelector() as selector:
+        work = _Connecting(gate, key, generation, rank, set(links), addresses, selector)
+        try:
+            deadline = time.monotonic() + seconds
+            while work.missing:
+                if cancelled.is_set():
+                    raise InterruptedError(f"Connecting generation {generation} was cancelled.")
+                work.redial()
+                for ready, _ in selector.select(_LOOK_SECONDS):
+                    work.proceed(ready)
+                if time.monotonic() > deadline and work.missing:
+                    ranks = sorted({link.other(rank) for link in work.missing})
+                    raise TimeoutError(f"no connection to rank {', '.join(map(str, ranks))} within {seconds:g} s")
+            return work.take()
+        finally:
+            work.close()
+
+
+@dataclass(eq=False)
+class _Conversation:
+    """A connection on which the handshake has not ended; ``link``: which one it is for, if this side dialed; ``peer``:
+    who dialed, if this side accepted.
+    """
+
+    socket: socket.socket
+    talk: Talk
+    link: Link | None = None
+    peer: str = ""
+    deadline: float = 0.0  # of an attempt to dial
+    named: bool = False  # the other side has said something right
+    wanted: bytes | int = field(init=False)
+    received: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.wanted = next(self.talk)
+
+    def proceed(self) -> Link | None:
+        """Sends and receives what is possible now; returns the link when the handshake has ended well.
+
+        Raises:
+            Refusal: if it has not.
+            OSError: if the connection has ended.
+        """
+        try:
+            while True:
+                if isinstance(self.wanted, bytes):
+                    if self.socket.send(self.wanted) < len(self.wanted):  # an empty buffer holds much more
+                        raise ConnectionError("the connection takes no data")
+                    self.wanted = next(self.talk)
+                else:
+                    data = self.socket.recv(self.wanted - len(self.received))
+                    if not data:
+                        raise ConnectionError("the other side hung up")
+                    self.received += data
+                    if len(self.received) == self.wanted:
+                        self.wanted = self.talk.send(bytes(self.received))
+                        self.received.clear()
+                        self.named = True
+        except BlockingIOError:
+            return None
+        except StopIteration as end:
+            link: Link = end.value
+            return link
 
 
 class _Connecting:
-    """The connections of :func:`connect`, while it runs.
-
-    Attributes:
-        missing: the links that are not connected yet.
-        done: the others.
-        strangers: who was refused, and why.
-    """
+    """The connections of :func:`connect`, while it runs."""
 
     def __init__(
         self,
@@ -205,137 +246,138 @@ class _Connecting:
         rank: int,
         missing: set[Link],
         addresses: Mapping[int, bytes],
+        selector: selectors.BaseSelector,
     ) -> None:
         self.missing = missing
-        self.done: dict[Link, socket.socket] = {}
-        self.strangers: list[str] = []
-        self._gate, self._key, self._generation, self._rank, self._addresses = gate, key, generation, rank, addresses
+        self._gate, self._key, self._generation, self._rank = gate, key, generation, rank
+        self._addresses, self._selector = addresses, selector
         self._awaited = {name_of(key, generation, link): link for link in missing if link.acceptor == rank}
-        self._callers: dict[asyncio.Task[None], bool] = {}  # in the order in which they came; whether they have a name
+        self._done: dict[Link, socket.socket] = {}
+        self._callers: dict[_Conversation, None] = {}  # in the order in which they came
+        self._calls: dict[Link, _Conversation] = {}
+        self._patience = dict.fromkeys(missing, _ATTEMPT_SECONDS)
+        self._not_before = dict.fromkeys(missing, 0.0)
+        self._strangers: list[str] = []
+        selector.register(gate.socket, selectors.EVENT_READ)
 
-    async def run(self, cancelled: threading.Event, seconds: float) -> None:
-        """Returns when all links are connected."""
-        deadline = time.monotonic() + seconds
-        work = {asyncio.create_task(self._dial(link)) for link in self.missing if link.dialer == self._rank}
-        work.add(asyncio.create_task(self._accept()))
-        self._is_complete = asyncio.get_running_loop().create_future()
-        while self.missing:
-            if cancelled.is_set():
-                raise InterruptedError(f"Connecting generation {self._generation} was cancelled.")
-            if time.monotonic() > deadline:
-                ranks = sorted({link.other(self._rank) for link in self.missing})
-                raise TimeoutError(f"no connection to rank {', '.join(map(str, ranks))} within {seconds:g} s")
-            awaited = {self._is_complete, *work}
-            ended, _ = await asyncio.wait(awaited, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            for each in work & ended:
-                each.result()  # raises what no other attempt can mend
-            work -= ended
+    # dialing
 
-    def _connected(self, link: Link, sock: socket.socket) -> None:
-        self.missing.discard(link)
-        self.done[link] = sock
-        if not self.missing:
-            self._is_complete.set_result(None)
+    def redial(self) -> None:
+        """Dials what is not being dialed, or for too long: strangers may fill the other's queue for a moment."""
+        now = time.monotonic()
+        for link in self.missing:
+            if link.dialer != self._rank or now < self._not_before[link]:
+                continue
+            call = self._calls.get(link)
+            if call is not None:
+                if now < call.deadline:
+                    continue
+                self._drop(call)
+            self._not_before[link] = now + _REDIAL_SECONDS
+            sock = dial(self._addresses[link.acceptor])
+            if sock is None:
+                continue
+            call = _Conversation(
+                sock, dialing(self._key, self._generation, link), link, deadline=now + self._patience[link]
+            )
+            self._patience[link] = min(2 * self._patience[link], _LONGEST_ATTEMPT_SECONDS)
+            self._calls[link] = call
+            self._selector.register(sock, selectors.EVENT_WRITE, call)
 
-    async def _dial(self, link: Link) -> None:
-        """Dials until it is connected: strangers may fill the other's queue for a moment."""
-        host, port = self._addresses[link.acceptor].decode().rsplit(" ", 1)
-        patience = _ATTEMPT_SECONDS
-        while True:
-            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-            try:
-                sock.setblocking(False)
-                attempt = self._call(sock, (host, int(port)), dialing(self._key, self._generation, link))
-                await asyncio.wait_for(attempt, patience)
-            except (OSError, Refusal, asyncio.TimeoutError):
-                sock.close()
-            except asyncio.CancelledError:
-                sock.close()
-                raise
+    # both
+
+    def proceed(self, ready: selectors.SelectorKey) -> None:
+        """Does what is possible with a socket that is ready."""
+        if ready.fileobj is self._gate.socket:
+            self._accept()
+        elif ready.data in self._callers or ready.data in self._calls.values():  # not dropped since
+            self._converse(ready.data)
+
+    def _converse(self, conversation: _Conversation) -> None:
+        sock = conversation.socket
+        try:
+            link = conversation.proceed()
+        except Refusal as error:
+            if conversation.link is None:
+                self._note(conversation, str(error))
+            self._drop(conversation)
+        except OSError:  # the other side has ended, or hung up to dial again; links are dialed again, too
+            self._drop(conversation)
+        else:
+            if link is None:
+                self._selector.modify(sock, selectors.EVENT_READ, conversation)
+            elif link not in self.missing:
+                self._drop(conversation)  # it is connected: this attempt was given up
             else:
-                self._connected(link, sock)
-                return
-            patience = min(2 * patience, _LONGEST_ATTEMPT_SECONDS)
-            await asyncio.sleep(_REDIAL_SECONDS)
+                self._forget(conversation)
+                self.missing.discard(link)
+                self._done[link] = sock
 
-    async def _call(self, sock: socket.socket, address: tuple[str, int], talk: Talk) -> None:
-        await asyncio.get_running_loop().sock_connect(sock, address)
-        await _converse(sock, talk)
+    # accepting
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                sock, (host, port, *_) = await loop.sock_accept(self._gate.socket)
+                sock, (host, port, *_) = self._gate.socket.accept()
+            except BlockingIOError:
+                return
             except OSError as error:
                 # A connection may end before it is accepted; one who waits longer makes room for one who waits less.
-                if error.errno in _OUT_OF_DESCRIPTORS:
-                    self._evict(0)
-                    await asyncio.sleep(_REDIAL_SECONDS)
+                if error.errno in _OUT_OF_DESCRIPTORS and not self._evict(0):
+                    return
                 continue
-            caller = asyncio.create_task(self._answer(sock, f"{host} port {port}"))
-            self._callers[caller] = False
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller = _Conversation(sock, accepting(self._key, self._awaited), peer=f"{host} port {port}")
+            self._callers[caller] = None
+            self._selector.register(sock, selectors.EVENT_READ, caller)
+            self._converse(caller)  # perhaps it has spoken already
             self._evict(_STRANGERS)
-            await asyncio.sleep(0)  # those that are connected get a turn
 
-    def _evict(self, at_most: int) -> None:
-        """Drops the oldest callers without a name if there are more than ``at_most``."""
-        if len(self._callers) > at_most:
-            nameless = [caller for caller, has_name in self._callers.items() if not has_name]
-            for caller in nameless[: max(0, len(nameless) - at_most)]:
-                caller.cancel()
+    def _evict(self, at_most: int) -> bool:
+        """Drops the oldest callers without a name if there are more than ``at_most``; whether there were."""
+        nameless = [caller for caller in self._callers if not caller.named] if len(self._callers) > at_most else []
+        surplus = nameless[: max(0, len(nameless) - at_most)]
+        for caller in surplus:
+            self._note(caller, "it said nothing")
+            self._drop(caller)
+        return bool(surplus)
 
-    async def _answer(self, sock: socket.socket, peer: str) -> None:
-        caller = asyncio.current_task()
-        assert caller is not None
+    # ending
 
-        def named() -> None:
-            self._callers[caller] = True
+    def _note(self, caller: _Conversation, why: str) -> None:
+        """Remembers a stranger."""
+        self._strangers.append(f"{caller.peer}: {why}")
 
-        try:
-            link = await _converse(sock, accepting(self._key, self._awaited), named)
-            if link in self.missing:  # otherwise it is connected: this attempt was given up
-                self._connected(link, sock)
-        except Refusal as error:
-            self.strangers.append(f"{peer}: {error}")
-        except OSError:
-            pass  # the other side has ended, or hung up to dial again
-        except asyncio.CancelledError:
-            if not self._callers[caller]:
-                self.strangers.append(f"{peer}: it did not say who it is")
-            raise
-        finally:
-            del self._callers[caller]
-            if sock not in self.done.values():
-                sock.close()
+    def _forget(self, conversation: _Conversation) -> None:
+        self._selector.unregister(conversation.socket)
+        self._callers.pop(conversation, None)
+        if conversation.link is not None and self._calls.get(conversation.link) is conversation:
+            del self._calls[conversation.link]
 
+    def _drop(self, conversation: _Conversation) -> None:
+        self._forget(conversation)
+        conversation.socket.close()
 
-async def _converse(sock: socket.socket, talk: Talk, named: Callable[[], None] = lambda: None) -> Link:
-    """Has the handshake over ``sock``; ``named``: called once the other side has said something right.
+    def take(self) -> dict[Link, socket.socket]:
+        """Hands out the links; :meth:`close` leaves them open."""
+        done, self._done = self._done, {}
+        return done
 
-    Raises:
-        Refusal: if it does not end well.
-        OSError: if the connection has ended.
-    """
-    loop = asyncio.get_running_loop()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    wanted, has_name = next(talk), False
-    try:
-        while True:
-            if isinstance(wanted, bytes):
-                await loop.sock_sendall(sock, wanted)
-                wanted = next(talk)
-                continue
-            received = b""
-            while len(received) < wanted:
-                data = await loop.sock_recv(sock, wanted - len(received))
-                if not data:
-                    raise ConnectionError("the other side hung up")
-                received += data
-            wanted = talk.send(received)
-            if not has_name:
-                has_name = True
-                named()
-    except StopIteration as end:
-        link: Link = end.value
-        return link
+    def close(self) -> None:
+        for caller in self._callers:
+            if not caller.named and not caller.received:
+                self._note(caller, "it said nothing")
+        for conversation in (*self._callers, *self._calls.values()):
+            conversation.socket.close()
+        for sock in self._done.values():
+            sock.close()
+        if self._strangers:
+            log.warning(
+                "Generation %d: worker %d refused %d connections that were not from workers of this run; the first was "
+                "from %s.",
+                self._generation,
+                self._rank,
+                len(self._strangers),
+                self._strangers[0],
+            )
