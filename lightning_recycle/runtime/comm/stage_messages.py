@@ -261,4 +261,4 @@ class StageMessages:
         """Forgets the buffers for ``tags`` to and from rank ``peer``, which does the same; all has arrived."""
         for boxes in (self._inboxes, self._outboxes):
             for key in [key for key in boxes if key[1] == peer and key[2] in tags]:
-                del boxes[key]  # type: ignore[attr-defined]
+                del boxes[key]
