@@ -65,7 +65,7 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> Non
     fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60, strategy={"plan_library": library})
     stored = sorted(library.glob("*.plan.gz"))
     plans = [read_schedule(json.loads(gzip.decompress(path.read_bytes()))).problem for path in stored]
-    assert {len(problem.failed) for problem in plans} == {0, 1, 2}, "fault-free, one lost in either stage, one in each"
+    assert {len(problem.failed) for problem in plans} == {0, 1}, "fault-free, one lost in either stage"
     assert {problem.memory is None for problem in plans} == {True, False}, "also those for the memory that was measured"
     times = [path.stat().st_mtime_ns for path in stored]
     run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 1, 0, step=5)], strategy={"plan_library": library})
