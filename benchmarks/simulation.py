@@ -11,6 +11,7 @@ paper's own table, with systems as published, is printed by ``calibration.py``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -53,6 +54,7 @@ __all__ = ["SECTIONS", "assumptions", "main", "new_table"]
 console = Console(width=120)
 
 MODELS = ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b")
+BATCHES = (128, 1024)
 SCHEDULES = ("1f1b", "planned")
 POLICIES: dict[str, type[Policy]] = {
     "auto": Auto,
@@ -122,45 +124,49 @@ def new_table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
+def model_of(name: str, batch: int) -> TrainingModel:
+    """The model with another global batch; throughput follows from its efficiency."""
+    return get_model(name, throughput=None, efficiency=get_model(name).efficiency, global_batch=batch)
+
+
+def settings() -> Iterable[tuple[TrainingModel, str]]:
+    """Each model with each batch, under each schedule."""
+    for batch, name, schedule in itertools.product(BATCHES, MODELS, SCHEDULES):
+        yield model_of(name, batch), schedule
+
+
 def same_table() -> Iterable[Table]:
     """All policies under the same schedule: three models, two batches, nine kinds of failures."""
     chosen = scenes()
-    for batch in (128, 1024):
-        for name in MODELS:
-            model = get_model(name, throughput=None, efficiency=get_model(name).efficiency, global_batch=batch)
-            for schedule in SCHEDULES:
-                table = new_table(
-                    f"Schedule {schedule}; throughput relative to fault-free 1F1B. {assumptions(model)}",
-                    "policy", *(scene.name for scene in chosen),
-                )  # fmt: skip
-                for label, kind in POLICIES.items():
-                    found = [ratio(model, policy_of(kind, schedule), scene) for scene in chosen]
-                    table.add_row(label, *(f"{value:.3f}" if value else "OOM" for value in found))
-                yield table
+    for model, schedule in settings():
+        table = new_table(
+            f"Schedule {schedule}; throughput relative to fault-free 1F1B. {assumptions(model)}",
+            "policy", *(scene.name for scene in chosen),
+        )  # fmt: skip
+        for label, kind in POLICIES.items():
+            found = [ratio(model, policy_of(kind, schedule), scene) for scene in chosen]
+            table.add_row(label, *(f"{value:.3f}" if value else "OOM" for value in found))
+        yield table
 
 
 def auto_table() -> Iterable[Table]:
     """The policy that chooses, against the best single policy in every cell: 1 means as fast."""
     chosen = scenes()
-    for batch in (128, 1024):
-        for name in MODELS:
-            model = get_model(name, throughput=None, efficiency=get_model(name).efficiency, global_batch=batch)
-            for schedule in SCHEDULES:
-                table = new_table(
-                    f"Auto and the best single policy, schedule {schedule}. {assumptions(model)}",
-                    "", *(scene.name for scene in chosen),
-                )  # fmt: skip
-                found = {
-                    label: [ratio(model, policy_of(POLICIES[label], schedule), scene) for scene in chosen]
-                    for label in RIVALS
-                }
-                auto = [ratio(model, policy_of(Auto, schedule), scene) for scene in chosen]
-                best = [max(RIVALS, key=lambda label, n=n: found[label][n]) for n in range(len(chosen))]
-                table.add_row("auto", *(f"{value:.3f}" for value in auto))
-                table.add_row("best", *(f"{found[label][n]:.3f}" for n, label in enumerate(best)))
-                table.add_row("which", *best)
-                table.add_row("auto / best", *(f"{auto[n] / found[label][n]:.3f}" for n, label in enumerate(best)))
-                yield table
+    for model, schedule in settings():
+        table = new_table(
+            f"Auto and the best single policy, schedule {schedule}. {assumptions(model)}",
+            "", *(scene.name for scene in chosen),
+        )  # fmt: skip
+        found = {
+            label: [ratio(model, policy_of(POLICIES[label], schedule), scene) for scene in chosen] for label in RIVALS
+        }
+        auto = [ratio(model, policy_of(Auto, schedule), scene) for scene in chosen]
+        best = [max(RIVALS, key=lambda label, n=n: found[label][n]) for n in range(len(chosen))]
+        table.add_row("auto", *(f"{value:.3f}" for value in auto))
+        table.add_row("best", *(f"{found[label][n]:.3f}" for n, label in enumerate(best)))
+        table.add_row("which", *best)
+        table.add_row("auto / best", *(f"{auto[n] / found[label][n]:.3f}" for n, label in enumerate(best)))
+        yield table
 
 
 def ideal(model: TrainingModel, policy: Policy) -> list[float]:
@@ -174,7 +180,7 @@ def ideal(model: TrainingModel, policy: Policy) -> list[float]:
 
 def ideal_table() -> Iterable[Table]:
     """Fraction of ideal: mean and least over 1 to 12 lost of 32."""
-    columns = [f"{name.removeprefix('gpt3_')}, {batch}" for name in MODELS for batch in (128, 1024)]
+    columns = [f"{name.removeprefix('gpt3_')}, {batch}" for name in MODELS for batch in BATCHES]
     for schedule in SCHEDULES:
         table = new_table(
             f"Fraction of ideal, schedule {schedule}: throughput / (live GPUs x bubble-free rate), mean and least "
@@ -185,12 +191,9 @@ def ideal_table() -> Iterable[Table]:
             if kind is Spares:
                 continue  # without spares it is merge
             cells = []
-            for name in MODELS:
-                for batch in (128, 1024):
-                    usual = get_model(name)
-                    model = get_model(name, throughput=None, efficiency=usual.efficiency, global_batch=batch)
-                    found = ideal(model, kind(schedule=schedule, checkpoint="memory"))  # type: ignore[arg-type]
-                    cells.append(f"{statistics.fmean(found):.3f} {min(found):.3f}" if any(found) else "OOM")
+            for name, batch in itertools.product(MODELS, BATCHES):
+                found = ideal(model_of(name, batch), kind(schedule=schedule, checkpoint="memory"))  # type: ignore[arg-type]
+                cells.append(f"{statistics.fmean(found):.3f} {min(found):.3f}" if any(found) else "OOM")
             table.add_row(label, *cells)
         yield table
 
