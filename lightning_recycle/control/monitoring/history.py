@@ -62,7 +62,7 @@ class Event:
             longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because the planner
             that the user chose found a better one than the heuristic, or the memory that was measured, or what it costs
             to split backwards, allows or demands another one (then it is the planner). "chosen": with
-            ``decoupled="auto"``, whether backwards are split, and why in numbers
+            ``split_backward="auto"``, whether backwards are split, and why in numbers
             (:func:`~lightning_recycle.control.plans.plan_maker.facts_of`); "resumed" and "replanned" have the same as
             ``details["backward"]`` of their plan. "saved":
             a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:

@@ -8,7 +8,7 @@ Concept: a question goes to the planning process or, where that is no use, to th
 | by the heuristic, for a large grid | in the planning process; in the thread when that is lost |
 | by the planner that the user chose | in the planning process |
 
-With ``decoupled="auto"`` every plan is fused until all stages have tried what splitting costs. From then on a
+With ``split_backward="auto"`` every plan is fused until all stages have tried what splitting costs. From then on a
 problem is asked with what B and W take; both plans are made, and the better one is kept
 (:func:`~lightning_recycle.planning.splitting.choose_technique`). A plan counts as what it takes
 without waiting for processors that workers share, but not as less than what keeps these busy.

@@ -289,7 +289,7 @@ class Policy(ABC):
     """A way to handle failures, with the settings that every policy has.
 
     Args:
-        schedule: schedule of whole pipelines, "1f1b" or "planned" (see ``simulation.schedules``).
+        schedule: schedule of whole pipelines, "1f1b" or "planned" (see ``simulation.step_times``).
         effort: effort of the planner, in operations.
         detection: seconds from a failure to its detection; the heartbeat timeout.
         agreement: seconds until all live workers agree on a new generation; None: as measured, by their number.
@@ -297,7 +297,7 @@ class Policy(ABC):
         regroup: seconds for new communicators, besides ``connect``.
         connect: seconds for new communicators, for each live worker.
         restart: seconds to restart the job, besides detection and loading a checkpoint.
-        checkpoint: "synchronous", "background", "sharded" or "memory" (see ``simulation.checkpoint_costs``).
+        checkpoint: "synchronous", "background", "sharded" or "memory" (see :func:`checkpoint_costs`).
         checkpoint_every: time from a checkpoint to the next, or by the formula of "young" or "daly" from the mean time
             between failures and the stall of a checkpoint.
         storage: bytes/s of the shared storage, per GPU of the fault-free grid. (The default is 1 GB/s for 32 GPUs,
