@@ -42,6 +42,7 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "a step that was settled before a loss is guessed again": 66_400,
     "contributions that settle a step are not heard with the resumption": 66_400,
     "the dead arrive where nobody else does": 10_500,
+    "what was on its way to the last holder is forgotten": 115_200,
 }
 MEETS = {  # what the sample must have met, or it says nothing about it
     "Crashed",
@@ -393,6 +394,8 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets what a recovery told of a commit", Memory, "heard", "if message.commits:", "if False:"),
     ("a worker does not say what it applied", Memory, "said", "self._applied = message.step", "pass"),
     ("a worker does not say where it got its state", Memory, "said", "self._applied = self._joins_after", "pass"),
+    ("what was on its way to the last holder is forgotten", restart, "rebuilt", "default=members[rank].joins_after",
+     "default=-1"),
     ("a worker forgets its exception", Memory, "said", "self._raised = message", "pass"),
 ]
 """As above, in histories in which the coordinator is killed. Who may return to it: see test_admission.py."""
