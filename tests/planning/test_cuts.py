@@ -140,6 +140,13 @@ def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple
     return found
 
 
+@pytest.mark.timeout(60)
+def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
+    found = fastest(Stages([0.0, 0.0], [1.0, 3.0], [[(1, 1.0)], [(1, 1.0)]], 2))
+    assert found is not None
+    assert (found.cuts, found.bottleneck) == ((0, 1, 2), 3.0)
+
+
 @settings(max_examples=120, deadline=None)
 @given(whole_stages())
 def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[int]]) -> None:

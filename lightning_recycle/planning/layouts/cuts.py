@@ -339,7 +339,7 @@ def fastest(stages: Stages) -> Cut | None:
         if best is None:
             if limit == math.inf:
                 return None
-            low, limit = limit, limit * 1.25 if limit < stages.most() else math.inf
+            low, limit = limit, limit * 1.25 if 0 < limit < stages.most() else math.inf
     while best.bottleneck - low > _PRECISION * best.bottleneck:
         middle = (low + best.bottleneck) / 2
         found = stages.within(middle)
