@@ -32,8 +32,8 @@ from lightning_recycle.runtime.comm.communicator import CommunicationError
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 
 STAY: dict[str, Any] = {"rebalance": "never"}
-MOMENTS = 44
-"""As many as each worker has in the moves below at least."""
+MOMENTS = (48, 56, 40) * 2
+"""As many as each worker has in the moves below at least, by rank."""
 
 SHARED = {1: (2.4, 2.1, 1.5)}  # of six layers the third and the fifth, which have weights
 
@@ -94,7 +94,8 @@ def test_a_worker_dies_while_stages_share_layers(fault: Fault, staggered: bool) 
 
 
 @pytest.mark.parametrize(
-    ("rank", "moment"), sampled([(rank, moment) for rank in range(6) for moment in range(1, MOMENTS + 1)], 5)
+    ("rank", "moment"),
+    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 5),
 )
 def test_a_worker_dies_at_any_moment_of_a_move(rank: int, moment: int) -> None:
     run = exact_fit(
