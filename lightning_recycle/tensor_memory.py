@@ -47,7 +47,7 @@ def memory_address(tensor: Tensor) -> int:
 # ---------------------------------------------------------------------- any value as tensors and the rest
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, is_apart: Callable[[Any], bool]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
@@ -64,7 +64,7 @@ class _Pickler(pickle.Pickler):
         return self._numbers[id(obj)]
 
 
-class _Unpickler(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
         super().__init__(file)
         self._tensors = tensors
@@ -81,14 +81,14 @@ def take_apart(value: Any, is_apart: Callable[[Tensor], bool] = lambda tensor: T
         Exception: whatever an object raises that cannot be pickled.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, is_apart)
+    pickler = _TensorPickler(file, is_apart)
     pickler.dump(value)
     return file.getvalue(), pickler.tensors
 
 
 def put_together(data: bytes, tensors: Sequence[Any]) -> Any:
     """The inverse of :func:`take_apart`, with ``tensors`` in the places of its."""
-    return _Unpickler(io.BytesIO(data), tensors).load()
+    return _TensorUnpickler(io.BytesIO(data), tensors).load()
 
 
 # ---------------------------------------------------------------------- on the way between workers

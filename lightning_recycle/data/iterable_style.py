@@ -33,7 +33,7 @@ _KEPT_STEPS = 3  # the current one, the previous one, which others may have to r
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StreamStep:
     """The data read for a step, the reader's state before it, and the digest of what was read with it."""
 
     samples: list[Any]
@@ -75,7 +75,7 @@ class StreamLoader(SampleLoader):
         self._knows_epoch = self.evaluation
         self._pass: int | None = None  # the epoch whose pass is being read
         self._next = 0  # its next step to read
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[tuple[int, int], _StreamStep] = {}
         self._begun: tuple[int, int] | None = None
         self._place: dict[str, Any] = {"epoch": 0, "step": 0, "reader": None, "passes": []}
         self._place_to_find: dict[str, Any] | None = None
@@ -216,7 +216,7 @@ class StreamLoader(SampleLoader):
         with seeded_everything() as reseed:
             return self._collate.collect(addressed, reseed)
 
-    def _step(self, handle: StepHandle) -> _Step:
+    def _step(self, handle: StepHandle) -> _StreamStep:
         key = handle.epoch, handle.index
         if key not in self._steps and (handle.epoch != self._pass or not self._reaches(*key)):
             raise UnsupportedFeatureError(
@@ -297,7 +297,7 @@ class StreamLoader(SampleLoader):
         start, samples = self._reader.state(), self._read_batch()
         if samples is None:
             return False
-        self._steps[self._pass, self._next] = _Step(samples, start, self._reader.digest)
+        self._steps[self._pass, self._next] = _StreamStep(samples, start, self._reader.digest)
         self._next += 1
         if len(self._steps) > _KEPT_STEPS:
             del self._steps[next(iter(self._steps))]

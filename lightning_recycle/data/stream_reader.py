@@ -124,7 +124,7 @@ class StreamReader:
     def _start(self, epoch: int) -> Iterator[_Batch]:
         user = self._dataloader
         dataset = copy.deepcopy(user.dataset) if self._copies else user.dataset
-        parts = _Parts(dataset, self._batch_size, self._seed, epoch, list(self._parts))
+        parts = _SharesReader(dataset, self._batch_size, self._seed, epoch, list(self._parts))
         if user.num_workers == 0:
             return iter(parts)
         loader = DataLoader(
@@ -142,7 +142,7 @@ class StreamReader:
             return iter(loader)
 
 
-class _Parts(IterableDataset[_Batch]):
+class _SharesReader(IterableDataset[_Batch]):
     """Reads the part of the process that iterates over it."""
 
     def __init__(
@@ -153,13 +153,13 @@ class _Parts(IterableDataset[_Batch]):
     def __iter__(self) -> Iterator[_Batch]:
         info = get_worker_info()
         number = info.id if info is not None else 0
-        part = _Part(self.dataset, self.seed, self.epoch, number, self.states[number])
+        part = _PassShare(self.dataset, self.seed, self.epoch, number, self.states[number])
         while not part.ended:
             samples = part.take(self.batch_size)
             yield number, samples, part.state()
 
 
-class _Part:
+class _PassShare:
     """One process's part of a pass.
 
     Args:

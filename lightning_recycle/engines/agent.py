@@ -28,10 +28,20 @@ from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_STOPPED
-from lightning_recycle.engines.restarts import Again, End, Final, Policy, Slot, ended, in_words, is_error, verdict
+from lightning_recycle.engines.restarts import (
+    Again,
+    End,
+    Final,
+    RestartLimits,
+    Slot,
+    ended,
+    in_words,
+    is_error,
+    verdict,
+)
 from lightning_recycle.processes import die_with_parent
 
-__all__ = ["Agent", "Child", "Printer", "Task"]
+__all__ = ["Agent", "Child", "Printer", "ProcessCommand"]
 
 _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
@@ -81,7 +91,7 @@ class Printer:
 
 
 @dataclass(frozen=True)
-class Task:
+class ProcessCommand:
     """Command, environment and name of a process.
 
     Args:
@@ -111,7 +121,7 @@ class Child:
     To be made by the main thread: the kernel looks at the thread that forked.
     """
 
-    def __init__(self, task: Task, printer: Printer | None, on_end: Callable[[Child, int], None]) -> None:
+    def __init__(self, task: ProcessCommand, printer: Printer | None, on_end: Callable[[Child, int], None]) -> None:
         self.task = task
         self.began = time.monotonic()
         parent = os.getpid()
@@ -180,7 +190,7 @@ _BAD_OPTIONS = 2  # of the coordinator: no use in starting it again
 class _Running:
     """A task, and the process that runs it now."""
 
-    task: Task
+    task: ProcessCommand
     slot: Slot = field(default_factory=Slot)
     child: Child | None = None
     start_at: float = 0.0
@@ -207,11 +217,11 @@ class Agent:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
-        policy: Policy,
+        tasks: Sequence[ProcessCommand],
+        policy: RestartLimits,
         printer: Printer,
         grace: float | None,
-        coordinator: Task | None = None,
+        coordinator: ProcessCommand | None = None,
         pipes: bool = True,
     ) -> None:
         self._running = {task.name: _Running(task) for task in tasks}

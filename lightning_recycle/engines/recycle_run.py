@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.network.addresses import address_from, shown
 from lightning_recycle.control.network.handshake import key_from_environment
-from lightning_recycle.engines.agent import Agent, Printer, Task
+from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.discovery import free_port
-from lightning_recycle.engines.restarts import Policy
+from lightning_recycle.engines.restarts import RestartLimits
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 
@@ -92,11 +92,13 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     for device in range(options.nproc_per_node or 1):
         environ = _worker_environment(place, None if in_slurm else device)
         name = f"{place.task.node}.{device}" if place.task is not None else f"worker{device}"
-        tasks.append(Task(name, tuple(command), environ))
+        tasks.append(ProcessCommand(name, tuple(command), environ))
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    return Agent(tasks, Policy(max_restarts=options.max_restarts), Printer(names), grace, coordinator, pipes=names)
+    return Agent(
+        tasks, RestartLimits(max_restarts=options.max_restarts), Printer(names), grace, coordinator, pipes=names
+    )
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -131,7 +133,7 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
 # ---------------------------------------------------------------------- processes
 
 
-def _coordinator_task(place: _RunAddress) -> Task:
+def _coordinator_task(place: _RunAddress) -> ProcessCommand:
     """The coordinator; it ends with its parent.
 
     It obeys words on its standard input, and no signals: SLURM sends those that are for the workers to every process of
@@ -139,7 +141,7 @@ def _coordinator_task(place: _RunAddress) -> Task:
     """
     command = (sys.executable, "-c", _PROGRAM, "--listen", shown(place.address), "--obey")
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-    return Task("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
+    return ProcessCommand("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 
 
 def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str]:

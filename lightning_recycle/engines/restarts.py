@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
 
-__all__ = ["Again", "End", "Final", "Policy", "Slot", "ended", "exit_status", "in_words", "verdict"]
+__all__ = ["Again", "End", "Final", "RestartLimits", "Slot", "ended", "exit_status", "in_words", "verdict"]
 
 _SIGNALS = range(1, 65)
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartLimits:
     """How often a process is started again.
 
     Args:
@@ -71,7 +71,7 @@ class End:
     was_first: bool
 
 
-def ended(slot: Slot, status: int, lasted: float, is_ending: bool, policy: Policy) -> Again | Final:
+def ended(slot: Slot, status: int, lasted: float, is_ending: bool, policy: RestartLimits) -> Again | Final:
     """Decision after the end of a process.
 
     Args:

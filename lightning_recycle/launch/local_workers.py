@@ -28,7 +28,7 @@ from typing import Any
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
-from lightning_recycle.launch.worker_group import Members
+from lightning_recycle.launch.worker_group import WorkerHandles
 from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerPayload, modules_found
 from lightning_recycle.pickling import import_of_main, main_module
 from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
@@ -262,7 +262,7 @@ class LocalWorkerGroup:
     def __init__(self, target: Callable[[Any], None], payload: Any) -> None:
         self._target = target
         self._context = process_context()
-        self._members = Members[LocalWorker]()
+        self._members = WorkerHandles[LocalWorker]()
         self._environment = dict(os.environ)
         self._main = main_module()
         self.payload = WorkerPayload(payload, self._main)

@@ -213,7 +213,7 @@ def dump_exception(error: BaseException) -> bytes | None:
     return None
 
 
-class _Pickler(MainPickler):
+class _ExceptionPickler(MainPickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, BaseException) and _has_own_init(type(value)):
             return _Reduced(type(value), value.args, _state(value)).__reduce__()
@@ -270,7 +270,7 @@ def _set_state(error: BaseException, state: dict[str, Any]) -> None:
 
 def _dumps(value: Any) -> bytes:
     """Pickles ``value`` and tries to load it."""
-    data = dumps(value, _Pickler)
+    data = dumps(value, _ExceptionPickler)
     pickle.loads(data)
     return data
 

@@ -35,7 +35,7 @@ from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_process import crashes_reported, log_fields, run_worker
-from lightning_recycle.session.configuration import Place, RunSetup
+from lightning_recycle.session.configuration import RunSetup, WorkerIdentity
 
 __all__ = ["connect_seconds", "patiently", "run_outside"]
 
@@ -97,7 +97,7 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
     with crashes_reported(client, shows=True):
         setup = _own_setup(run.setup, assignment) if assignment.setup is None else unpack(assignment.setup)
         client.heartbeat_interval = setup.heartbeat_interval
-        place = Place(client.rank, assignment.incarnation, outside.device, outside.host or client.local_host)
+        place = WorkerIdentity(client.rank, assignment.incarnation, outside.device, outside.host or client.local_host)
         returned = run_worker(client, setup, place, run.call, goes_on=True, reports=assignment.takes_results)
     _run_ended = time.monotonic()
     return returned

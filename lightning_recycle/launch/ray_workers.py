@@ -21,7 +21,7 @@ from typing import Any
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.errors import WorkerStartError
-from lightning_recycle.launch.worker_group import Members
+from lightning_recycle.launch.worker_group import WorkerHandles
 from lightning_recycle.launch.worker_payload import dump, load, not_sent
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Grid, Worker
@@ -166,7 +166,7 @@ class RayWorkerGroup:
         self._target, self._grid, self._resources, self._start_timeout = target, grid, resources, start_timeout
         self._name = uuid.uuid4().hex[:12]
         self._environment = {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _STAYS}
-        self._members = Members[RayWorkerProcess]()
+        self._members = WorkerHandles[RayWorkerProcess]()
         self._started = 0
         self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
         found = ray_cluster.homes(ray_cluster.schedulable_nodes(), resources, grid.pipelines, grid.stages)

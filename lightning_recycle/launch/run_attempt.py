@@ -41,7 +41,7 @@ from lightning_recycle.launch.worker_process import WorkerStart, worker_main
 from lightning_recycle.planning.planner import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.configuration import Place
+from lightning_recycle.session.configuration import WorkerIdentity
 
 __all__ = ["INCARNATIONS_PER_START", "EndSignals", "RunAttempt", "devices_left"]
 
@@ -233,7 +233,7 @@ class RunAttempt:
         if self._setup.outsiders and address[0] in _ALL_INTERFACES:
             host = _ALL_INTERFACES[address[0]] if self._group.host == _HOST else self._group.host
             address = (host, address[1])
-        place = Place(rank, incarnation, device)
+        place = WorkerIdentity(rank, incarnation, device)
         start = WorkerStart(place, joining, self._setup, address, self._coordinator.authkey, self._group.payload)
         return self._group.start(start, f"recycle-worker-{rank}")
 

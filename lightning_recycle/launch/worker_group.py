@@ -1,6 +1,6 @@
 """Worker group: all worker processes of one run, on any engine, and how they end.
 
-Contract: callable from any thread. Once :meth:`Members.end` has begun, no new worker is taken.
+Contract: callable from any thread. Once :meth:`WorkerHandles.end` has begun, no new worker is taken.
 
 Must not know: how a worker is started.
 """
@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.joining.run_config import WorkerProcess
 
-__all__ = ["Member", "Members", "WorkerGroup"]
+__all__ = ["WorkerGroup", "WorkerHandle", "WorkerHandles"]
 
 _EXIT_SECONDS = 10.0  # for a killed worker to be gone
 
@@ -51,7 +51,7 @@ class WorkerGroup(Protocol):
     ) -> None: ...
 
 
-class Member(WorkerProcess, Protocol):
+class WorkerHandle(WorkerProcess, Protocol):
     """A worker of a group, which knows more of it than the coordinator."""
 
     @property
@@ -62,10 +62,10 @@ class Member(WorkerProcess, Protocol):
         """Frees its descriptors in this process; it must have ended."""
 
 
-_Member = TypeVar("_Member", bound=Member)
+_Handle = TypeVar("_Handle", bound=WorkerHandle)
 
 
-class Members(Generic[_Member]):
+class WorkerHandles(Generic[_Handle]):
     """The workers of one group.
 
     Attributes:
@@ -76,9 +76,9 @@ class Members(Generic[_Member]):
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.closed = threading.Event()
-        self._members: list[_Member] = []
+        self._members: list[_Handle] = []
 
-    def add(self, member: _Member) -> bool:
+    def add(self, member: _Handle) -> bool:
         """Takes ``member`` in; returns whether it is welcome. If not, kill it; it is closed with all others."""
         with self.lock:
             if not self.closed.is_set():
@@ -93,7 +93,7 @@ class Members(Generic[_Member]):
                 self._members.remove(over)
                 over.close()
 
-    def living(self) -> list[_Member]:
+    def living(self) -> list[_Handle]:
         """Those that have not ended."""
         with self.lock:
             return [member for member in self._members if member.describe_exit(0.0) is None]

@@ -247,7 +247,7 @@ class ReceivedPayload:
 
 def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
     """Pickles ``value``, with the definitions of the user's script that it needs, for :func:`load`."""
-    pickler = _Pickler(file, main)
+    pickler = _PayloadPickler(file, main)
     pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
 
 
@@ -268,7 +268,7 @@ def not_sent(error: Exception) -> ConfigurationError:
     )
 
 
-class _Pickler(MainPickler):
+class _PayloadPickler(MainPickler):
     """Keeps the identity of the default schedule of ``PyTorchProfiler``, by which it is recognised."""
 
     def reducer_override(self, value: Any) -> Any:

@@ -32,7 +32,7 @@ from lightning_recycle.launch.worker_results import UserObjects, leader_result, 
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die
-from lightning_recycle.session.configuration import Place, RunSetup, Way
+from lightning_recycle.session.configuration import ResultRoute, RunSetup, WorkerIdentity
 from lightning_recycle.session.session import Session
 
 __all__ = ["WorkerStart", "crashes_reported", "log_fields", "run_worker", "worker_main"]
@@ -48,7 +48,7 @@ class WorkerStart:
     :class:`~lightning_recycle.launch.worker_payload.ReceivedPayload` in the worker.
     """
 
-    place: Place
+    place: WorkerIdentity
     joining: bool
     setup: RunSetup
     address: tuple[str, int]
@@ -89,7 +89,7 @@ def worker_main(start: WorkerStart) -> None:
 def run_worker(
     client: ControlClient,
     setup: RunSetup,
-    place: Place,
+    place: WorkerIdentity,
     call: TrainerCall,
     goes_on: bool = False,
     reports: bool = True,
@@ -118,7 +118,7 @@ def run_worker(
         session.pruning.release()
         way = way_home(session, setup.gathering)
         whole = None
-        if setup.outsiders and way is Way.MESSAGES:
+        if setup.outsiders and way is ResultRoute.MESSAGES:
             whole = session.checkpoints.joined("weights", weights_of(session.module))
         part: Callable[[], Any] = partial(stage_result, session, user, way, setup.gathering.folder)
         extras: Callable[[], Any] = partial(leader_result, session, user, way, setup.gathering.large_bytes, returned)

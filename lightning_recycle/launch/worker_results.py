@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.model.weights import weights_of
-from lightning_recycle.session.configuration import Gathering, Way
+from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.lightning_internals import settings_of
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
@@ -190,7 +190,7 @@ class LeaderResult:
     precision: dict[str, Any]
 
 
-def way_home(session: Session, gathering: Gathering) -> Way:
+def way_home(session: Session, gathering: Gathering) -> ResultRoute:
     """How the result of the run comes home: all workers ask, and are answered alike."""
     if not gathering.depends_on_size:
         return gathering.way(0)
@@ -215,12 +215,12 @@ def _brings_optimizers(session: Session) -> bool:
 
 
 def stage_result(
-    session: Session, user: UserObjects, way: Way, folder: str | None = None
+    session: Session, user: UserObjects, way: ResultRoute, folder: str | None = None
 ) -> StageResult | StageResultFile:
     """The part of this worker's stage, as it comes home: in a message, or in a new file of ``folder``."""
-    if way is Way.STAYS:
+    if way is ResultRoute.STAYS:
         return StageResult(session.worker.stage, None, None, user.pack(session.parts.is_of_layer, shared=False))
-    if way is Way.FILES and folder is not None:
+    if way is ResultRoute.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -242,10 +242,12 @@ def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
     return StageResult(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers)
 
 
-def leader_result(session: Session, user: UserObjects, way: Way, most_bytes: float, returned: Any) -> LeaderResult:
+def leader_result(
+    session: Session, user: UserObjects, way: ResultRoute, most_bytes: float, returned: Any
+) -> LeaderResult:
     """The common part, from this worker, the leader; ``most_bytes``: as in :meth:`UserObjects.pack`."""
     trainer, is_of_layer = session.trainer, session.parts.is_of_layer
-    whole = session.grid.stages == 1 and way is not Way.STAYS
+    whole = session.grid.stages == 1 and way is not ResultRoute.STAYS
     objects = user.pack(None if whole else lambda name: not is_of_layer(name), True, most_bytes)
     loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
     return LeaderResult(

@@ -31,11 +31,11 @@ from lightning_recycle.randomness import draw_for_layer
 __all__ = [
     "AbsentPart",
     "Call",
+    "ChainEnd",
     "ChainTracer",
-    "Reached",
     "RemoteLayer",
     "RemoteTensor",
-    "Shape",
+    "ReturnShape",
     "is_cache",
     "is_tracing",
     "watch",
@@ -50,7 +50,7 @@ _NOTHING = object()
 _tracer: ChainTracer | None = None
 
 
-class Reached(BaseException):
+class ChainEnd(BaseException):
     """The step has come to the end of the chain on a worker that does not go on."""
 
 
@@ -69,7 +69,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ReturnShape:
     """What a layer returns besides the value that goes on.
 
     Args:
@@ -81,7 +81,7 @@ class Shape:
     rest: tuple[bool, ...] = ()
 
     @classmethod
-    def of(cls, output: Any, whole: bool) -> tuple[Any, Shape]:
+    def of(cls, output: Any, whole: bool) -> tuple[Any, ReturnShape]:
         """The value of ``output`` that goes on to a layer that takes the ``whole`` of it or not, and the shape."""
         if whole or not isinstance(output, tuple) or not output:
             return output, cls()
@@ -156,12 +156,12 @@ class ChainTracer:
     chain: Chain
     step: str
     edge: int = 0
-    received: tuple[Any, Shape] | None = None
-    sent: tuple[Any, Shape] | None = None
+    received: tuple[Any, ReturnShape] | None = None
+    sent: tuple[Any, ReturnShape] | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     _caches: dict[int, Any] = field(default_factory=dict)  # by id, as they were when the first layer was called
     _output: Any = _NOTHING
-    _shape: Shape = field(default_factory=Shape)
+    _shape: ReturnShape = field(default_factory=ReturnShape)
     _next: int = 0
 
     @contextmanager
@@ -190,7 +190,7 @@ class ChainTracer:
             raise self.error(f"calls layer {paths[index]!r} without an argument")
         hidden = args[0] if args else next(iter(kwargs.values()))
         if index:
-            expected, _ = Shape.of(self._output, self.chain.whole[index - 1])
+            expected, _ = ReturnShape.of(self._output, self.chain.whole[index - 1])
             if hidden is not expected:
                 raise self.error(
                     f"does something with what layer {paths[index - 1]!r} returned before layer {paths[index]!r} gets"
@@ -204,7 +204,7 @@ class ChainTracer:
         """The layer ``index`` returned ``output``."""
         self._output, self._next = output, index + 1
         if index + 1 < len(self.chain.paths):
-            _, self._shape = Shape.of(output, self.chain.whole[index])
+            _, self._shape = ReturnShape.of(output, self.chain.whole[index])
 
     def pass_by(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The step calls the layer ``index`` of another stage; returns what it gets for that.
@@ -227,7 +227,7 @@ class ChainTracer:
             if index == self.edge:
                 self.sent = hidden, self._shape
             if index == len(self.chain.paths) - 1:
-                raise Reached
+                raise ChainEnd
         output = shape.around(value, path)
         self.leave(index, output)
         return output

@@ -32,18 +32,18 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import (
     AbsentPart,
     Call,
+    ChainEnd,
     ChainTracer,
-    Reached,
     RemoteLayer,
     RemoteTensor,
-    Shape,
+    ReturnShape,
     watch,
 )
 from lightning_recycle.model.chains import Chain, LayerPaths, find_chain
 from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_more
 from lightning_recycle.model.layers import stage_layers
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.parts import LayerParts, ModelParts, Recorder
+from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
 from lightning_recycle.model.weights import Tie, set_weights
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
@@ -94,7 +94,7 @@ class ChainParts(ModelParts):
     @override
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
         stages = stage_layers(len(self._chain.paths), num_stages, partition)
-        held = _Held(self.module, self._chain, stages)
+        held = _StageShare(self.module, self._chain, stages)
         for stage, layers in enumerate(stages):
             if not any(held.on(name, stage) for name, _ in self.module.named_parameters()):
                 names = ", ".join(self._chain.paths[index] for index in layers)
@@ -116,7 +116,7 @@ class ChainParts(ModelParts):
         self._is_first, self._is_last = stage == 0, stage == len(stages) - 1
         self.takes_target = self._is_last
         known = getattr(self, "_held", None)  # found before the layers of other stages were dropped
-        self._stage, self._held = stage, _Held(module, chain, stages) if known is None else known.under(stages)
+        self._stage, self._held = stage, _StageShare(module, chain, stages) if known is None else known.under(stages)
         self._names = frozenset(module.state_dict())
         layers = self._layers()
         self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
@@ -207,20 +207,20 @@ class ChainParts(ModelParts):
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
         if hasattr(self, "_held"):
             return self._held.under(stages).ties()  # found before the layers of other stages were dropped
-        return _Held(self.module, self._chain, stages).ties()
+        return _StageShare(self.module, self._chain, stages).ties()
 
     @override
-    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         (step,) = super().training_parts(owned, recorder)
         return [self._part(step, lambda: "training_step")]
 
     @override
-    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         (step,) = super().evaluation_parts(owned, recorder)
         return [self._part(step, lambda: f"{self._evaluation.kind}_step")]
 
     @override
-    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         step = WholeStep(self.module, recorder, self._take)
         return [self._part(step, lambda: step.name)]
 
@@ -241,7 +241,7 @@ class ChainParts(ModelParts):
     @override
     def begin_evaluation(
         self, kind: str, arguments: tuple[Any, ...]
-    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
+    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[StepRecorder, Any, Any, int], bytes]]:
         _, record = super().begin_evaluation(kind, arguments)
         return lambda batch: ((batch,), (batch,)), record
 
@@ -270,7 +270,7 @@ class ChainParts(ModelParts):
         set_weights(self.module, state)
 
 
-class _Held:
+class _StageShare:
     """Which stages hold what.
 
     Args:
@@ -304,7 +304,7 @@ class _Held:
                 groups.append(tuple(sorted(layers)))
         return tuple(groups)
 
-    def under(self, stages: Sequence[range]) -> _Held:
+    def under(self, stages: Sequence[range]) -> _StageShare:
         """The same for other ``stages``."""
         other = copy.copy(self)
         other.stages = stages
@@ -386,7 +386,7 @@ class _FirstStage(nn.Module):
             with tracer.on():
                 self.step(*arguments)
             tracer.finish()  # raises: the end of the chain was not reached
-        except Reached:  # what the step recorded so far was taken back, and is recorded on the last stage
+        except ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
             pass
         assert tracer.sent is not None
         calls = {index: tracer.calls[index] for index in self._middle}
@@ -406,7 +406,7 @@ class _MiddleStage(nn.Module):
         hidden, shape, calls = _value(skeleton, *tensors)
         for index, layer in zip(self._owned, self.layers, strict=True):
             args, kwargs = calls.pop(index).with_hidden(hidden)
-            hidden, shape = Shape.of(layer(*args, **kwargs), self._chain.whole[index])
+            hidden, shape = ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
         tracer = ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
         return _message(tracer, hidden, shape, calls)
 
@@ -431,7 +431,7 @@ class _LastStage(nn.Module):
         return output
 
 
-def _message(tracer: ChainTracer, hidden: Any, shape: Shape, calls: Mapping[int, Call]) -> tuple[Tensor, ...]:
+def _message(tracer: ChainTracer, hidden: Any, shape: ReturnShape, calls: Mapping[int, Call]) -> tuple[Tensor, ...]:
     """What the next stage must know, as tensors: the value that goes on, and how the layers of middle stages are
     called.
     """

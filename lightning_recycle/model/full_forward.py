@@ -26,11 +26,11 @@ from typing_extensions import override
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.call_trace import is_cache, is_tracing
-from lightning_recycle.model.parts import Recorder
+from lightning_recycle.model.parts import StepRecorder
 from lightning_recycle.model.recording import disguised
 from lightning_recycle.randomness import step_randomness
 
-__all__ = ["Answer", "Asked", "WholeStep", "ask_instead", "ask_no_more"]
+__all__ = ["Asked", "CallResult", "WholeStep", "ask_instead", "ask_no_more"]
 
 Asked: TypeAlias = tuple[str, tuple[Any, ...], Mapping[str, Any]]
 """Which module is called, by its path in the user's ("" is that itself), and its arguments."""
@@ -100,7 +100,7 @@ def _named(module: nn.Module, path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """What a call returned, with its tensors on the CPU."""
 
     value: Any
@@ -112,7 +112,7 @@ class WholeStep(nn.Module):
     Args:
         module: the user's module.
         recorder: records.
-        take: gets the recording, of which the result is an :class:`Answer`.
+        take: gets the recording, of which the result is an :class:`CallResult`.
 
     Attributes:
         name: of the function that runs, for errors.
@@ -120,7 +120,7 @@ class WholeStep(nn.Module):
 
     name = "forward"
 
-    def __init__(self, module: pl.LightningModule, recorder: Recorder, take: Callable[[Any], None]) -> None:
+    def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
         super().__init__()
         self.module = module
         self._recorder, self._take = recorder, take
@@ -131,7 +131,7 @@ class WholeStep(nn.Module):
         called = self.module.get_submodule(path)
         with self._recorder.recording() as recording, step_randomness():
             output = called.forward(*args, **kwargs)  # its hooks run where it was called
-            recording.result = Answer(_portable(output))
+            recording.result = CallResult(_portable(output))
         self._take(recording)
         return output
 

@@ -35,10 +35,10 @@ from lightning_recycle.model.weights import Tie, set_weights, split_name, ties_b
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 
-__all__ = ["LayerParts", "ModelParts", "Recorder"]
+__all__ = ["LayerParts", "ModelParts", "StepRecorder"]
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Records what the user's code does with one micro-batch."""
 
     def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
@@ -162,17 +162,17 @@ class ModelParts:
         """
         return ()
 
-    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         """What runs in F, in order."""
         self._training = _TrainingStep(self.module, recorder, self._take)
         return [self._training]
 
-    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         """What runs in an evaluation, in order."""
         self._evaluation = _EvaluationStep(self.module, recorder, self._take)
         return [self._evaluation]
 
-    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         """What runs in a call of the model outside of steps, in order, where a worker has one stage of it."""
         return []
 
@@ -187,7 +187,7 @@ class ModelParts:
         """
         raise NotImplementedError(f"{type(self).__name__} runs all of its parts")
 
-    def record_forward(self, recorder: Recorder, output: Any) -> bytes:
+    def record_forward(self, recorder: StepRecorder, output: Any) -> bytes:
         """What the last of these parts returned, for all workers: its ``result``, and what the user's code did."""
         return self.record_training(recorder, output, None, samples=1)
 
@@ -215,7 +215,7 @@ class ModelParts:
         """Whether :meth:`record_training` is wanted."""
         return True
 
-    def record_training(self, recorder: Recorder, output: Any, target: Any, samples: int) -> bytes:
+    def record_training(self, recorder: StepRecorder, output: Any, target: Any, samples: int) -> bytes:
         """What the user's code did with a micro-batch in training."""
         taken, self._taken = self._taken, None
         return recorder.dump(taken, samples)
@@ -225,7 +225,7 @@ class ModelParts:
 
     def begin_evaluation(
         self, kind: str, arguments: tuple[Any, ...]
-    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
+    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[StepRecorder, Any, Any, int], bytes]]:
         """Prepares a batch of an evaluation.
 
         Args:
@@ -264,7 +264,7 @@ _REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
 
 
 @dataclass(frozen=True)
-class _Target:
+class _StepTarget:
     """The target of a micro-batch in training, and the batch that it is of."""
 
     value: Any
@@ -377,15 +377,15 @@ class LayerParts(ModelParts):
         return ties_between_stages([*groups, *((name,) for name in found if name not in known)], stages)
 
     @override
-    def training_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         return [self.module.layers[index] for index in owned]
 
     @override
-    def evaluation_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         return self.training_parts(owned, recorder)
 
     @override
-    def forward_parts(self, owned: range, recorder: Recorder) -> Sequence[nn.Module]:
+    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         return self.training_parts(owned, recorder)
 
     @override
@@ -393,17 +393,17 @@ class LayerParts(ModelParts):
         return modules[own.start - held.start : own.stop - held.start]
 
     @override
-    def record_forward(self, recorder: Recorder, output: Any) -> bytes:
+    def record_forward(self, recorder: StepRecorder, output: Any) -> bytes:
         return recorder.record(lambda: output, samples=1)
 
     @override
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
         place = BatchPlace(index)
         inputs, target = call_at(place, self.module.split_batch, batch)
-        return inputs, _Target(target, place)
+        return inputs, _StepTarget(target, place)
 
     @override
-    def loss(self, output: Any, target: _Target) -> Tensor:
+    def loss(self, output: Any, target: _StepTarget) -> Tensor:
         return call_at(target.place, self.module.loss, output, target.value)  # type: ignore[no-any-return]
 
     @property
@@ -412,7 +412,7 @@ class LayerParts(ModelParts):
         return is_overridden("on_training_output", self.module, PipelineModule)
 
     @override
-    def record_training(self, recorder: Recorder, output: Any, target: _Target, samples: int) -> bytes:
+    def record_training(self, recorder: StepRecorder, output: Any, target: _StepTarget, samples: int) -> bytes:
         hook = self.module.on_training_output
         return recorder.record(call_at, target.place, hook, output, target.value, samples=samples)
 
@@ -423,7 +423,7 @@ class LayerParts(ModelParts):
     @override
     def begin_evaluation(
         self, kind: str, arguments: tuple[Any, ...]
-    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Recorder, Any, Any, int], bytes]]:
+    ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[StepRecorder, Any, Any, int], bytes]]:
         module, place = self.module, BatchPlace(*arguments)
         if kind == "predict":
             return (
@@ -445,17 +445,17 @@ class LayerParts(ModelParts):
         self.module.rebuild(state)
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """A step of ``module``, recorded; ``take`` gets the recording."""
 
-    def __init__(self, module: pl.LightningModule, recorder: Recorder, take: Callable[[Any], None]) -> None:
+    def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
         super().__init__()
         self.module = module
         self._recorder, self._take = recorder, take
 
 
-class _TrainingStep(_Step):
-    def __init__(self, module: pl.LightningModule, recorder: Recorder, take: Callable[[Any], None]) -> None:
+class _TrainingStep(_StepModule):
+    def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
         super().__init__(module, recorder, take)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
@@ -471,7 +471,7 @@ class _TrainingStep(_Step):
         return output
 
 
-class _EvaluationStep(_Step):
+class _EvaluationStep(_StepModule):
     kind = "validation"
     arguments: tuple[Any, ...] = ()
 

@@ -8,7 +8,7 @@ until the STEP of the iteration before; if that never settles, the stages that d
 mean is the better estimate.
 
 A problem has the mean costs of all micro-batches. Where stages share layers
-(:mod:`~lightning_recycle.planning.layouts.cuts`), each micro-batch has costs of its own (:class:`Turns`),
+(:mod:`~lightning_recycle.planning.layouts.cuts`), each micro-batch has costs of its own (:class:`MicrobatchVariation`),
 and the gradients of a shared layer are summed over the workers of both stages: neither steps its optimizer before the
 last micro-batch that runs the layer on the other one has its weight gradients. A plan that is made with both in view is
 faster than one made for the mean. All is relative to the mean, so it stays true when operations turn out to take
@@ -42,9 +42,9 @@ __all__ = [
     "RECOMPUTE",
     "WEIGHT",
     "Codes",
+    "MicrobatchVariation",
     "SharedLayer",
     "Timing",
-    "Turns",
     "assemble",
     "best_timing",
     "interleave",
@@ -73,7 +73,7 @@ class SharedLayer:
 
 
 @dataclass(frozen=True)
-class Turns:
+class MicrobatchVariation:
     """Differences between micro-batches. Where there is one value per micro-batch, these are in the order of d * M + m.
 
     Args:
@@ -93,7 +93,7 @@ class Turns:
     layers: tuple[SharedLayer, ...]
     reserved: ByStage
 
-    def alike_in_memory(self) -> Turns:
+    def alike_in_memory(self) -> MicrobatchVariation:
         """The same for micro-batches of which each holds what they hold in the mean."""
         ones = tuple((1.0,) * len(ratios) for ratios in self.held)
         return replace(self, held=ones, waiting=ones, reserved=(0.0,) * len(self.reserved))
@@ -124,7 +124,7 @@ class Codes:
         routes: Sequence[Mapping[Microbatch, Worker]],
         *,
         fused: bool,
-        turns: Turns | None = None,
+        turns: MicrobatchVariation | None = None,
     ) -> None:
         grid, costs = problem.grid, problem.costs
         self.problem = problem
@@ -214,7 +214,7 @@ def _durations(costs: Costs, fused: bool) -> list[float]:
     return [*costs.forward, *backward, *costs.backward_weight, *both, *costs.forward]
 
 
-def _by_microbatch(costs: Costs, turns: Turns, fused: bool) -> list[list[float]]:
+def _by_microbatch(costs: Costs, turns: MicrobatchVariation, fused: bool) -> list[list[float]]:
     """The durations of each micro-batch, by key."""
     split = (costs.forward, turns.forward), (costs.backward_input, turns.backward_input)
     weight = costs.backward_weight, turns.backward_weight
@@ -324,7 +324,7 @@ def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> T
 
 def _await_others(
     codes: Codes,
-    turns: Turns,
+    turns: MicrobatchVariation,
     ends: Sequence[float],
     sources: Sequence[int],
     stage_end: list[float],
@@ -442,7 +442,9 @@ def retime(
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
-def operations_of(schedule: Schedule, problem: Problem, turns: Turns | None = None) -> tuple[Codes, list[int]]:
+def operations_of(
+    schedule: Schedule, problem: Problem, turns: MicrobatchVariation | None = None
+) -> tuple[Codes, list[int]]:
     """The operations of a schedule that lists all of them, on its workers and in its order, with the costs of
     ``problem``.
     """

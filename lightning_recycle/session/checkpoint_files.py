@@ -50,7 +50,7 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
-from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.collectives import WorkerCollectives
 
 __all__ = [
     "WholeCheckpointIO",
@@ -311,7 +311,7 @@ def save_sharded(
     path: str | os.PathLike[str],
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Collectives,
+    collectives: WorkerCollectives,
     before_naming: Callable[[], None],
 ) -> bool | WriteFailure:
     """Writes this worker's shard together with all others; every live worker takes part.
@@ -351,7 +351,7 @@ def _write_once(
     folder: Path,
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Collectives,
+    collectives: WorkerCollectives,
     before_naming: Callable[[], None],
 ) -> bool | WriteFailure | None:
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""

@@ -31,7 +31,7 @@ from lightning_recycle.session.checkpoint_files import (
     local_path,
     save_sharded,
 )
-from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
 from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
@@ -78,7 +78,7 @@ class Checkpoints:
     """
 
     parts: ModelParts
-    collectives: Collectives
+    collectives: WorkerCollectives
     executor: Executor
     copies: Copies
     sharded: bool

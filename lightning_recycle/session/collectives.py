@@ -25,10 +25,10 @@ from lightning_recycle.control.protocol.state import leader, stage_leads
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
 from lightning_recycle.tensor_memory import to_cpu
 
-__all__ = ["ALONE", "Collectives", "WorkerContext", "watch_process_group"]
+__all__ = ["ALONE", "WorkerCollectives", "WorkerContext", "watch_process_group"]
 
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
@@ -66,7 +66,7 @@ def watch_process_group(is_in_step: Callable[[], bool]) -> None:
     dist.is_initialized = is_initialized
 
 
-class Collectives:
+class WorkerCollectives:
     """A worker's role, and its collectives.
 
     Args:
@@ -232,19 +232,19 @@ class WorkerContext:
 
     options: Options
     run: RunSetup
-    place: Place
+    place: WorkerIdentity
     client: ControlClient
     trainer: pl.Trainer
-    collectives: Collectives
+    collectives: WorkerCollectives
     fitting: bool
 
     @classmethod
     def of(
-        cls, options: Options, run: RunSetup, place: Place, client: ControlClient, trainer: pl.Trainer
+        cls, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
     ) -> WorkerContext:
         """The context of a worker whose Trainer is about to run."""
         fitting = trainer.state.fn == TrainerFn.FITTING
-        return cls(options, run, place, client, trainer, Collectives(run.grid, client), fitting)
+        return cls(options, run, place, client, trainer, WorkerCollectives(run.grid, client), fitting)
 
     @property
     def grid(self) -> Grid:

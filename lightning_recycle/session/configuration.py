@@ -35,9 +35,9 @@ __all__ = [
     "Gathering",
     "MonitoringOptions",
     "Options",
-    "Place",
+    "ResultRoute",
     "RunSetup",
-    "Way",
+    "WorkerIdentity",
 ]
 
 LARGE_BYTES = 1_000_000_000
@@ -177,7 +177,7 @@ class Options(OptionGroup):
         return Grid(num_workers // stages, stages, microbatches)
 
 
-class Way(Enum):
+class ResultRoute(Enum):
     """How the result of a run comes home to the launching process.
 
     A small one comes in messages through the coordinator. Of a large one, each stage on the same machine leaves its
@@ -210,13 +210,13 @@ class Gathering:
         """Whether :meth:`way` asks for the size."""
         return self.wanted is not False and (self.local or self.wanted == "auto")
 
-    def way(self, size: int) -> Way:
+    def way(self, size: int) -> ResultRoute:
         """How a result of ``size`` bytes comes home."""
         if self.wanted is False:
-            return Way.STAYS
+            return ResultRoute.STAYS
         if not self.depends_on_size or size < self.large_bytes:
-            return Way.MESSAGES
-        return Way.FILES if self.local else Way.STAYS
+            return ResultRoute.MESSAGES
+        return ResultRoute.FILES if self.local else ResultRoute.STAYS
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class RunSetup:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerIdentity:
     """What differs between the workers of a run.
 
     Args:

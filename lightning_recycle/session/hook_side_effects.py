@@ -37,7 +37,7 @@ from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES
 from lightning_recycle.session.slot_values import (
     MISSING,
-    Place,
+    ModuleSlot,
     Same,
     SlotValues,
     Write,
@@ -164,8 +164,8 @@ class HookSideEffects:
             for name, value in before.items():
                 self._attribute(name).put(value)
 
-    def _attribute(self, name: str) -> Place:
-        return Place(self._module, name)
+    def _attribute(self, name: str) -> ModuleSlot:
+        return ModuleSlot(self._module, name)
 
     def _attributes(self) -> dict[str, Any]:
         values = {**vars(self._module), **self._module._buffers}

@@ -46,7 +46,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED
-from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.lightning_internals import (
     SignalHandlers,
     cluster_environment_of,
@@ -86,7 +86,7 @@ class SaveAndEnd(Callback):
     def __init__(
         self,
         save_on_signal: bool | str | os.PathLike[str],
-        collectives: Collectives,
+        collectives: WorkerCollectives,
         ends: Callable[[], bool],
         preemption: Preemption,
         requeue: Callable[[], None],

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_recycle.files import write_atomically
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.outputs import LoggerCall
 
 __all__ = ["LogRelay", "keep_files"]
@@ -43,7 +43,7 @@ class LogRelay:
     """
 
     def __init__(
-        self, trainer: pl.Trainer, collectives: Collectives, executor: Executor, module: RecordedModule
+        self, trainer: pl.Trainer, collectives: WorkerCollectives, executor: Executor, module: RecordedModule
     ) -> None:
         self._collectives, self._executor = collectives, executor
         self._loggers = list(trainer.loggers)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
-from lightning_recycle.runtime.executor.whole_steps import Turns, Way, WholeStepMicrobatch, WholeStepRunner
+from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
 from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
 
@@ -61,10 +61,10 @@ class ManualSteps:
     ) -> None:
         self._trainer, self._step, self._begin, self._record = trainer, step, begin, record
         self._forward_context, self._seed, self._divisor = forward_context, seed, microbatches
-        self._turns = Turns()
+        self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
         self._exchange: WholeStepRunner
-        self._way: Way
+        self._way: StepPath
         self._counted: list[bool] = []
         self._is_together = False  # in something that is done together: what it calls is not met again
         self._in_backward = False
@@ -76,7 +76,7 @@ class ManualSteps:
     # ------------------------------------------------------------------ a step
 
     def run(
-        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: WholeStepRunner, way: Way
+        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: WholeStepRunner, way: StepPath
     ) -> list[tuple[float, bytes]]:
         """Runs the step for the micro-batches of this worker; returns of each its loss (NaN if it has none), and what
         must reach all workers.
@@ -89,7 +89,7 @@ class ManualSteps:
             MicrobatchState(trainer.lightning_module, trainer.optimizers, self._device, first=number == 0)
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
-        self._turns = Turns(self._states)
+        self._turns = Lockstep(self._states)
         with self._shared_operations(), self._forward_context():
             done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
         if self._states:

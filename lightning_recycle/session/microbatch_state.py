@@ -49,7 +49,7 @@ _COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom 
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ProcessState:
     """A part of the state of the process.
 
     Args:
@@ -65,15 +65,17 @@ class _Part:
     stays: bool = True
 
 
-def _tensors(tensors: Sequence[Tensor]) -> _Part:
+def _tensors(tensors: Sequence[Tensor]) -> _ProcessState:
     def put(values: list[Tensor]) -> None:
         for tensor, data in zip(tensors, values, strict=True):
             tensor.data = data  # neither a copy nor a write, which autograd would count
 
-    return _Part(lambda: [tensor.data for tensor in tensors], put, lambda values: [data.clone() for data in values])
+    return _ProcessState(
+        lambda: [tensor.data for tensor in tensors], put, lambda values: [data.clone() for data in values]
+    )
 
 
-def _gradients(parameters: Sequence[nn.Parameter]) -> _Part:
+def _gradients(parameters: Sequence[nn.Parameter]) -> _ProcessState:
     """The gradients of parameters, and which require one."""
 
     def put(values: list[tuple[bool, Tensor | None]]) -> None:
@@ -84,10 +86,10 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> _Part:
     def copy(values: list[tuple[bool, Tensor | None]]) -> list[tuple[bool, Tensor | None]]:
         return [(requires_grad, None if grad is None else grad.clone()) for requires_grad, grad in values]
 
-    return _Part(lambda: [(parameter.requires_grad, parameter.grad) for parameter in parameters], put, copy)
+    return _ProcessState(lambda: [(parameter.requires_grad, parameter.grad) for parameter in parameters], put, copy)
 
 
-def _options(groups: Sequence[dict[str, Any]]) -> _Part:
+def _options(groups: Sequence[dict[str, Any]]) -> _ProcessState:
     """The options of the optimizers' groups."""
 
     def put(values: list[dict[str, Any]]) -> None:
@@ -97,20 +99,20 @@ def _options(groups: Sequence[dict[str, Any]]) -> _Part:
     def get() -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
-    return _Part(get, put, lambda values: [_own(options, _DEPTH, {}) for options in values])
+    return _ProcessState(get, put, lambda values: [_own(options, _DEPTH, {}) for options in values])
 
 
-def _modes(modules: Sequence[nn.Module]) -> _Part:
+def _modes(modules: Sequence[nn.Module]) -> _ProcessState:
     """Which submodules are in training mode."""
 
     def put(values: list[bool]) -> None:
         for module, training in zip(modules, values, strict=True):
             module.training = training
 
-    return _Part(lambda: [module.training for module in modules], put, lambda values: values)
+    return _ProcessState(lambda: [module.training for module in modules], put, lambda values: values)
 
 
-def _metrics(module: nn.Module) -> _Part:
+def _metrics(module: nn.Module) -> _ProcessState:
     """The accumulated states of the module's metrics."""
 
     def get() -> list[tuple[Metric, dict[str, Any]]]:
@@ -121,10 +123,10 @@ def _metrics(module: nn.Module) -> _Part:
         for metric, states in values:
             set_metric_states(metric, states)
 
-    return _Part(get, put, lambda values: [(m, _own(states, _DEPTH, {})) for m, states in values], stays=False)
+    return _ProcessState(get, put, lambda values: [(m, _own(states, _DEPTH, {})) for m, states in values], stays=False)
 
 
-def _generators(device: torch.device) -> _Part:
+def _generators(device: torch.device) -> _ProcessState:
     """The states of Python's, NumPy's and torch's generators."""
     on_gpu = device.type == "cuda"
 
@@ -136,10 +138,10 @@ def _generators(device: torch.device) -> _Part:
         if on_gpu:
             torch.cuda.set_rng_state(value[1], device)
 
-    return _Part(get, put, lambda value: value, stays=False)
+    return _ProcessState(get, put, lambda value: value, stays=False)
 
 
-def _attributes(module: nn.Module) -> _Part:
+def _attributes(module: nn.Module) -> _ProcessState:
     """The attributes of the module; those of the first micro-batch stay."""
 
     def copy(value: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def _attributes(module: nn.Module) -> _Part:
         own["_buffers"] = dict(value["_buffers"])
         return own
 
-    return _Part(lambda: vars(module), lambda value: object.__setattr__(module, "__dict__", value), copy)
+    return _ProcessState(lambda: vars(module), lambda value: object.__setattr__(module, "__dict__", value), copy)
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_trainer")

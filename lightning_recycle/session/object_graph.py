@@ -214,7 +214,7 @@ class ObjectGraph:
 
     def _dump(self, value: Any, same: Mapping[int, Path]) -> ObjectPack | None:
         file = io.BytesIO()
-        pickler = _Pickler(self, file, same)
+        pickler = _GraphPickler(self, file, same)
         try:
             pickler.dump(value)
         except Exception:  # whatever the user's classes raise: it cannot travel
@@ -234,7 +234,9 @@ class ObjectGraph:
         Raises:
             ReCycleError: if this process lacks data that was not sent.
         """
-        loader = _Unpickler(io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device)
+        loader = _GraphUnpickler(
+            io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device
+        )
         states, stays = loader.load()
         _Update(self._nodes, loader, self._weights, self._whole).write(states, stays)
         for handle, tables in loader.handles:
@@ -262,7 +264,7 @@ class _Weights:
         return None if id(tensor) in self._ids else self._names.get(memory_address(tensor))
 
 
-class _Pickler(MainPickler):
+class _GraphPickler(MainPickler):
     def __init__(self, graph: ObjectGraph, file: io.BytesIO, same: Mapping[int, Path]) -> None:
         super().__init__(file, MainModule(imported=True))
         self._graph, self._same = graph, same
@@ -297,7 +299,7 @@ class _Pickler(MainPickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _GraphUnpickler(pickle.Unpickler):
     def __init__(
         self,
         file: io.BytesIO,
@@ -356,7 +358,7 @@ class _Unpickler(pickle.Unpickler):
 class _Update:
     """Writes states into nodes; each object of this process takes the place of one of the sender's."""
 
-    def __init__(self, nodes: Mapping[Path, Any], loader: _Unpickler, weights: _Weights, whole: bool) -> None:
+    def __init__(self, nodes: Mapping[Path, Any], loader: _GraphUnpickler, weights: _Weights, whole: bool) -> None:
         self._nodes, self._made, self._shared = nodes, loader.made, loader.shared
         self._weights, self._whole = weights, whole
         self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here

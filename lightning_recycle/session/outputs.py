@@ -37,7 +37,7 @@ __all__ = [
     "MetricStates",
     "OutputRecorder",
     "Recording",
-    "Returned",
+    "StepOutputs",
     "add_states",
     "metric_states",
     "set_metric_states",
@@ -203,7 +203,7 @@ class OutputRecorder:
 
     # ------------------------------------------------------------------ on every worker
 
-    def replay(self, records: Mapping[int, bytes], on_step: bool) -> Returned:
+    def replay(self, records: Mapping[int, bytes], on_step: bool) -> StepOutputs:
         """Repeats on this worker what the hooks did with the outputs of a whole step.
 
         Args:
@@ -251,7 +251,7 @@ class OutputRecorder:
                 self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
         for call in next(iter(calls.values()), []):
             self.on_logger_call(call)
-        return Returned([record.result for record in ordered], [record.samples for record in ordered])
+        return StepOutputs([record.result for record in ordered], [record.samples for record in ordered])
 
 
 def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any) -> Tensor:
@@ -275,7 +275,7 @@ def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any
 
 
 @dataclass(frozen=True)
-class Returned:
+class StepOutputs:
     """Values that the user's code returned for the micro-batches of a step, in order, and their numbers of samples."""
 
     values: list[Any]

@@ -31,7 +31,7 @@ from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
-from lightning_recycle.session.configuration import Options, Place, RunSetup
+from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import spare_moves
 from lightning_recycle.session.loggers import LogRelay, keep_files
@@ -93,7 +93,7 @@ class Session:
     _relay: LogRelay
 
     def __init__(
-        self, options: Options, run: RunSetup, place: Place, client: ControlClient, trainer: pl.Trainer
+        self, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
     ) -> None:
         self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
         self._context = context = WorkerContext.of(options, run, place, client, trainer)

@@ -39,7 +39,7 @@ from lightning_recycle.tensor_memory import memory_address, on_device, to_cpu
 __all__ = [
     "MISSING",
     "Missing",
-    "Place",
+    "ModuleSlot",
     "Same",
     "SlotValues",
     "Write",
@@ -76,7 +76,7 @@ MISSING = Missing.MISSING
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleSlot:
     """A parameter, a buffer or an attribute of a module."""
 
     module: nn.Module
@@ -141,7 +141,7 @@ class SlotValues:
         copy: copies a value.
     """
 
-    def __init__(self, find: Callable[[str], Place | None], copy: Callable[[Any], Any]) -> None:
+    def __init__(self, find: Callable[[str], ModuleSlot | None], copy: Callable[[Any], Any]) -> None:
         self._find, self._copy = find, copy
         self._values: ByName = {}
         self._marks: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class SlotValues:
         """Whether this worker has the value of ``slot``, and the value, not copied."""
         return self._values[name].get(slot, (False, None))
 
-    def take(self, name: str, place: Place, found: Mapping[int, tuple[bool, Any]], slots: Iterable[int]) -> None:
+    def take(self, name: str, place: ModuleSlot, found: Mapping[int, tuple[bool, Any]], slots: Iterable[int]) -> None:
         """Takes new values of a place; slots without any keep theirs, at first the value of the step's beginning."""
         if name not in self._values:
             self._values[name] = dict.fromkeys(slots, (True, place.get()))
@@ -194,7 +194,7 @@ def untrained_marks(module: nn.Module) -> dict[str, list[Any]]:
     return {name: place.mark() for name, place in _untrained_places(module)}
 
 
-def _untrained_places(module: nn.Module) -> Iterator[tuple[str, Place]]:
+def _untrained_places(module: nn.Module) -> Iterator[tuple[str, ModuleSlot]]:
     """The parameters that are not trained and the buffers, by name, each once."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
@@ -205,7 +205,7 @@ def _untrained_places(module: nn.Module) -> Iterator[tuple[str, Place]]:
                 continue  # not in this stage, or of a library that looks after it
             if tensor is not None:
                 seen.add(id(tensor))
-            yield f"{prefix}.{name}" if prefix else name, Place(part, name)
+            yield f"{prefix}.{name}" if prefix else name, ModuleSlot(part, name)
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,13 @@ class WrittenTensors:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._found: dict[str, Place] | None = None
+        self._found: dict[str, ModuleSlot] | None = None
         self._alike: set[str] = set()  # those that all micro-batches left alike so far
         self._slots = SlotValues(lambda name: self._places().get(name), _clone)
         self._mine: dict[int, dict[str, Any]] = {}  # what this worker's micro-batches of the step left
-        self._begun: list[tuple[Place, Any]] = []  # parameters that a micro-batch wrote, and what they were
+        self._begun: list[tuple[ModuleSlot, Any]] = []  # parameters that a micro-batch wrote, and what they were
 
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, ModuleSlot]:
         if self._found is None:
             self._found = dict(_untrained_places(self._module))
         return self._found

@@ -39,7 +39,7 @@ from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import Collectives
+from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.optimizer_states import Copies, group_names, merged_names
 
 __all__ = [
@@ -303,7 +303,7 @@ class Finetuning:
         for callback in self._callbacks:
             callback.freeze_before_training(module)
 
-    def connect(self, collectives: Collectives, copies: Copies) -> None:
+    def connect(self, collectives: WorkerCollectives, copies: Copies) -> None:
         """Keeps the groups of all stages alike, and the callbacks' states those of the whole model."""
         for callback in self._callbacks:
             replaced: dict[str, Callable[..., Any]] = {
@@ -330,7 +330,7 @@ class Finetuning:
 
 def _unfreeze(
     unfreeze: Callable[..., None],
-    collectives: Collectives,
+    collectives: WorkerCollectives,
     modules: Any,
     optimizer: Optimizer,
     lr: float | None = None,
@@ -348,7 +348,7 @@ def _unfreeze(
 
 def _save_names(
     callback: BaseFinetuning,
-    collectives: Collectives,
+    collectives: WorkerCollectives,
     copies: Copies,
     trainer: pl.Trainer,
     module: pl.LightningModule,
@@ -358,7 +358,9 @@ def _save_names(
     state[_METADATA] = _of_model(state[_METADATA], collectives, copies)
 
 
-def _of_model(metadata: Mapping[int, Any], collectives: Collectives, copies: Copies) -> dict[int, list[dict[str, Any]]]:
+def _of_model(
+    metadata: Mapping[int, Any], collectives: WorkerCollectives, copies: Copies
+) -> dict[int, list[dict[str, Any]]]:
     """The groups of the whole model, in the order of one device, as in the state of its optimizer."""
     parts = collectives.gather_stages("names of parameters", lambda: metadata)
     merged: dict[int, list[dict[str, Any]]] = {}

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.full_forward import Answer
+from lightning_recycle.model.full_forward import CallResult
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.collectives import ALONE, Collectives
+from lightning_recycle.session.collectives import ALONE, WorkerCollectives
 from lightning_recycle.session.outputs import OutputRecorder
 
 __all__ = ["WholeForward", "alike", "fingerprint"]
@@ -65,7 +65,7 @@ class WholeForward:
         parts: ModelParts,
         recorder: OutputRecorder,
         module: RecordedModule,
-        collectives: Collectives,
+        collectives: WorkerCollectives,
         executor: Executor,
     ) -> None:
         self._parts, self._recorder = parts, recorder
@@ -92,7 +92,7 @@ class WholeForward:
             done = self._executor.forward_whole(value, -1 - number, partial(self._parts.record_forward, self._recorder))
         side_effects.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
         (output,) = self._recorder.replay({0: done}, on_step=False).values
-        return move_data_to_device(output.value if isinstance(output, Answer) else output, self._module.device)
+        return move_data_to_device(output.value if isinstance(output, CallResult) else output, self._module.device)
 
     def _refuse_here(self) -> None:
         name = type(self._module).__name__

@@ -24,7 +24,7 @@ from lightning_recycle.simulation.policies.policy import Policy
 from lightning_recycle.simulation.policies.published import Bamboo, Varuna
 from lightning_recycle.simulation.policies.recycle import ElasticLayers, Recycle
 from lightning_recycle.simulation.policies.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
-from lightning_recycle.simulation.results import Accounting, Cause, Event, Interval, SimulationResult, State
+from lightning_recycle.simulation.results import Accounting, Cause, Interval, SimulatedEvent, SimulationResult, State
 from lightning_recycle.simulation.training_model import (
     Cluster,
     MeasuredModel,
@@ -44,7 +44,6 @@ __all__ = [
     "Cluster",
     "DropReplica",
     "ElasticLayers",
-    "Event",
     "FailedFraction",
     "FailureRate",
     "FailureSource",
@@ -62,6 +61,7 @@ __all__ = [
     "Repetitions",
     "Restart",
     "Scripted",
+    "SimulatedEvent",
     "SimulationResult",
     "Spares",
     "State",

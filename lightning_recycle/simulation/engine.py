@@ -31,7 +31,15 @@ from lightning_recycle.simulation.policies.policy import (
     Policy,
     Reaction,
 )
-from lightning_recycle.simulation.results import Event, Interval, SimulationResult, Span, State, account, samples_of
+from lightning_recycle.simulation.results import (
+    Interval,
+    SimulatedEvent,
+    SimulationResult,
+    Span,
+    State,
+    account,
+    samples_of,
+)
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
@@ -56,7 +64,7 @@ class Run:
         self.context, self.policy, self.end = context, policy, end
         self.spans: list[Span] = []
         self.live = frozenset(range(context.cluster.nodes))
-        self.events: list[Event] = []
+        self.events: list[SimulatedEvent] = []
         self.changes = list(changes)[::-1]  # the next one last
         self.now = 0
         self.pauses: list[tuple[str, int]] = []  # what is left of them, the next one last; label and end
@@ -122,7 +130,7 @@ class Run:
             self._ask(Happening(self._seconds(), self.live, change.down, change.up))
         elif self.alarm is not None and self.alarm <= self.now:
             self.alarm = None
-            self.events.append(Event(self._seconds(), "alarm"))
+            self.events.append(SimulatedEvent(self._seconds(), "alarm"))
             self._ask(Happening(self._seconds(), self.live, woken=True))
 
     def _apply(self, change: Change) -> None:
@@ -130,7 +138,7 @@ class Run:
         self.live = self.live.difference(change.down).union(change.up)
         for kind, nodes in (("failure", change.down), ("repair", change.up)):
             if nodes:
-                self.events.append(Event(change.tick / TICKS_PER_SECOND, kind, nodes))
+                self.events.append(SimulatedEvent(change.tick / TICKS_PER_SECOND, kind, nodes))
 
     # -- what a policy decides ------------------------------------------------------------------------------------
 

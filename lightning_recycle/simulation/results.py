@@ -18,7 +18,17 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.simulation.policies.policy import Configuration
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
 
-__all__ = ["Accounting", "Cause", "Event", "Interval", "SimulationResult", "Span", "State", "account", "samples_of"]
+__all__ = [
+    "Accounting",
+    "Cause",
+    "Interval",
+    "SimulatedEvent",
+    "SimulationResult",
+    "Span",
+    "State",
+    "account",
+    "samples_of",
+]
 
 
 class Cause(str, Enum):
@@ -65,7 +75,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SimulatedEvent:
     """An event at ``time`` seconds with the nodes concerned.
 
     "failure", "repair", or "alarm" (of the policy).
@@ -130,7 +140,7 @@ class SimulationResult:
     fault_free_gpus: int
     accounting: Accounting
     intervals: tuple[Interval, ...]
-    events: tuple[Event, ...]
+    events: tuple[SimulatedEvent, ...]
     bubble_free_throughput: float = 0.0
     flops_per_sample: float = 0.0
     peak_flops: float = 1.0

@@ -31,7 +31,7 @@ from lightning_recycle.planning import (
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.layouts.layout_candidates import Judgement, in_turns
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Turns
+from lightning_recycle.planning.timing import MicrobatchVariation
 from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, one_f_one_b_seconds
 
 __all__ = [
@@ -184,7 +184,7 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
     )
 
 
-def step_judgement(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
+def step_judgement(problem: Problem, turns: MicrobatchVariation | None, effort: int) -> Judgement:
     """A step of the planner's schedule, or of 1F1B where that is faster and nothing has failed.
 
     Args:
@@ -203,6 +203,6 @@ def step_judgement(problem: Problem, turns: Turns | None, effort: int) -> Judgem
 
 
 @lru_cache(maxsize=4096)
-def _in_turns(problem: Problem, turns: Turns, effort: int) -> Judgement:
+def _in_turns(problem: Problem, turns: MicrobatchVariation, effort: int) -> Judgement:
     schedule = planned_schedule(problem, effort)
     return replace(in_turns(Judgement(schedule.period, schedule=schedule), turns, effort), schedule=None)

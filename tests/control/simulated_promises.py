@@ -27,7 +27,7 @@ from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, last_point, stop_point
-from lightning_recycle.control.protocol.coordinator_restart import Kept
+from lightning_recycle.control.protocol.coordinator_restart import JournaledState
 from lightning_recycle.control.protocol.fault_attribution import Pair
 from lightning_recycle.control.protocol.state import (
     Crashed,
@@ -216,7 +216,7 @@ class Promises:
         self._revivals += 1
         self._is_revived = True
 
-    def on_adoption(self, kept: Kept) -> None:
+    def on_adoption(self, kept: JournaledState) -> None:
         """Another coordinator begins from what the workers know: generations that none has heard of never were."""
         self._rosters = {number: roster for number, roster in self._rosters.items() if number <= kept.generation}
         self._leader = kept.leader

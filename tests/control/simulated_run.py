@@ -41,7 +41,7 @@ from simulated_workers import (
 )
 
 from lightning_recycle.control.coordinator.journal import Process
-from lightning_recycle.control.joining.admission import Place, Readmission
+from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
@@ -104,7 +104,7 @@ class Paper:
     def __init__(self) -> None:
         self.run, self.is_continued = "a run", True
         self.epoch = 0  # how many coordinators have had it before
-        self.kept: coordinator_restart.Kept | None = None
+        self.kept: coordinator_restart.JournaledState | None = None
         self.processes: dict[int, Process] = {}
 
 
@@ -675,17 +675,17 @@ class Run:
             return
         place = self._readmission.judge(self.state, self._connections.keys(), said)
         self._say(f"{worker} returns: {place.value}")
-        if place in (Place.LEFT, Place.LOST):
+        if place in (ReturnStanding.LEFT, ReturnStanding.LOST):
             self.met[f"{place.name} returns"] += 1
             self._post(worker, STOP)
             return
         self._connections[worker.rank] = worker
         self._readmission.heard(self.now)
-        if place is Place.MEMBER:
+        if place is ReturnStanding.MEMBER:
             self._handle(said)
             return
         self.met[f"{place.name} returns"] += 1
-        if place is Place.STARTER:
+        if place is ReturnStanding.STARTER:
             self._handle(Joined(worker.rank))
         for event in coordinator_restart.events(said):
             self._handle(event)

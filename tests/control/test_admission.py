@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_recycle.control.coordinator.journal import Journal, Process
-from lightning_recycle.control.joining.admission import Place, Readmission
+from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.protocol.coordinator_restart import Kept, adopted, events, order
+from lightning_recycle.control.protocol.coordinator_restart import JournaledState, adopted, events, order
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.messages import AfterStep, EndRun, Leave, Returned, RunRequest, StopVerdict
 from lightning_recycle.planning.grid import Grid
@@ -22,7 +22,7 @@ GRID = Grid(2, 2, 1)
 OPTIONS = CoordinatorOptions(heartbeat_timeout=5.0, last_holder_timeout=300.0)
 
 
-def revived(folder: Path, kept: Kept | None, **processes: Process) -> tuple[Readmission, Journal]:
+def revived(folder: Path, kept: JournaledState | None, **processes: Process) -> tuple[Readmission, Journal]:
     """After a coordinator that has written ``kept``; ``processes`` by "r" and rank."""
     first = Journal(folder / "state", b"the key of this test")
     if kept is not None:
@@ -37,31 +37,33 @@ def returned(journal: Journal, rank: int, **fields: Any) -> Returned:
     return Returned(rank, 1, "a node", space="", **fields)
 
 
-KEPT = Kept(2, (0, 1, 3), leader=1)
+KEPT = JournaledState(2, (0, 1, 3), leader=1)
 
 
 @pytest.mark.parametrize(
     ("rank", "fields", "place"),
     [
-        (0, {}, Place.MEMBER),
-        (0, {"token": "of one that was given up"}, Place.LOST),
-        (0, {"token": "of one that has left", "leave": Leave(0)}, Place.LEFT),
-        (0, {"run": "another one"}, Place.LOST),
-        (2, {}, Place.LOST),
-        (2, {"leave": Leave(2)}, Place.LEFT),
-        (2, {"generation": -1, "joining": True}, Place.CANDIDATE),
-        (2, {"generation": 2, "joining": True}, Place.LOST),
-        (2, {"generation": -1}, Place.LOST),
-        (4, {}, Place.LOST),
-        (-1, {}, Place.LOST),
+        (0, {}, ReturnStanding.MEMBER),
+        (0, {"token": "of one that was given up"}, ReturnStanding.LOST),
+        (0, {"token": "of one that has left", "leave": Leave(0)}, ReturnStanding.LEFT),
+        (0, {"run": "another one"}, ReturnStanding.LOST),
+        (2, {}, ReturnStanding.LOST),
+        (2, {"leave": Leave(2)}, ReturnStanding.LEFT),
+        (2, {"generation": -1, "joining": True}, ReturnStanding.CANDIDATE),
+        (2, {"generation": 2, "joining": True}, ReturnStanding.LOST),
+        (2, {"generation": -1}, ReturnStanding.LOST),
+        (4, {}, ReturnStanding.LOST),
+        (-1, {}, ReturnStanding.LOST),
     ],
 )
-def test_who_returns_is_what_was_written_down(tmp_path: Path, rank: int, fields: dict[str, Any], place: Place) -> None:
+def test_who_returns_is_what_was_written_down(
+    tmp_path: Path, rank: int, fields: dict[str, Any], place: ReturnStanding
+) -> None:
     readmission, journal = revived(tmp_path, KEPT)
     assert readmission.judge(readmission.state(), (), returned(journal, rank, **fields)) is place
     assert readmission.judge(readmission.state(), (rank,), returned(journal, rank, **fields)) in (
-        Place.LOST,
-        Place.LEFT,
+        ReturnStanding.LOST,
+        ReturnStanding.LEFT,
     )
 
 
@@ -77,14 +79,14 @@ def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
 def test_whoever_comes_when_all_have_returned_is_lost(tmp_path: Path) -> None:
     readmission, journal = revived(tmp_path, KEPT)
     begun = replace(readmission.state(), returned=None)
-    assert readmission.judge(begun, (), returned(journal, 0)) is Place.LOST
+    assert readmission.judge(begun, (), returned(journal, 0)) is ReturnStanding.LOST
 
 
 def test_before_the_first_generation_workers_keep_the_positions_that_they_have(tmp_path: Path) -> None:
     readmission, journal = revived(tmp_path, None)
     state = readmission.state()
-    assert readmission.judge(state, (), returned(journal, 2, generation=-1)) is Place.STARTER
-    assert readmission.judge(state, (2,), returned(journal, 2, generation=-1)) is Place.LOST
+    assert readmission.judge(state, (), returned(journal, 2, generation=-1)) is ReturnStanding.STARTER
+    assert readmission.judge(state, (2,), returned(journal, 2, generation=-1)) is ReturnStanding.LOST
     assert not readmission.may_place(100.0), "others say first which positions they have"
     assert readmission.may_place(105.0)
 
@@ -102,7 +104,7 @@ def test_all_members_together_know_what_a_lost_file_said() -> None:
     joins = replace(joins, incarnation=1, joining=True)
     before = replace(joins, incarnation=0, joining=False, generation=1)  # it was given up
     found = adopted([behind, joins, before, stops])
-    expected = Kept(2, (0, 1, 3), 1, joining=(3,), has_resumed=True, cuts=(0, 1, 4), newcomers=(3,))
+    expected = JournaledState(2, (0, 1, 3), 1, joining=(3,), has_resumed=True, cuts=(0, 1, 4), newcomers=(3,))
     expected = replace(expected, stop_point=7, after_step=AfterStep.STOP)
     assert found == (expected, {0: behind, 1: stops, 3: joins})
 

@@ -12,7 +12,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.plans import planning_process
 from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Here, Job, Urgency
-from lightning_recycle.control.plans.drift import Estimate, Question
+from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
@@ -279,7 +279,7 @@ def look_for() -> Iterator[Callable[[Any], Any]]:
         run = RunPlanner(PROBLEM.grid, "heuristic", Technique())
         planners.append(run)
         plans = RunPlans(PROBLEM.grid, run, None, lambda profile: None, lambda: None)
-        question = Question(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
+        question = DriftQuestion(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
         run.background.begin(Urgency.DRIFT, plans._look_for_better(question))
         return plans
 

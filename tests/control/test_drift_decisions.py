@@ -12,7 +12,7 @@ import pytest
 from slow_planners import Failing
 
 from lightning_recycle import planning as p
-from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
+from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
 from lightning_recycle.planning.program import worker_program
 
 SLOT = 0.02  # seconds
@@ -35,7 +35,7 @@ class Run:
         self.monitor = DriftMonitor(options or DriftOptions(window=10))
         self.seconds = seconds
         self.step = 0
-        self.questions: list[Question] = []
+        self.questions: list[DriftQuestion] = []
         self.gains: list[float] = []
         self.swaps: list[int] = []
         self.schedule = schedule or schedule_of()
@@ -57,7 +57,7 @@ class Run:
                 self.answer(question)
         return self
 
-    def answer(self, question: Question) -> None:
+    def answer(self, question: DriftQuestion) -> None:
         self.questions.append(question)
         proposal = question.answer()
         gain = self.monitor.accepts(question, proposal)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.control.protocol.detection import Memory, Place, Ruling, Sign, Standing, review
+from lightning_recycle.control.protocol.detection import DetectionState, Ruling, Sign, Standing, StepPoint, review
 from lightning_recycle.planning.grid import Grid
 
 LIMIT, BOUND = 5.0, 60.0  # seconds
@@ -17,7 +17,7 @@ ALL = frozenset(range(6))
 TICK = 0.5
 
 
-def stands(silent: float = 0.0, working: float | None = None, place: Place | None = None) -> Standing:
+def stands(silent: float = 0.0, working: float | None = None, place: StepPoint | None = None) -> Standing:
     work = () if working is None else (Sign("it is stuck", working, LIMIT, WORK_BOUND, place),)
     return Standing(Sign("it is silent", silent, LIMIT, BOUND), work)
 
@@ -25,7 +25,7 @@ def stands(silent: float = 0.0, working: float | None = None, place: Place | Non
 def ruled(changed: Mapping[int, Standing], live: frozenset[int] = ALL, holders: frozenset[int] = ALL) -> Ruling:
     """The first ruling over the workers ``live``, all of which are well except as ``changed``."""
     standings = {rank: changed.get(rank, stands()) for rank in live}
-    return review(Memory(), 100.0, standings, holders & live, GRID, 7)[1]
+    return review(DetectionState(), 100.0, standings, holders & live, GRID, 7)[1]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ class Story:
     """What a coordinator sees second by second: ``tell(seconds, rank=standing at that time, ...)``."""
 
     def __init__(self, live: frozenset[int] = ALL) -> None:
-        self.live, self.now, self.step, self.memory = live, 1000.0, 7, Memory()
+        self.live, self.now, self.step, self.memory = live, 1000.0, 7, DetectionState()
         self.evicted: dict[int, float] = {}
         self.waited: dict[int, str] = {}
         self.cleared: dict[int, float] = {}
@@ -112,7 +112,7 @@ class Story:
         return self
 
 
-def since(begin: float, *ranks: int, work: Place | None = None) -> Callable[[float, int], Standing]:
+def since(begin: float, *ranks: int, work: StepPoint | None = None) -> Callable[[float, int], Standing]:
     """``ranks`` are silent since ``begin``, or at ``work``."""
 
     def standing(now: float, rank: int) -> Standing:
@@ -230,9 +230,9 @@ class Grown:
     """A run in which workers become silent, stuck, well again or dead, as ``changes`` say."""
 
     def __init__(self) -> None:
-        self.now, self.memory = 0.0, Memory()
+        self.now, self.memory = 0.0, DetectionState()
         self.live = set(ALL)
-        self.began: dict[int, tuple[str, float, Place]] = {}
+        self.began: dict[int, tuple[str, float, StepPoint]] = {}
 
     def standing(self, rank: int) -> Standing:
         how, began, place = self.began.get(rank, ("well", self.now, (0, "")))

@@ -12,14 +12,14 @@ import pytest
 
 from lightning_recycle.control.coordinator import journal as journal_module
 from lightning_recycle.control.coordinator.journal import Journal, Process, default_path
-from lightning_recycle.control.protocol.coordinator_restart import Kept, Over
+from lightning_recycle.control.protocol.coordinator_restart import JournaledState, Over
 from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopReason
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import temporary_path
 
 KEY = b"the key of this test"
-KEPT = Kept(
+KEPT = JournaledState(
     3,
     (0, 1, 3),
     leader=1,

@@ -1,11 +1,11 @@
 """Keys that some workers of a generation publish and others look up."""
 
-from lightning_recycle.control.protocol.control_collectives import Rendezvous
+from lightning_recycle.control.protocol.control_collectives import PublishedKeys
 from lightning_recycle.control.protocol.messages import Found, LookUp, Publish
 
 
-def begun(generation: int = 3) -> Rendezvous:
-    rendezvous = Rendezvous()
+def begun(generation: int = 3) -> PublishedKeys:
+    rendezvous = PublishedKeys()
     rendezvous.begin(generation)
     return rendezvous
 

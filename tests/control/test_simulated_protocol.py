@@ -29,7 +29,7 @@ from lightning_recycle.control.protocol import (
 )
 from lightning_recycle.control.protocol import coordinator_restart as restart
 from lightning_recycle.control.protocol import fault_attribution as attribution
-from lightning_recycle.control.protocol.coordinator_restart import Memory
+from lightning_recycle.control.protocol.coordinator_restart import MessageRecord
 from lightning_recycle.control.protocol.member import Member
 
 SAMPLE = 1000  # histories in the ordinary run
@@ -385,18 +385,19 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker's part of a collective is forgotten", restart, "events", "if member.arrival is not None:", "if False:"),
     ("exceptions wait for a verdict forever", membership, "_go_on_if_all_returned",
      "member.raised is not None", "False"),
-    ("a worker forgets its part of a collective", Memory, "said", "self._arrival = message", "pass"),
-    ("a worker forgets the answer", Memory, "heard", "self._answer, self._answered_at = message, begun", "pass"),
-    ("a worker forgets the answer too soon", Memory, "began", "step >= self._answered_at +", "True or"),
-    ("a worker forgets the loss", Memory, "heard", "self._told[message.step] = message", "pass"),
-    ("a worker forgets a commit", Memory, "heard",
+    ("a worker forgets its part of a collective", MessageRecord, "said", "self._arrival = message", "pass"),
+    ("a worker forgets the answer", MessageRecord, "heard", "self._answer, self._answered_at = message, begun", "pass"),
+    ("a worker forgets the answer too soon", MessageRecord, "began", "step >= self._answered_at +", "True or"),
+    ("a worker forgets the loss", MessageRecord, "heard", "self._told[message.step] = message", "pass"),
+    ("a worker forgets a commit", MessageRecord, "heard",
      "self._known = messages.Known(message.generation, message.step, message.payloads)", "pass"),
-    ("a worker forgets what a recovery told of a commit", Memory, "heard", "if message.commits:", "if False:"),
-    ("a worker does not say what it applied", Memory, "said", "self._applied = message.step", "pass"),
-    ("a worker does not say where it got its state", Memory, "said", "self._applied = self._joins_after", "pass"),
+    ("a worker forgets what a recovery told of a commit", MessageRecord, "heard", "if message.commits:", "if False:"),
+    ("a worker does not say what it applied", MessageRecord, "said", "self._applied = message.step", "pass"),
+    ("a worker does not say where it got its state", MessageRecord, "said",
+     "self._applied = self._joins_after", "pass"),
     ("what was on its way to the last holder is forgotten", restart, "rebuilt", "default=members[rank].joins_after",
      "default=-1"),
-    ("a worker forgets its exception", Memory, "said", "self._raised = message", "pass"),
+    ("a worker forgets its exception", MessageRecord, "said", "self._raised = message", "pass"),
 ]
 """As above, in histories in which the coordinator is killed. Who may return to it: see test_admission.py."""
 
@@ -451,7 +452,7 @@ LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 """As above, and the coordinator is killed."""
 
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("a worker forgets its wish to stop", Memory, "said", "self._request = message", "pass"),
+    ("a worker forgets its wish to stop", MessageRecord, "said", "self._request = message", "pass"),
     ("nobody is told again that all stop", restart, "_repeated",
      "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
     ("all are told again that they stop", restart, "revived", "agreed=written.stop_agreed", "agreed=True"),

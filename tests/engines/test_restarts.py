@@ -2,9 +2,19 @@
 
 import pytest
 
-from lightning_recycle.engines.restarts import Again, End, Final, Policy, Slot, ended, exit_status, in_words, verdict
+from lightning_recycle.engines.restarts import (
+    Again,
+    End,
+    Final,
+    RestartLimits,
+    Slot,
+    ended,
+    exit_status,
+    in_words,
+    verdict,
+)
 
-POLICY = Policy(max_restarts=10, quick=20.0, most_quick=4, first_pause=1.0, longest_pause=3.0)
+POLICY = RestartLimits(max_restarts=10, quick=20.0, most_quick=4, first_pause=1.0, longest_pause=3.0)
 
 
 @pytest.mark.parametrize(
@@ -44,13 +54,13 @@ def test_a_process_that_lasted_begins_anew() -> None:
 
 
 def test_pauses_have_a_bound() -> None:
-    patient = Policy(most_quick=100, longest_pause=3.0)
+    patient = RestartLimits(most_quick=100, longest_pause=3.0)
     assert ended(Slot(8, 8), 69, 0.1, False, patient) == Again(Slot(9, 9), 3.0)
 
 
 def test_restarts_have_a_bound() -> None:
     assert ended(Slot(10, 0), -9, 100.0, False, POLICY) == Final(-9, "it was restarted 10 times (--max-restarts)")
-    assert isinstance(ended(Slot(), -9, 100.0, False, Policy(max_restarts=0)), Final)
+    assert isinstance(ended(Slot(), -9, 100.0, False, RestartLimits(max_restarts=0)), Final)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.launch import launcher, run_preparation, worker_results
-from lightning_recycle.session.configuration import Gathering, Way
+from lightning_recycle.session.configuration import Gathering, ResultRoute
 
 pytestmark = pytest.mark.long
 
@@ -29,15 +29,15 @@ STEPS = 4
 @pytest.mark.parametrize(
     ("wanted", "local", "small", "large"),
     [
-        ("auto", True, Way.MESSAGES, Way.FILES),
-        (True, True, Way.MESSAGES, Way.FILES),
-        ("auto", False, Way.MESSAGES, Way.STAYS),
-        (True, False, Way.MESSAGES, Way.MESSAGES),
-        (False, True, Way.STAYS, Way.STAYS),
-        (False, False, Way.STAYS, Way.STAYS),
+        ("auto", True, ResultRoute.MESSAGES, ResultRoute.FILES),
+        (True, True, ResultRoute.MESSAGES, ResultRoute.FILES),
+        ("auto", False, ResultRoute.MESSAGES, ResultRoute.STAYS),
+        (True, False, ResultRoute.MESSAGES, ResultRoute.MESSAGES),
+        (False, True, ResultRoute.STAYS, ResultRoute.STAYS),
+        (False, False, ResultRoute.STAYS, ResultRoute.STAYS),
     ],
 )
-def test_how_results_come_home(wanted: Any, local: bool, small: Way, large: Way) -> None:
+def test_how_results_come_home(wanted: Any, local: bool, small: ResultRoute, large: ResultRoute) -> None:
     gathering = Gathering(wanted, 1000, local)
     assert (gathering.way(999), gathering.way(1000)) == (small, large)
     assert gathering.depends_on_size or small is large

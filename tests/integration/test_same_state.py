@@ -138,7 +138,7 @@ class Counting(L.Callback):
 
 
 ALLOWED = {  # path or class -> why workers may differ there
-    "lightning_recycle.session.collectives.Collectives": "where this worker is",
+    "lightning_recycle.session.collectives.WorkerCollectives": "where this worker is",
     "lightning_recycle.strategy.*": "which worker this is; its optimizers and precision are looked at by themselves",
     "lightning_recycle.session.session.*": "which worker this is",
     "lightning_recycle.session.training_steps.*": "which worker this is",

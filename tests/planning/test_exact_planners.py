@@ -157,7 +157,7 @@ HINT_ALONE = """
     from lightning_recycle.planning.exact.time_indexed_problem import placements
 
     def solve(task, report):
-        model = cpsat._Model(cp_model, task.problem, placements(task.schedule), task.lower, task.upper)
+        model = cpsat._CpSatModel(cp_model, task.problem, placements(task.schedule), task.lower, task.upper)
         model.cp.minimize(model.length)
         open_ = {at for at, variable in enumerate(model.cp.proto.variables) if variable.domain[0] < variable.domain[-1]}
         assert open_ <= set(model.cp.proto.solution_hint.vars)
@@ -331,7 +331,7 @@ FAKES = """
     def corridors_alone(task, report):
         from lightning_recycle.planning.exact import milp
         milp._SMALL = 0
-        milp._Search._prove = lambda self, problem, low, high, known, deadline: (None, low, high, known)
+        milp._MilpSearch._prove = lambda self, problem, low, high, known, deadline: (None, low, high, known)
         milp.solve(task, report)
 
     def good_then_crash(task, report):

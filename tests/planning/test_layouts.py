@@ -22,12 +22,12 @@ from lightning_recycle.planning.layouts.layout_candidates import (
     judged,
 )
 from lightning_recycle.planning.layouts.layout_search import plan_layout
-from lightning_recycle.planning.timing import Turns
+from lightning_recycle.planning.timing import MicrobatchVariation
 
 HOUR = 3600.0
 
 
-def quick(problem: p.Problem, turns: Turns | None = None) -> Judgement:
+def quick(problem: p.Problem, turns: MicrobatchVariation | None = None) -> Judgement:
     schedule = p.heuristic(problem, 2_000)
     found = Judgement(schedule.period, schedule.makespan - schedule.period, schedule=schedule)
     return in_turns(found, turns, 2_000)

@@ -20,7 +20,7 @@ from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group
 from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
-from lightning_recycle.runtime.comm.wire import Layout
+from lightning_recycle.runtime.comm.wire import ValueLayout
 from lightning_recycle.runtime.machine_errors import is_device_error
 from lightning_recycle.runtime.nccl import nccl_thread
 from lightning_recycle.runtime.nccl import nccl_transport as module
@@ -28,7 +28,7 @@ from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
 
 VALUE = torch.arange(20_000.0)
-LAYOUT = Layout.of(VALUE)
+LAYOUT = ValueLayout.of(VALUE)
 FORWARD = Channel.ACTIVATIONS
 STAGE = "stage0"
 AT_ONCE = 2.0  # seconds, on a machine with other things to do

@@ -17,11 +17,11 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
 from lightning_recycle.runtime.executor.device_memory import machine_bytes, peak_bytes, process_bytes, storage_bytes
 from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
-from lightning_recycle.runtime.stage.stage import Kept, Stage
+from lightning_recycle.runtime.stage.stage import SavedInput, Stage
 
 CPU = torch.device("cpu")
 F, BW, B, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
-NO_STAGE: Any = SimpleNamespace(kept=lambda inputs: Kept((), []))
+NO_STAGE: Any = SimpleNamespace(kept=lambda inputs: SavedInput((), []))
 WIDTH, BATCH = 64, 8
 VALUE = WIDTH * BATCH * 4  # bytes of a (batch, width) tensor
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.runtime.executor.whole_steps import Turns
+from lightning_recycle.runtime.executor.whole_steps import Lockstep
 
 
 class Place:
@@ -25,7 +25,7 @@ def places(count, notes=None):
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_what_is_done_together_is_done_once_with_all_parts_by_the_caller(count):
-    turns = Turns(places(count))
+    turns = Lockstep(places(count))
     calls = []
 
     def together(parts):
@@ -44,7 +44,7 @@ def test_what_is_done_together_is_done_once_with_all_parts_by_the_caller(count):
 
 def test_turns_are_in_order_each_in_its_place():
     notes = []
-    turns = Turns(places(2, notes))
+    turns = Lockstep(places(2, notes))
 
     def body(number):
         notes.append(f"{number} begins")
@@ -62,7 +62,7 @@ def test_turns_are_in_order_each_in_its_place():
 @pytest.mark.parametrize("raising", [0, 1, "together"])
 def test_an_error_ends_all(raising):
     before = threading.active_count()
-    turns = Turns(places(2))
+    turns = Lockstep(places(2))
     ended = []
 
     def together(_):
@@ -89,7 +89,7 @@ def test_an_error_ends_all(raising):
 
 
 def test_different_ways_are_an_error_that_names_them():
-    turns = Turns(places(2))
+    turns = Lockstep(places(2))
 
     def body(number):
         turns.meet("a backward pass", None, lambda _: None)
@@ -101,7 +101,7 @@ def test_different_ways_are_an_error_that_names_them():
 
 
 def test_a_further_meeting_of_one_that_is_ended_ends_it_too():
-    turns = Turns(places(2))
+    turns = Lockstep(places(2))
 
     def body(number):
         try:

@@ -10,21 +10,21 @@ import torch
 
 from lightning_recycle.runtime.comm.stage_messages import _Inbox, _Outbox
 from lightning_recycle.runtime.comm.transports import HostMemory
-from lightning_recycle.runtime.comm.wire import HEADER_BYTES, Layout, sum_of_bytes, sum_of_tensors
+from lightning_recycle.runtime.comm.wire import HEADER_BYTES, ValueLayout, sum_of_bytes, sum_of_tensors
 
 
 def test_a_header_says_which_gradients_are_wanted_back() -> None:
     wanted = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     mask, tokens = torch.ones(4, dtype=torch.float64), torch.zeros(1, 0, dtype=torch.int64)
-    layout = Layout.of((wanted, None, mask, tokens))
-    parsed, packed = Layout.parse(layout.header(packed=False))
+    layout = ValueLayout.of((wanted, None, mask, tokens))
+    parsed, packed = ValueLayout.parse(layout.header(packed=False))
     assert (parsed, packed) == (layout, False)
     for _ in range(2):  # buffers are reused
         received = parsed.value(parsed.empty(HostMemory(torch.device("cpu")).empty))
         assert [None if t is None else t.requires_grad for t in received] == [True, None, False, False]
     kept = parsed.empty(HostMemory(torch.device("cpu")).empty)
     parsed.value(kept)
-    Layout.of((wanted.detach(), None, mask, tokens)).value(kept)
+    ValueLayout.of((wanted.detach(), None, mask, tokens)).value(kept)
     assert not any(t.requires_grad for t in kept if t is not None), "a buffer may hold another kind of message next"
 
 
@@ -50,7 +50,7 @@ def test_tensors_have_the_sum_of_their_bits_in_order() -> None:
 @pytest.mark.parametrize("size", [5, 100_000], ids=["packed", "payload"])
 def test_a_message_that_changes_on_its_way_is_not_whole(size: int) -> None:
     memory, tensors = HostMemory(torch.device("cpu")), (torch.randn(size), None, torch.arange(3))
-    layout = Layout.of(tensors)
+    layout = ValueLayout.of(tensors)
     packed = size == 5
     outbox, inbox = _Outbox(layout, packed, packed, memory), _Inbox(64 * 1024, memory)
     for view, tensor in zip(outbox.views, tensors, strict=False):

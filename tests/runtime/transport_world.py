@@ -16,7 +16,7 @@ from support.meeting import Meeting
 
 from lightning_recycle.runtime.comm.groups import Group
 from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Rosters, Transport
-from lightning_recycle.runtime.comm.wire import Layout
+from lightning_recycle.runtime.comm.wire import ValueLayout
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import successors
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -164,7 +164,7 @@ class World:
                 for transport, value, one in begun:
                     transport.end_collective(one)
                     assert torch.equal(value, VALUE * len(roster))
-        layout = Layout.of(VALUE)
+        layout = ValueLayout.of(VALUE)
         for a, b in combinations(self.alive, 2):
             if b in self.transports[a]._usable.neighbours:
                 self.transports[a].send(Channel.ACTIVATIONS, layout, [VALUE], b, 1)

@@ -12,7 +12,7 @@ from torchmetrics import Metric, aggregation, regression
 from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session.outputs import Returned, add_states, metric_states
+from lightning_recycle.session.outputs import StepOutputs, add_states, metric_states
 
 
 class Pair(NamedTuple):
@@ -37,23 +37,23 @@ def shown(value: Any) -> Any:
     ],
 )
 def test_micro_batches_become_one(values: list[Any], joined: Any, predicted: Any) -> None:
-    returned = Returned(values, [1, 2])
+    returned = StepOutputs(values, [1, 2])
     assert shown(returned.joined()) == joined
     assert shown(returned.predicted(alone=False)) == predicted
     assert returned.predicted(alone=True) is values[0]
 
 
 def test_items_are_joined_by_name_also_where_only_some_have_them() -> None:
-    returned = Returned([{"loss": 1.0}, {"loss": 4.0, "further": tensor([2])}], [1, 2])
+    returned = StepOutputs([{"loss": 1.0}, {"loss": 4.0, "further": tensor([2])}], [1, 2])
     assert {name: shown(value) for name, value in returned.joined().items()} == {"loss": 3.0, "further": [2]}
     assert returned.predicted(alone=False)["loss"] == [1.0, 4.0]
-    joined = Returned([Pair(tensor([1]), "a"), Pair(tensor([2]), "b")], [1, 1]).joined()
+    joined = StepOutputs([Pair(tensor([1]), "a"), Pair(tensor([2]), "b")], [1, 1]).joined()
     assert (shown(joined.value), joined.label) == ([1, 2], ["a", "b"])
 
 
 def test_tensors_that_do_not_fit_are_listed() -> None:
     parts = [torch.zeros(2, 3), torch.zeros(2, 4)]
-    for one in (Returned(parts, [2, 2]).joined(), Returned(parts, [2, 2]).predicted(alone=False)):
+    for one in (StepOutputs(parts, [2, 2]).joined(), StepOutputs(parts, [2, 2]).predicted(alone=False)):
         assert [part.shape for part in one] == [(2, 3), (2, 4)]
 
 

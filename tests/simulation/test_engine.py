@@ -7,7 +7,7 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.simulation.failures import LLAMA3_PER_GPU_DAY
-from lightning_recycle.simulation.policies.policy import Configuration, Loss, Pause, Reaction
+from lightning_recycle.simulation.policies.policy import Configuration, Downtime, Loss, Reaction
 
 MODEL = sim.get_model("gpt3_medium")
 CLUSTER = sim.Cluster.of(MODEL)
@@ -53,7 +53,7 @@ def test_without_events_steps_follow_each_other() -> None:
 
 
 def test_a_failure_loses_the_step_in_progress_and_pauses() -> None:
-    answer = Reaction(LESS, (Pause("detect", 3.0), Pause("regroup", 4.0)), Loss.STEP)
+    answer = Reaction(LESS, (Downtime("detect", 3.0), Downtime("regroup", 4.0)), Loss.STEP)
     result = run({(36.0, "down"): answer}, [sim.Outage(36.0, (5,))])
     assert timeline(result) == [
         (0, 30, "training", "steady"),
@@ -78,9 +78,9 @@ def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations() -> None:
     first = replace(STEADY, checkpoint_every=20.0, checkpoint_seconds=1.0)
     again = replace(LESS, checkpoint_every=20.0, checkpoint_seconds=1.0)
     answers = {
-        (55.0, "down"): Reaction(again, (Pause("regroup", 2.0),), Loss.STEP),
+        (55.0, "down"): Reaction(again, (Downtime("regroup", 2.0),), Loss.STEP),
         (61.0, "down"): Reaction(
-            replace(again, gpus=30, useful_gpu_seconds=225.0), (Pause("load", 9.0),), Loss.CHECKPOINT
+            replace(again, gpus=30, useful_gpu_seconds=225.0), (Downtime("load", 9.0),), Loss.CHECKPOINT
         ),
     }
     result = run(answers, [sim.Outage(55.0, (0,)), sim.Outage(61.0, (1,))], first=first)
@@ -102,7 +102,7 @@ def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations() -> None:
 
 def test_a_checkpoint_that_a_failure_interrupts_does_not_count() -> None:
     first = replace(STEADY, checkpoint_every=20.0, checkpoint_seconds=5.0)
-    answer = Reaction(replace(first, gpus=31, useful_gpu_seconds=232.5), (Pause("load", 2.0),), Loss.CHECKPOINT)
+    answer = Reaction(replace(first, gpus=31, useful_gpu_seconds=232.5), (Downtime("load", 2.0),), Loss.CHECKPOINT)
     result = run({(22.0, "down"): answer}, [sim.Outage(22.0, (0,))], duration=30.0, first=first)
     assert timeline(result)[:3] == [
         (0, 20, "lost", "steady"),
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_a_failure_interrupts_does_not_count() -> None:
 
 
 def test_a_repair_waits_for_the_end_of_the_step() -> None:
-    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Pause("join", 2.0),), at_boundary=True)}
+    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Downtime("join", 2.0),), at_boundary=True)}
     result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=LESS)
     assert timeline(result) == [
         (0, 36, "training", "less"),
@@ -128,7 +128,7 @@ def test_a_repair_waits_for_the_end_of_the_step() -> None:
 @pytest.mark.parametrize(("lead", "boundary"), [(0.0, 40), (3.9, 40), (4.1, 50), (13.9, 50), (14.1, 60)])
 def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(lead, boundary) -> None:
     overlapping = replace(LESS, lead_seconds=lead)
-    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Pause("join", 2.0),), at_boundary=True)}
+    answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Downtime("join", 2.0),), at_boundary=True)}
     result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=overlapping)
     assert timeline(result)[2] == (boundary, boundary + 2, "paused", "join")
     assert "redone" not in parts(result)
@@ -136,8 +136,10 @@ def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(l
 
 def test_a_failure_in_a_pause_starts_the_pause_again_and_loses_nothing_more() -> None:
     answers = {
-        (36.0, "down"): Reaction(LESS, (Pause("regroup", 10.0),), Loss.STEP),
-        (40.0, "down"): Reaction(replace(LESS, gpus=30, useful_gpu_seconds=225.0), (Pause("again", 10.0),), Loss.STEP),
+        (36.0, "down"): Reaction(LESS, (Downtime("regroup", 10.0),), Loss.STEP),
+        (40.0, "down"): Reaction(
+            replace(LESS, gpus=30, useful_gpu_seconds=225.0), (Downtime("again", 10.0),), Loss.STEP
+        ),
     }
     result = run(answers, [sim.Outage(36.0, (5,)), sim.Outage(40.0, (6,))])
     assert timeline(result)[2:] == [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG
 from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
-from lightning_recycle.runtime.comm.wire import Layout
+from lightning_recycle.runtime.comm.wire import ValueLayout
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.session import stage_builder
 from support.fake_nccl import FakeDevice, SocketNetwork
@@ -30,13 +30,13 @@ class CountingTransport(NcclTransport):
     devices: ClassVar[dict[int, FakeDevice]] = {}  # by rank: that of this process
 
     def send(
-        self, channel: Channel, layout: Layout, tensors: Any, destination: int, tag: int
+        self, channel: Channel, layout: ValueLayout, tensors: Any, destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
         assert self._thread_to(destination) is not None, "it would go by Gloo"
         CountingTransport.sent += 1
         return super().send(channel, layout, tensors, destination, tag)
 
-    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> Any:
+    def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> Any:
         CountingTransport.states += tag > EXCHANGE_TAG
         return super().receive(channel, layout, source, tag)
 

@@ -24,21 +24,20 @@ from typing import Any
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.coordinator.worker_table import WorkerTable
-from lightning_recycle.control.joining.admission import Admission, Place, Readmission, describe
+from lightning_recycle.control.joining.admission import Admission, Readmission, ReturnStanding, describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.joining.vacancies import Vacancies
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
-from lightning_recycle.control.monitoring.status import Place as ShownPlace
-from lightning_recycle.control.monitoring.status import status_of
+from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
 from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
 from lightning_recycle.control.network.handshake import check_key
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
 from lightning_recycle.control.protocol import state as protocol
-from lightning_recycle.control.protocol.control_collectives import Rendezvous
+from lightning_recycle.control.protocol.control_collectives import PublishedKeys
 from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import StopReason
@@ -132,7 +131,7 @@ class Coordinator:
         self._written = coordinator_restart.durable(self._state)
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._watch = FailureDetector(grid, self.options, self._workers.thread_states)
-        self._rendezvous = Rendezvous()
+        self._rendezvous = PublishedKeys()
         self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
         self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, self._readmission)
         self._connected: set[int] = set()
@@ -371,16 +370,16 @@ class Coordinator:
             for rank in [rank for rank in self._workers.connections if self._history.process_at(rank)[0] == host]:
                 self._on_leave(messages.Leave(rank))
 
-    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
+    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
         """A worker has returned to what it was."""
         rank = returned.rank
         self._vacancies.held_before(rank, returned.node, returned.incarnation)
-        said = coordinator_restart.events(returned) if place is not Place.MEMBER else iter(())
-        if place is Place.MEMBER:
+        said = coordinator_restart.events(returned) if place is not ReturnStanding.MEMBER else iter(())
+        if place is ReturnStanding.MEMBER:
             self._watch.reported(rank)
         self._plans.returned(self.grid.worker(rank), returned)
         process = describe(returned, returned.incarnation)
-        self.admit(rank, connection, process, place is Place.CANDIDATE, returned)
+        self.admit(rank, connection, process, place is ReturnStanding.CANDIDATE, returned)
         for message in said:
             self._on_message(rank, message)
 
@@ -703,7 +702,7 @@ class Coordinator:
 
     def _view(self) -> RunView:
         self._divide_time()
-        spares = tuple(ShownPlace(process.node or None, process.pid) for _, process in self._vacancies.spares)
+        spares = tuple(ProcessLocation(process.node or None, process.pid) for _, process in self._vacancies.spares)
         schedules = self._plans.schedules
         candidates = frozenset(rank for rank in range(self.grid.num_workers) if self._has_candidate(rank))
         awaited = (

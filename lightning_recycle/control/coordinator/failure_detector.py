@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.protocol.detection import (
-    Memory,
+    DetectionState,
     Observation,
     Ruling,
     Sign,
@@ -59,7 +59,7 @@ class FailureDetector:
         self._deadline: float | None = None
         self._regroup_began = 0.0
         self._candidates: dict[int, float] = {}
-        self._memory = Memory()
+        self._memory = DetectionState()
 
     # ------------------------------------------------------------------ what is heard
 

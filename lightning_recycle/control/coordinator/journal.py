@@ -1,8 +1,9 @@
 """Journal of a coordinator: a small file from which another process goes on with its run.
 
-Concept: the file holds all that must be known (:class:`~lightning_recycle.control.protocol.coordinator_restart.Kept`,
-and which process holds which position). It is replaced as a whole when the roster changes, when the run ends, and for a
-few other events that are as rare; it is on the disk before anything is announced.
+Concept: the file holds all that must be known
+(:class:`~lightning_recycle.control.protocol.coordinator_restart.JournaledState`, and which process holds which
+position). It is replaced as a whole when the roster changes, when the run ends, and for a few other events that are as
+rare; it is on the disk before anything is announced.
 
 Contract: one process at a time has the file: it holds a lock as long as it lives, also while it is stopped, and whoever
 finds the lock taken is refused. So there are never two coordinators of one run. A file that was written under another
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_recycle.control.protocol.coordinator_restart import Kept
+from lightning_recycle.control.protocol.coordinator_restart import JournaledState
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
 
@@ -57,7 +58,7 @@ class _Content:
     proof: str
     run: str
     statuses: tuple[int, ...] = ()
-    kept: Kept | None = None
+    kept: JournaledState | None = None
     processes: Mapping[int, Process] = field(default_factory=dict)
 
 
@@ -125,21 +126,21 @@ class Journal:
         return self._content.statuses
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> JournaledState | None:
         return self._content.kept
 
     @property
     def processes(self) -> Mapping[int, Process]:
         return self._content.processes
 
-    def write(self, kept: Kept, processes: Mapping[int, Process]) -> None:
+    def write(self, kept: JournaledState, processes: Mapping[int, Process]) -> None:
         """Writes down ``kept`` and who holds the positions of its roster, if that is news."""
         if kept != self._content.kept:
             holders = {rank: processes[rank] for rank in kept.live if rank in processes}
             self._content = replace(self._content, kept=kept, processes=holders)
             self._replace()
 
-    def adopt(self, run: str, kept: Kept | None, processes: Mapping[int, Process]) -> None:
+    def adopt(self, run: str, kept: JournaledState | None, processes: Mapping[int, Process]) -> None:
         """Goes on with ``run``, of which this file does not know."""
         self.is_continued = True
         self._content = replace(self._content, run=run, kept=kept, processes=processes)

@@ -39,8 +39,8 @@ from lightning_recycle.processes import has_ended
 __all__ = [
     "Admission",
     "Inside",
-    "Place",
     "Readmission",
+    "ReturnStanding",
     "describe",
 ]
 
@@ -62,7 +62,7 @@ class Inside(Protocol):
     def admit(self, rank: int, connection: NonBlockingConnection, process: Process, joining: bool) -> None:
         """A worker takes its position."""
 
-    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: Place) -> None:
+    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
         """A worker has returned to what it was."""
 
 
@@ -151,7 +151,7 @@ class Admission:
             )
             return
         place = readmission.judge(state, self._inside.connections.keys(), returned)
-        if state.outcome is not None or place in (Place.LEFT, Place.LOST):
+        if state.outcome is not None or place in (ReturnStanding.LEFT, ReturnStanding.LOST):
             self._send_off(connection, rank, place.value, *readmission.farewell(returned, place))
             return
         self.has_met = True
@@ -176,7 +176,7 @@ class Admission:
             connection.close()
 
 
-class Place(Enum):
+class ReturnStanding(Enum):
     """Standing of a worker that returns."""
 
     MEMBER = "it holds a position of the roster"
@@ -218,28 +218,34 @@ class Readmission:
         """The first message to every worker."""
         return messages.Enrolled(self._journal.run)
 
-    def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> Place:
+    def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> ReturnStanding:
         """What ``returned`` is. ``taken``: the positions whose worker is connected."""
         rank = returned.rank
         if returned.run != self._journal.run or not 0 <= rank < self._grid.num_workers:
-            return Place.LOST
+            return ReturnStanding.LOST
         is_free = rank not in taken
         if state.generation.number < 0:
-            return Place.STARTER if is_free and rank in state.roster.live and returned.generation < 0 else Place.LOST
+            return (
+                ReturnStanding.STARTER
+                if is_free and rank in state.roster.live and returned.generation < 0
+                else ReturnStanding.LOST
+            )
         if rank in state.roster.live:
             is_it = state.returned is not None and is_free and self._holds(rank, returned.token)
-            return Place.MEMBER if is_it else Place.LEFT if returned.leave else Place.LOST
+            return ReturnStanding.MEMBER if is_it else ReturnStanding.LEFT if returned.leave else ReturnStanding.LOST
         if returned.leave:
-            return Place.LEFT
+            return ReturnStanding.LEFT
         was_to_join = returned.joining and returned.generation < 0
-        return Place.CANDIDATE if is_free and was_to_join else Place.LOST
+        return ReturnStanding.CANDIDATE if is_free and was_to_join else ReturnStanding.LOST
 
-    def farewell(self, returned: messages.Returned, place: Place) -> tuple[messages.Answer | messages.Stop, ...]:
+    def farewell(
+        self, returned: messages.Returned, place: ReturnStanding
+    ) -> tuple[messages.Answer | messages.Stop, ...]:
         """The last words to a worker that has nothing to return to; how the run ended, if it was there at its end."""
         journal = self._journal
         held = journal.processes.get(returned.rank) if returned.run == journal.run else None
         if journal.kept is None or journal.kept.over is None or held is None or held.token != returned.token:
-            return (messages.Stop(StopReason.LEFT if place is Place.LEFT else StopReason.LOST),)
+            return (messages.Stop(StopReason.LEFT if place is ReturnStanding.LEFT else StopReason.LOST),)
         answer, stop = journal.kept.over.answer, messages.Stop(journal.kept.over.reason)
         return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
 

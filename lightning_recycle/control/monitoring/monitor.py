@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from lightning_recycle.control.monitoring.status import Place, Status
+from lightning_recycle.control.monitoring.status import ProcessLocation, Status
 from lightning_recycle.control.network.addresses import machine_name
 from lightning_recycle.control.network.handshake import VERSION
 from lightning_recycle.errors import ControlPlaneError, PlanningError
@@ -62,7 +62,7 @@ class Monitor:
         self.awaits_runs = awaits_runs
         self._name = name
         self._samples = samples_per_step
-        self._place = Place(machine_name(), os.getpid())
+        self._place = ProcessLocation(machine_name(), os.getpid())
         self._viewed: Viewed | None = None
         self._lock = threading.Lock()  # computing something twice at the same time is of no use
         self._kept: dict[str, tuple[int, float, object]] = {}  # by what it is: number of the plan, when, the value

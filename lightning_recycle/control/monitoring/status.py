@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCHEMA",
-    "Place",
     "Plan",
     "Position",
     "PositionState",
+    "ProcessLocation",
     "Status",
     "as_json",
     "metrics",
@@ -60,7 +60,7 @@ class PositionState(str, Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessLocation:
     """A process: its machine, by the name it gave, and its process id there."""
 
     host: str | None
@@ -175,7 +175,7 @@ class Status:
     step: int
     loss: float | None
     positions: tuple[Position, ...]
-    spares: tuple[Place, ...]
+    spares: tuple[ProcessLocation, ...]
     plan: Plan | None
     throughput: Throughput
     counts: Mapping[str, int]
@@ -184,7 +184,7 @@ class Status:
     failures: tuple[Event, ...]
     events: tuple[Event, ...]
     name: str = ""
-    coordinator: Place = field(default_factory=lambda: Place(None, None))
+    coordinator: ProcessLocation = field(default_factory=lambda: ProcessLocation(None, None))
     version: str = ""
     schema: int = SCHEMA
 
@@ -204,7 +204,7 @@ def status_of(
     candidates: frozenset[int],
     activities: Mapping[int, tuple[str, str]],
     peaks: Mapping[int, int],
-    spares: tuple[Place, ...],
+    spares: tuple[ProcessLocation, ...],
     recovery_seconds: float,
 ) -> Status:
     """The status of a run.

@@ -29,7 +29,7 @@ from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.profile import Footprint, MemoryLimit, memory_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import SplitCosts, SplitTrial
-from lightning_recycle.planning.timing import Turns, retime
+from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
 __all__ = ["Assumptions", "OperationSeconds", "costs_from", "names_of", "with_fused_backwards"]
 
@@ -97,7 +97,8 @@ class Assumptions:
         self._factors: _Factors = ()
         self._footprints: Mapping[Worker, Footprint] = {}
         self._predicted: Memory | None = None  # of another layout, until it is measured
-        self._turns: tuple[Turns, Turns] | None = None  # how micro-batches differ, with split and with fused backwards
+        # How micro-batches differ, with split and with fused backwards.
+        self._turns: tuple[MicrobatchVariation, MicrobatchVariation] | None = None
         self._refused: set[str] = set()  # why there is no plan within memory, as far as it was logged
 
     def snapshot(self) -> Assumptions:
@@ -112,7 +113,12 @@ class Assumptions:
         self.costs, self._factors = problem.costs, problem.worker_factors
         self._costs_fused = not problem.technique.decoupled
 
-    def relaid(self, seconds: OperationSeconds, memory: Memory | None, turns: tuple[Turns, Turns] | None) -> None:
+    def relaid(
+        self,
+        seconds: OperationSeconds,
+        memory: Memory | None,
+        turns: tuple[MicrobatchVariation, MicrobatchVariation] | None,
+    ) -> None:
         """The layers lie in another way.
 
         Args:

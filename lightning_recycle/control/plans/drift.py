@@ -10,7 +10,7 @@ things that are estimated separately, each by medians over a window of steps:
 
 When the estimate differs from what the plan assumes, by more than noise explains and not by one factor for all
 operations (which changes no plan), a new window is measured: all that still differs then counts, and only that. Then a
-better plan is looked for in the background (:meth:`Question.answer`). It is taken if it saves ``threshold`` of a
+better plan is looked for in the background (:meth:`DriftQuestion.answer`). It is taken if it saves ``threshold`` of a
 step, and within ``horizon_steps`` steps more than it costs to find it and switch to it. From then on, also after a
 refusal, further differences are measured against that estimate: a question that was answered is not asked again.
 
@@ -40,7 +40,7 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 
-__all__ = ["DriftMonitor", "DriftOptions", "Estimate", "Proposal", "Question"]
+__all__ = ["DriftMonitor", "DriftOptions", "DriftQuestion", "Estimate", "Proposal"]
 
 _SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and many windows
 _SWAP_SECONDS = 0.1  # for switching to another plan, generously: a message to all and back
@@ -100,7 +100,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DriftQuestion:
     """Is there a better plan than ``schedule`` if operations take the times of ``estimate``?
 
     Args:
@@ -148,7 +148,7 @@ class DriftMonitor:
         self._assumed: Estimate | None = None  # differences are measured against it
         self._assumed_doubt: _Doubt = {}
         self._suspicious = False  # the previous window differed
-        self._asked: Question | None = None
+        self._asked: DriftQuestion | None = None
         self._asked_doubt: _Doubt = {}
         self._steps = 0
         self._incomplete: dict[int, _Frame] = {}  # by step
@@ -193,7 +193,7 @@ class DriftMonitor:
 
     # ------------------------------------------------------------------ asking and deciding
 
-    def question(self) -> Question | None:
+    def question(self) -> DriftQuestion | None:
         """The question to ask now, if any; its answer goes to :meth:`accepts`."""
         full = len(self._window) == len(self._step_seconds) == self._options.window
         if self._schedule is None or self._assumed is None or self._asked is not None or not full:
@@ -208,11 +208,11 @@ class DriftMonitor:
             self._measure_anew()
         else:
             seconds = median(self._step_seconds)
-            self._asked = Question(self._schedule, estimate, seconds, self._options.threshold, self._planner)
+            self._asked = DriftQuestion(self._schedule, estimate, seconds, self._options.threshold, self._planner)
             self._asked_doubt = doubt
         return self._asked
 
-    def accepts(self, question: Question, proposal: Proposal | None) -> float | None:
+    def accepts(self, question: DriftQuestion, proposal: Proposal | None) -> float | None:
         """The fraction of a step that the proposed plan saves, or None if it is refused, as is a missing answer."""
         if question is not self._asked:
             return None  # the plan has changed since

@@ -35,7 +35,7 @@ from lightning_recycle.planning.layouts.layout_candidates import Candidate, Fail
 from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Turns
+from lightning_recycle.planning.timing import MicrobatchVariation
 
 __all__ = ["LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Rebalance"]
 
@@ -261,7 +261,7 @@ class LayoutChoice:
         answer = self._newest
         return None if answer is None or answer.cuts != cuts else answer.plan.chosen
 
-    def _turns(self, cuts: Cuts, grid: Grid) -> tuple[Turns, Turns] | None:
+    def _turns(self, cuts: Cuts, grid: Grid) -> tuple[MicrobatchVariation, MicrobatchVariation] | None:
         """How micro-batches differ under the layout ``cuts``, with split and with fused backwards; None if they do not,
         or nobody has measured the layers.
         """

@@ -47,7 +47,7 @@ from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.result import PlanResult, proven
 from lightning_recycle.planning.routing import alike
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Turns, retime
+from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
 __all__ = ["RunPlanner"]
 
@@ -344,7 +344,12 @@ class RunPlanner:
             return with_fused_backwards(problem, self.assumptions.splitting)
         return problem
 
-    def relaid(self, seconds: OperationSeconds, chosen: Candidate | None, turns: tuple[Turns, Turns] | None) -> None:
+    def relaid(
+        self,
+        seconds: OperationSeconds,
+        chosen: Candidate | None,
+        turns: tuple[MicrobatchVariation, MicrobatchVariation] | None,
+    ) -> None:
         """The layers lie in another way. What was planned is forgotten.
 
         Args:

@@ -26,7 +26,7 @@ from typing import Any
 
 from lightning_recycle.control.plans.assumptions import OperationSeconds
 from lightning_recycle.control.plans.background_planner import Job, Urgency
-from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, Proposal, Question
+from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
 from lightning_recycle.control.plans.measurements import Measurements
 from lightning_recycle.control.plans.plan_maker import facts_of, newest
@@ -264,7 +264,7 @@ class RunPlans:
                 wanted.append(self._accepted(*found))
         return [ready for ready in wanted if ready is not None]
 
-    def _look_for_better(self, question: Question) -> Job:
+    def _look_for_better(self, question: DriftQuestion) -> Job:
         """The job that looks for a plan for the times that operations take now; it publishes question and proposal."""
         proposal: Proposal | None = None
         try:
@@ -301,7 +301,7 @@ class RunPlans:
             return None
         return self._change_to(schedule, gain, before, result.seconds, result.backend)
 
-    def _accepted(self, question: Question, proposal: Proposal | None) -> PlanReady | None:
+    def _accepted(self, question: DriftQuestion, proposal: Proposal | None) -> PlanReady | None:
         assert self._drift is not None
         gain = self._drift.accepts(question, proposal)
         if gain is None or proposal is None or proposal.schedule is None:

@@ -13,11 +13,11 @@ Every wish to stop is answered as soon as all live workers have asked at its poi
 get the same answer. If a worker asks that is not lost before the answer, the run stops, at the latest after the step
 that follows the point.
 
-Keys to connect (:class:`Rendezvous`): before the workers of a generation are connected, some publish keys and some look
-them up. A question waits until all that it asks for is there, and is then answered by one message. So the traffic is
-proportional to the number of a worker's neighbours, and not to the square of the number of workers. Values are passed
-on unread. A new generation forgets those of the one before; a message of any other generation than the newest changes
-nothing.
+Keys to connect (:class:`PublishedKeys`): before the workers of a generation are connected, some publish keys and some
+look them up. A question waits until all that it asks for is there, and is then answered by one message. So the traffic
+is proportional to the number of a worker's neighbours, and not to the square of the number of workers. Values are
+passed on unread. A new generation forgets those of the one before; a message of any other generation than the newest
+changes nothing.
 
 Must not know: connections, the meaning of the keys.
 """
@@ -46,7 +46,7 @@ from lightning_recycle.control.protocol.state import (
 )
 
 __all__ = [
-    "Rendezvous",
+    "PublishedKeys",
     "StopPlace",
     "add_arrival",
     "add_wish",
@@ -235,7 +235,7 @@ class _Question:
     missing: int
 
 
-class Rendezvous:
+class PublishedKeys:
     """The keys of the newest generation."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """Restart of a coordinator, from its journal and its workers' memory. Pure.
 
 Concept: what changes seldom, and decides who belongs to the run, is written to the journal before it is announced
-(:class:`Kept`): the roster and its generation, the leader, what was raised, where all stop, how the run ended. All else
-is known to the workers, each of which keeps what others may lack (:class:`Memory`): questions without an answer, the
-newest answers, and its messages about the newest steps. It sends all that when it returns
+(:class:`JournaledState`): the roster and its generation, the leader, what was raised, where all stop, how the run
+ended. All else is known to the workers, each of which keeps what others may lack (:class:`MessageRecord`): questions
+without an answer, the newest answers, and its messages about the newest steps. It sends all that when it returns
 (:class:`~lightning_recycle.control.protocol.messages.Returned`). A revived coordinator waits for its roster
 (:func:`revived`); once each of them has returned or is lost, :func:`rebuilt` makes the state, and a new generation
 begins. What an earlier coordinator has sent to some, it sends to the others first, word for word; questions without an
@@ -35,14 +35,14 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, StopReason
 from lightning_recycle.control.protocol.state import (
-    Collectives,
+    CollectivesState,
     Command,
     Ended,
     Failed,
     Faults,
     Finished,
     Generation,
-    Layout,
+    LayoutState,
     MembershipState,
     Next,
     Outcome,
@@ -56,8 +56,8 @@ from lightning_recycle.control.protocol.state import (
 from lightning_recycle.planning.grid import Grid
 
 __all__ = [
-    "Kept",
-    "Memory",
+    "JournaledState",
+    "MessageRecord",
     "Over",
     "adopted",
     "durable",
@@ -103,7 +103,7 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class JournaledState:
     """State that is in the journal before it is announced; the fields as in
     :class:`~lightning_recycle.control.protocol.state.MembershipState`.
     """
@@ -146,11 +146,11 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
     )
 
 
-def kept(state: MembershipState) -> Kept:
+def kept(state: MembershipState) -> JournaledState:
     """What must be written down of ``state``, if it has changed, before the commands that came with it are obeyed."""
     stop = state.collectives.stop_round
     is_decided = stop is not None and stop.is_over
-    return Kept(
+    return JournaledState(
         state.generation.number,
         state.roster.ranks,
         state.roster.leader,
@@ -178,7 +178,7 @@ def _over(state: MembershipState, outcome: Outcome) -> Over:
     return Over(StopReason.of(outcome), words, answer)
 
 
-def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
+def revived(grid: Grid, written: JournaledState, retries: int = 1) -> MembershipState:
     """The state of a coordinator that is started again: it waits for all workers of the roster to return."""
     state = initial_state(grid, retries)
     live, number = frozenset(written.live), written.generation
@@ -201,22 +201,22 @@ def revived(grid: Grid, written: Kept, retries: int = 1) -> MembershipState:
         ),
         Generation(number, regrouping=True),
         steps,
-        Collectives(stop_round=stop),
-        Layout(cuts=written.cuts),
+        CollectivesState(stop_round=stop),
+        LayoutState(cuts=written.cuts),
         Faults(retries, written.raised, written.disturbances),
         has_resumed=written.has_resumed,
         returned={},
     )
 
 
-def adopted(said: Collection[messages.Returned]) -> tuple[Kept | None, dict[int, messages.Returned]] | str:
+def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None, dict[int, messages.Returned]] | str:
     """What an earlier coordinator of a run knew, without its file, and its members by rank; or what is missing.
 
     Args:
         said: what workers of one run say that have lost their coordinator.
 
     Returns:
-        None instead of :class:`Kept` if the run has not begun.
+        None instead of :class:`JournaledState` if the run has not begun.
     """
     if not said:
         return "they have gone again"
@@ -235,7 +235,7 @@ def adopted(said: Collection[messages.Returned]) -> tuple[Kept | None, dict[int,
     # A decision to stop that nobody has heard is made again.
     verdicts = (one.verdict for one in members.values() if one.verdict is not None)
     verdict = max(verdicts, key=lambda one: one.point, default=messages.StopVerdict(-1, True))
-    return Kept(
+    return JournaledState(
         newest.generation,
         newest.roster,
         newest.leader,
@@ -340,7 +340,7 @@ _STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
 """Who begins step b + 3 has applied b + 2; no worker can before all have begun step b + 1, and had what came before."""
 
 
-class Memory:
+class MessageRecord:
     """Messages that a worker has sent and received, and others may lack."""
 
     def __init__(self) -> None:

@@ -37,13 +37,13 @@ from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
 __all__ = [
     "PATIENCE",
+    "DetectionState",
     "GivenUp",
-    "Memory",
     "Observation",
-    "Place",
     "Ruling",
     "Sign",
     "Standing",
+    "StepPoint",
     "Waited",
     "everybody_waits",
     "review",
@@ -52,7 +52,7 @@ __all__ = [
 
 _RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process
 
-Place: TypeAlias = tuple[int, str]
+StepPoint: TypeAlias = tuple[int, str]
 """What a worker is at: the step, and the micro-batch or else the kind of operation."""
 
 _Intervals: TypeAlias = tuple[tuple[float, float], ...]  # (begin, end), in order, apart from each other
@@ -75,7 +75,7 @@ class Sign:
     seconds: float
     limit: float
     bound: float
-    place: Place | None = None
+    place: StepPoint | None = None
     computes: bool = False
 
 
@@ -106,7 +106,7 @@ class Standing:
         return all(sign.seconds <= sign.limit / 2 for sign in self.signs)
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> StepPoint | None:
         """What it is at, if that is known."""
         return next((sign.place for sign in self.others if sign.place is not None), None)
 
@@ -158,11 +158,11 @@ class _HeldUp:
     stage: int
     step: int
     time: float
-    place: Place | None
+    place: StepPoint | None
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DetectionState:
     """Memory of :func:`review`, in seconds of one monotonic clock.
 
     Args:
@@ -181,8 +181,13 @@ class Memory:
 
 
 def review(
-    memory: Memory, now: float, standings: Mapping[int, Standing], holders: Collection[int], grid: Grid, step: int
-) -> tuple[Memory, Ruling]:
+    memory: DetectionState,
+    now: float,
+    standings: Mapping[int, Standing],
+    holders: Collection[int],
+    grid: Grid,
+    step: int,
+) -> tuple[DetectionState, Ruling]:
     """Rules over all workers at once.
 
     Args:
@@ -238,8 +243,8 @@ def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str)
 
 
 def _follow(
-    memory: Memory, now: float, standings: Mapping[int, Standing], vouched: Collection[int], step: int
-) -> Memory:
+    memory: DetectionState, now: float, standings: Mapping[int, Standing], vouched: Collection[int], step: int
+) -> DetectionState:
     """Returns the memory with what the time since the newest review was for each worker."""
     since = now if memory.time is None else memory.time
     alone: dict[int, _Intervals] = {}
@@ -260,18 +265,18 @@ def _follow(
         if times:
             unheard[rank] = times
     held_up = tuple(held for held in memory.held_up if held.step >= step - 1)  # stages differ by one step at most
-    return Memory(now, alone, unheard, held_up, memory.waited)
+    return DetectionState(now, alone, unheard, held_up, memory.waited)
 
 
 def _conclude(
-    memory: Memory,
+    memory: DetectionState,
     now: float,
     standings: Mapping[int, Standing],
     stages: Mapping[int, int],
     step: int,
     evict: Mapping[int, GivenUp],
     waits: Mapping[int, Waited],
-) -> tuple[Memory, Ruling]:
+) -> tuple[DetectionState, Ruling]:
     """Remembers the ruling; who is waited for is named once."""
     begun = {rank: found for rank, found in waits.items() if rank not in memory.waited}
     left = {rank: seconds for rank, seconds in memory.waited.items() if rank in standings and rank not in evict}
@@ -280,7 +285,7 @@ def _conclude(
     waited.update({rank: found.seconds for rank, found in begun.items()})
     new = (_HeldUp(rank, stages[rank], step, now, standings[rank].place) for rank in (*evict, *begun))
     held_up = (*memory.held_up, *new)
-    return Memory(now, memory.alone, memory.unheard, held_up, waited), Ruling(evict, begun, cleared)
+    return DetectionState(now, memory.alone, memory.unheard, held_up, waited), Ruling(evict, begun, cleared)
 
 
 def _held_up_alike(
@@ -304,7 +309,7 @@ def _why_waited(before: Sequence[Worker], computes: bool, vouched: bool, stage: 
     return f"{workers} {' and '.join(map(str, before))} {were} held up there before"
 
 
-def _excuses(memory: Memory, rank: int, is_silence: bool) -> _Intervals:
+def _excuses(memory: DetectionState, rank: int, is_silence: bool) -> _Intervals:
     """When time did not count against ``rank``: no peer was well; or it was silent, which is a matter of its own."""
     alone = memory.alone.get(rank, ())
     return alone if is_silence else _merged([*alone, *memory.unheard.get(rank, ())])
@@ -355,7 +360,7 @@ class Observation:
     waiting: bool
     seconds: float
     coordinated: bool = False
-    place: Place | None = None
+    place: StepPoint | None = None
 
 
 def sign_of_work(seen: Observation, usual: float | None, timeout: float, patience: float = PATIENCE) -> Sign | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_recycle.control.protocol import generation
 from lightning_recycle.control.protocol.messages import Cuts, LayoutWanted, Reached
-from lightning_recycle.control.protocol.state import Layout, LayoutReady, MembershipState, Next, Record, after
+from lightning_recycle.control.protocol.state import LayoutReady, LayoutState, MembershipState, Next, Record, after
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import are_bounds, held_ranges
 
@@ -91,7 +91,7 @@ def on_layers_held(state: MembershipState, event: Reached) -> Next:
     if wanted is not None and wanted.cuts == becomes:
         details.update(wanted.details)
         wanted = None
-    state = state.updated(layout=Layout(becomes, wanted))
+    state = state.updated(layout=LayoutState(becomes, wanted))
     return after((Record("layers_moved", state.steps.version, None, details),), generation.begin(state))
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import last_point
-from lightning_recycle.control.protocol.coordinator_restart import Memory
+from lightning_recycle.control.protocol.coordinator_restart import MessageRecord
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.program import Program
 
@@ -96,7 +96,7 @@ class Member:
         self.unfit: messages.Unfit | None = None
         self.confirmed = -1
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
-        self._memory = Memory() if returns else None
+        self._memory = MessageRecord() if returns else None
         self._announced: messages.Regroup | None = None
         self._resume: messages.Resume | None = None
         self._judged: messages.Judged | None = None

@@ -302,7 +302,7 @@ class Roster(_Updatable):
 
 
 @dataclass(frozen=True)
-class Pause:
+class PauseState:
     """Pause of the live workers at a step boundary, for a change there.
 
     Args:
@@ -344,7 +344,7 @@ class Generation(_Updatable):
     committed: int = -1
     passes: frozenset[int] = frozenset()
     broken_pairs: frozenset[Pair] = frozenset()
-    pause: Pause | None = None
+    pause: PauseState | None = None
     pauses: int = 0
     plan: PlanReady | None = None
     becomes: messages.Cuts = ()
@@ -405,7 +405,7 @@ class StopRound:
 
 
 @dataclass(frozen=True)
-class Collectives(_Updatable):
+class CollectivesState(_Updatable):
     """Control collectives, and the newest question for an early stop.
 
     Args:
@@ -420,7 +420,7 @@ class Collectives(_Updatable):
 
 
 @dataclass(frozen=True)
-class Layout(_Updatable):
+class LayoutState(_Updatable):
     """Layout of the layers.
 
     Args:
@@ -471,8 +471,8 @@ class MembershipState(_Updatable):
     roster: Roster
     generation: Generation = Generation()
     steps: Steps = Steps()
-    collectives: Collectives = Collectives()
-    layout: Layout = Layout()
+    collectives: CollectivesState = CollectivesState()
+    layout: LayoutState = LayoutState()
     faults: Faults = Faults()
     checks: Checks = field(default_factory=Checks)
     has_resumed: bool = False

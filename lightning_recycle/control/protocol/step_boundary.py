@@ -23,7 +23,7 @@ from lightning_recycle.control.protocol.state import (
     MembershipState,
     MovePlanned,
     Next,
-    Pause,
+    PauseState,
     PlanReady,
     Record,
     Send,
@@ -81,7 +81,7 @@ def pause_if_wanted(state: MembershipState) -> Next:
     is_layout_due = state.layout.wanted is not None
     if not any(_wanted(state)) and now.plan is None and not is_layout_due:
         return state, ()
-    state = state.with_generation(pause=Pause(now.pauses))
+    state = state.with_generation(pause=PauseState(now.pauses))
     return state, (Send(state.roster.ranks, messages.Pause(now.number, now.pauses)),)
 
 

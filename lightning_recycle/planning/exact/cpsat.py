@@ -51,11 +51,11 @@ def solve(task: SolverTask, report: Report) -> None:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise UnavailableError(f"{error}; pip install 'lightning-recycle[cpsat]'") from error
-    improve(task, report, _Search(task, report, cp_model))
+    improve(task, report, _CpSatSearch(task, report, cp_model))
 
 
 @dataclass
-class _Search:
+class _CpSatSearch:
     task: SolverTask
     report: Report
     cp_model: Any
@@ -64,7 +64,7 @@ class _Search:
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, list[Placement]]:
         """Minimise the length from ``high`` down."""
-        model = _Model(self.cp_model, problem, known, low, high)
+        model = _CpSatModel(self.cp_model, problem, known, low, high)
         model.cp.minimize(model.length)
 
         def prove(bound: float) -> None:
@@ -82,11 +82,11 @@ class _Search:
         self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
     ) -> None:
         """Minimise memory from that of ``known`` down."""
-        model = _Model(self.cp_model, problem, known, length, length, makespan)
+        model = _CpSatModel(self.cp_model, problem, known, length, length, makespan)
         self._optimize(model, model.memory, model.known_memory, deadline)
 
     def _optimize(
-        self, model: _Model, objective: Any, known: int, deadline: float, on_bound: Any = None
+        self, model: _CpSatModel, objective: Any, known: int, deadline: float, on_bound: Any = None
     ) -> tuple[Any, Any, list[Placement] | None]:
         """Solve; report what has a smaller ``objective`` than ``known``. Status, solver, and the best plan."""
         solver = self.cp_model.CpSolver()
@@ -114,7 +114,7 @@ class _Search:
         return status, solver, best
 
 
-class _Model:
+class _CpSatModel:
     """The model for lengths from ``low`` to ``high``, with a known plan as hint; if ``makespan`` is given, with the
     second objective.
     """

@@ -73,11 +73,11 @@ class _InfeasibleError(Exception):
 
 def solve(task: SolverTask, report: Report) -> None:
     """See :func:`improve`."""
-    improve(task, report, _Search(task, report))
+    improve(task, report, _MilpSearch(task, report))
 
 
 @dataclass
-class _Search:
+class _MilpSearch:
     task: SolverTask
     report: Report
 
@@ -162,7 +162,7 @@ class _Search:
     ) -> list[Placement] | None:
         """A plan of this length, which is reported; an empty list if there is none, None if time is up."""
         try:
-            model = _Model(problem, length, self.task, known if reach is not None else None, reach or 0, makespan)
+            model = _MilpModel(problem, length, self.task, known if reach is not None else None, reach or 0, makespan)
         except _InfeasibleError:
             return []
         feasible = self._optimize(model, deadline)
@@ -172,7 +172,7 @@ class _Search:
         self.report("solution", found)
         return found
 
-    def _optimize(self, model: _Model, deadline: float) -> bool | None:
+    def _optimize(self, model: _MilpModel, deadline: float) -> bool | None:
         """Whether the model has a solution, which its variables then hold; None when time is up."""
         self.report("call", 1)
         started = time.monotonic()
@@ -218,7 +218,7 @@ def _version(package: str) -> str:
 
 
 @dataclass
-class _Model:
+class _MilpModel:
     """The model for one length; ``counts[g][k, s]`` is N[o,t] from the first slot of its window on.
 
     With ``known``, a plan, it is a corridor: routes are those of the plan, and an operation is the k-th of its route up

@@ -40,7 +40,7 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.result import is_better
 from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import Schedule, gc_paused
-from lightning_recycle.planning.timing import Codes, Timing, Turns, assemble, best_timing, operations_of
+from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 
 __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "PlannerInTurns", "heuristic", "heuristic_in_turns"]
 
@@ -100,7 +100,9 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
     return listed if is_better(listed, by_lanes) else by_lanes
 
 
-def heuristic_in_turns(schedule: Schedule, turns: Turns, effort: int = DEFAULT_EFFORT) -> tuple[Schedule, Timing]:
+def heuristic_in_turns(
+    schedule: Schedule, turns: MicrobatchVariation, effort: int = DEFAULT_EFFORT
+) -> tuple[Schedule, Timing]:
     """A schedule where stages share layers, planned by what each micro-batch takes.
 
     Args:
@@ -143,8 +145,8 @@ class PlannerInTurns:
     """
 
     planner: HeuristicPlanner
-    split: Turns
-    fused: Turns
+    split: MicrobatchVariation
+    fused: MicrobatchVariation
 
     def plan(self, problem: Problem) -> Schedule:
         """See :func:`heuristic_in_turns`."""

@@ -122,7 +122,7 @@ def search(
             at the lower bound.
         first: a rule to begin with, as far as the limits of the problem admit it.
     """
-    return _Search(codes, effort, goal).run(starts, first)
+    return _RuleSearch(codes, effort, goal).run(starts, first)
 
 
 def goal_of(codes: Codes) -> float:
@@ -133,7 +133,7 @@ def goal_of(codes: Codes) -> float:
     return lower_bound(problem) * (1 + 1e-9)
 
 
-class _Search:
+class _RuleSearch:
     def __init__(self, codes: Codes, effort: int, goal: Sequence[float] | None) -> None:
         problem, grid = codes.problem, codes.problem.grid
         self.codes = codes

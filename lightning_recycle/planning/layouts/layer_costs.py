@@ -38,7 +38,7 @@ from lightning_recycle.planning.layouts.cuts import (
     parts_of,
     shared_layers,
 )
-from lightning_recycle.planning.timing import SharedLayer, Turns
+from lightning_recycle.planning.timing import MicrobatchVariation, SharedLayer
 
 __all__ = ["LayerCosts", "LayerMove", "Traffic", "layer_moves", "traffic"]
 
@@ -233,7 +233,7 @@ class LayerCosts:
             after_backward=self._stages(self.waiting_bytes, bounds),
         )
 
-    def turns(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> Turns | None:
+    def turns(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> MicrobatchVariation | None:
         """Differences between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
         cuts = check_cuts(cuts, self.layers)
         shared = shared_layers(cuts)
@@ -259,7 +259,7 @@ class LayerCosts:
             }
             return tuple(known[own] for own in bounds)
 
-        return Turns(
+        return MicrobatchVariation(
             relative(self.forward),
             relative(backward),
             relative(self.backward_weight),

@@ -49,7 +49,7 @@ from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFOR
 from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, rounded, shared_layers
 from lightning_recycle.planning.problem import Problem, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import Turns
+from lightning_recycle.planning.timing import MicrobatchVariation
 
 __all__ = [
     "LEAST_GAIN",
@@ -157,10 +157,10 @@ class Judgement:
     schedule: Schedule | None = None
 
 
-Judge: TypeAlias = Callable[[Problem, Turns | None], Judgement]
+Judge: TypeAlias = Callable[[Problem, MicrobatchVariation | None], Judgement]
 
 
-def judged(problem: Problem, turns: Turns | None = None) -> Judgement:
+def judged(problem: Problem, turns: MicrobatchVariation | None = None) -> Judgement:
     """A step of ``problem``.
 
     Args:
@@ -175,7 +175,7 @@ def judged(problem: Problem, turns: Turns | None = None) -> Judgement:
 
 
 @lru_cache(maxsize=256)
-def _judged(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
+def _judged(problem: Problem, turns: MicrobatchVariation | None, effort: int) -> Judgement:
     if not worth_compacting(problem, COMPACT_FROM):
         return in_turns(_of(heuristic(problem, effort)), turns, effort)
     lane, bound = lane_problem(problem), lower_bound(problem)
@@ -184,7 +184,7 @@ def _judged(problem: Problem, turns: Turns | None, effort: int) -> Judgement:
     return Judgement(bound, makespan_lower_bound(problem) - bound if problem.technique.staggered else 0.0)
 
 
-def in_turns(judgement: Judgement, turns: Turns | None, effort: int) -> Judgement:
+def in_turns(judgement: Judgement, turns: MicrobatchVariation | None, effort: int) -> Judgement:
     """Predicted seconds of a step if micro-batches differ.
 
     Args:

@@ -66,7 +66,7 @@ from lightning_recycle.planning.normalization import (
     roles,
 )
 from lightning_recycle.planning.problem import Problem, lower_bound
-from lightning_recycle.planning.timing import Turns
+from lightning_recycle.planning.timing import MicrobatchVariation
 
 __all__ = ["plan_layout"]
 
@@ -111,7 +111,7 @@ def plan_layout(
         PlanningError: when there is no plan that moves nothing.
     """
     change = next_change, at_least("", "switch", switch), at_least("", "least_gain", least_gain)
-    search = _Search(problem, layers, check_cuts(cuts, layers.layers), *change, judge, not whole)
+    search = _LayoutSearch(problem, layers, check_cuts(cuts, layers.layers), *change, judge, not whole)
     first = search.reroute()
     found = [first]
     makers: dict[Way, Callable[[], Candidate]] = {
@@ -128,7 +128,7 @@ def plan_layout(
     return LayoutPlan(chosen_of(found), tuple(found), next_change)
 
 
-class _Search:
+class _LayoutSearch:
     """The candidates of one call."""
 
     def __init__(
@@ -309,7 +309,7 @@ class _Search:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
         return self.judge(problem, self.turns(cuts))
 
-    def turns(self, cuts: Bounds) -> Turns | None:
+    def turns(self, cuts: Bounds) -> MicrobatchVariation | None:
         """Differences between micro-batches under these cuts."""
         return self.layers.turns(cuts, self.grid, decoupled=self.decoupled)
 

@@ -26,7 +26,7 @@ from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.corruption import FINITE, NOT_FINITE
 from lightning_recycle.planning.program import Task
-from lightning_recycle.runtime.checks.microbatch_records import Recomputation, Recorder, is_sound, tensors_of
+from lightning_recycle.runtime.checks.microbatch_records import MicrobatchRecorder, Recomputation, is_sound, tensors_of
 from lightning_recycle.runtime.checks.verification import Verifier
 from lightning_recycle.runtime.stage.stage import Stage
 
@@ -54,7 +54,7 @@ class FiniteChecks:
         self._possible = possible
         self._inspected = self._excused = -1
         self._inspects = False
-        self._recorders: dict[int, Recorder] = {}
+        self._recorders: dict[int, MicrobatchRecorder] = {}
         self._was_finite = True  # the loss of the newest step
 
     def follow(self, inspected: int, excused: int) -> None:
@@ -116,7 +116,7 @@ class FiniteChecks:
 
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
-        recorder = Recorder.of(self._stage, step, task, inputs, target) if self._inspects else None
+        recorder = MicrobatchRecorder.of(self._stage, step, task, inputs, target) if self._inspects else None
         if recorder is not None:
             self._recorders[task.index] = recorder
 
@@ -163,7 +163,7 @@ class FiniteChecks:
             self._call_vote(recorder)
         self._inspects, self._recorders = False, {}  # all gradients have those numbers in them from now on
 
-    def _call_vote(self, recorder: Recorder) -> None:
+    def _call_vote(self, recorder: MicrobatchRecorder) -> None:
         record = replace(recorder.record, sums={**recorder.record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
         self._verifier.dispute(record, self._client.rank, record.sums)
 

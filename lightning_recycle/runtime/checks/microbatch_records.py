@@ -1,7 +1,7 @@
 """Records of micro-batches, from which a peer can compute the same.
 
-Concept: a :class:`Recorder` watches the operations of one micro-batch. Its record has the values that the stage was
-given, the buffers that its forward changes, as they were before, and checksums of the results.
+Concept: a :class:`MicrobatchRecorder` watches the operations of one micro-batch. Its record has the values that the
+stage was given, the buffers that its forward changes, as they were before, and checksums of the results.
 :class:`Recomputation` makes the same of a record on another worker.
 
 Contract: recomputing changes nothing that lasts: gradients are computed into memory of their own, buffers are what the
@@ -32,8 +32,8 @@ __all__ = [
     "WEIGHT_GRADIENT",
     "GradientsApart",
     "MicrobatchRecord",
+    "MicrobatchRecorder",
     "Recomputation",
-    "Recorder",
     "is_sound",
     "mapped",
     "tensors_of",
@@ -85,7 +85,7 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
     return True
 
 
-class Recorder:
+class MicrobatchRecorder:
     """Records one micro-batch.
 
     Args:
@@ -103,7 +103,7 @@ class Recorder:
         self.record = MicrobatchRecord(step, task.index, given, told, wanted, task.decoupled)
 
     @classmethod
-    def of(cls, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> Recorder | None:
+    def of(cls, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecorder | None:
         """A recorder, or None if what the stage is given cannot be sent to others."""
         try:
             return cls(stage, step, task, inputs, target)

@@ -40,8 +40,8 @@ from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.checks.microbatch_records import (
     GradientsApart,
     MicrobatchRecord,
+    MicrobatchRecorder,
     Recomputation,
-    Recorder,
     mapped,
     tensors_of,
 )
@@ -95,7 +95,7 @@ class Verifier:
         self._checks: int | None = None  # rank whose record comes, while a step with checks runs
         self._checked_by: int | None = None
         self._incoming: Incoming | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: MicrobatchRecorder | None = None
         self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
         self._disputed: MicrobatchRecord | None = None
         self._is_tried = False
@@ -156,7 +156,7 @@ class Verifier:
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
         if self._is_checked_on(task):
-            self._recorder = Recorder.of(self._stage, step, task, inputs, target)
+            self._recorder = MicrobatchRecorder.of(self._stage, step, task, inputs, target)
             if self._recorder is None:
                 self._give_up("what its layers are given cannot be sent to another worker")
 

@@ -32,7 +32,7 @@ _MOST_BYTES = 256 * 1024  # that a worker sends to all others together; above, G
 _HEADER = struct.Struct("=QQQ8x")  # number of the sum, bytes that follow, their sum; a multiple of the largest item
 
 
-class _Parts:
+class _SumMessages:
     """Messages for sums of ``numel`` numbers: of this worker, and from each of ``peers``."""
 
     def __init__(self, numel: int, dtype: torch.dtype, rank: int, peers: Mapping[int, socket.socket]) -> None:
@@ -78,7 +78,7 @@ class SmallAllreduce:
     def __init__(self, rank: int, links: Mapping[int, socket.socket], timeout: float) -> None:
         self._rank, self._links, self._timeout = rank, dict(links), timeout
         self._sums = 0
-        self._parts: dict[tuple[int, torch.dtype], _Parts] = {}
+        self._parts: dict[tuple[int, torch.dtype], _SumMessages] = {}
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is small enough; the same on all workers."""
@@ -93,7 +93,7 @@ class SmallAllreduce:
         key = (tensor.numel(), tensor.dtype)
         parts = self._parts.get(key)
         if parts is None:
-            parts = self._parts[key] = _Parts(*key, self._rank, self._links)
+            parts = self._parts[key] = _SumMessages(*key, self._rank, self._links)
         expected = self._sums, tensor.numel() * tensor.element_size()
         self._sums += 1
         parts.values[self._rank].copy_(tensor.view(-1))
@@ -111,7 +111,7 @@ class SmallAllreduce:
             total.add_(other)
         tensor.view(-1).copy_(total)
 
-    def _exchange(self, parts: _Parts) -> None:
+    def _exchange(self, parts: _SumMessages) -> None:
         """Sends this worker's part to all others, and receives theirs."""
         mine = parts.bytes[self._rank]
         sends = {sock: _Transfer(sock.send, mine) for sock in self._links.values()}

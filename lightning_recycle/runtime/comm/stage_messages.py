@@ -37,8 +37,8 @@ from lightning_recycle.runtime.comm.transports import TAGS, Channel, HostMemory,
 from lightning_recycle.runtime.comm.wire import (
     HEADER_BYTES,
     LAYOUT_BYTES,
-    Layout,
     Value,
+    ValueLayout,
     sum_of_bytes,
     sum_of_tensors,
 )
@@ -61,7 +61,7 @@ _Key: TypeAlias = tuple[Channel, int, int]
 class _Outbox:
     """A prepared message that carries a layout: with steady shapes, only the tensors need to be copied into it."""
 
-    def __init__(self, layout: Layout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
+    def __init__(self, layout: ValueLayout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
         self.layout, self.packed, self.packs_next = layout, packed, packs_next
         self.message = memory.empty((layout.packed_bytes if packed else HEADER_BYTES,))
         self._bytes = self.message.numpy()
@@ -83,19 +83,19 @@ class _Inbox:
         self._bytes = self.message.numpy()
         self._sums = self._bytes[LAYOUT_BYTES:HEADER_BYTES].view(np.int64)
         self._header = b""
-        self.layout: Layout | None = None
+        self.layout: ValueLayout | None = None
         self.next_capacity = capacity
         self.packed = False
         self.views: list[Tensor | None] = []
 
-    def read_header(self, capacity: Callable[[Layout], int]) -> bool:
+    def read_header(self, capacity: Callable[[ValueLayout], int]) -> bool:
         """Whether the header arrived as it was sent; ``capacity``: of the buffer after a message of a layout."""
         header = self._bytes[:LAYOUT_BYTES].tobytes()
         if header != self._header:
             if sum_of_bytes(self._bytes[:LAYOUT_BYTES]) != self._sums[0]:
                 return False
             self._header = header
-            self.layout, self.packed = Layout.parse(header)
+            self.layout, self.packed = ValueLayout.parse(header)
             self.next_capacity = capacity(self.layout)
             self.views = self.layout.views(self.message) if self.packed else []
         return True
@@ -190,7 +190,7 @@ class StageMessages:
         on what was computed from it.
         """
         key = (channel, destination, tag)
-        layout = Layout.of(value)
+        layout = ValueLayout.of(value)
         outbox = self._outboxes.get(key)
         if outbox is None or outbox.layout != layout or outbox.packed != outbox.packs_next:
             size, capacity = layout.packed_bytes, self._capacity(layout, destination)
@@ -244,7 +244,7 @@ class StageMessages:
         self._damagers.clear()
         self._connections.prepare_next()
 
-    def _capacity(self, last: Layout, peer: int) -> int:
+    def _capacity(self, last: ValueLayout, peer: int) -> int:
         """Size of the buffer for a tag whose last message had this layout; sender and receiver agree on it."""
         return min(max(last.packed_bytes, SMALL_BYTES), self._connections.transport.packed_bytes(peer))
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_recycle.arguments import is_number
 from lightning_recycle.option_table import BOOLEAN, Check, OptionGroup, choice, option, suggests_options
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Layout
+from lightning_recycle.runtime.comm.wire import MAX_TENSORS, ValueLayout
 
 __all__ = [
     "TAGS",
@@ -160,13 +160,13 @@ class Transport:
         return False
 
     def send(
-        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
+        self, channel: Channel, layout: ValueLayout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
         """Starts to send ``tensors``. What it returns must be kept until they have arrived."""
         staged = [self._memory.staged(tensor).contiguous() for tensor in tensors]
         return send_all(self._groups[channel], staged, destination, tag * TAGS + _PAYLOAD)
 
-    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+    def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
         """Waits for the tensors of a value whose header has come."""
         tensors = layout.empty(self._memory.empty)
         full = [t for t in tensors if t is not None]

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.tensor_memory import memory_of
 
-__all__ = ["HEADER_BYTES", "LAYOUT_BYTES", "MAX_TENSORS", "Layout", "Value", "sum_of_bytes", "sum_of_tensors"]
+__all__ = ["HEADER_BYTES", "LAYOUT_BYTES", "MAX_TENSORS", "Value", "ValueLayout", "sum_of_bytes", "sum_of_tensors"]
 
 Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
 """A value sent between stages: a tensor or a tuple of tensors; in gradients, an item may be None."""
@@ -46,7 +46,7 @@ HEADER_BYTES = LAYOUT_BYTES + 16
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ValueLayout:
     """The structure of a value.
 
     Args:
@@ -58,7 +58,7 @@ class Layout:
     tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]
 
     @classmethod
-    def of(cls, value: Value) -> Layout:
+    def of(cls, value: Value) -> ValueLayout:
         """The layout of ``value``."""
         if isinstance(value, tuple):
             return cls(True, tuple(None if t is None else (t.dtype, t.shape, t.requires_grad) for t in value))
@@ -96,7 +96,7 @@ class Layout:
         return _HEADER.pack(*numbers, *[0] * (LAYOUT_BYTES // 8 - len(numbers)))
 
     @classmethod
-    def parse(cls, header: bytes) -> tuple[Layout, bool]:
+    def parse(cls, header: bytes) -> tuple[ValueLayout, bool]:
         """The layout that ``header``, without its sums, describes, and whether the tensors are packed behind it."""
         is_tuple, packed, count, *numbers = _HEADER.unpack(header)
         tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []

@@ -13,13 +13,13 @@ them; otherwise it redoes it on all. No worker ever needs another's.
 All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a
 check that they have done the same so far: they end with an error instead of waiting for each other.
 
-The training steps of a worker's micro-batches compute in :class:`Turns`, and do some things together: they reduce their
-gradients, and step an optimizer once. :meth:`Turns.meet` is such a point. Each function runs until it calls it; when
-all of them have, what they do together is done once, by the thread that called :meth:`Turns.run`, with what each of
-them brought; and all go on with the answer. Never do two of them run at the same time, and their order is fixed. A
-single function runs in the caller's thread; several have a thread each, as Python can suspend a function that calls
-user's code no other way. Functions that take different ways (one meets where another ends) are an error. If one raises,
-or what is done together does, the others end where they met.
+The training steps of a worker's micro-batches compute in :class:`Lockstep`, and do some things together: they reduce
+their gradients, and step an optimizer once. :meth:`Lockstep.meet` is such a point. Each function runs until it calls
+it; when all of them have, what they do together is done once, by the thread that called :meth:`Lockstep.run`, with what
+each of them brought; and all go on with the answer. Never do two of them run at the same time, and their order is
+fixed. A single function runs in the caller's thread; several have a thread each, as Python can suspend a function that
+calls user's code no other way. Functions that take different ways (one meets where another ends) are an error. If one
+raises, or what is done together does, the others end where they met.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lightning_recycle.runtime.executor.speculative_commit import CommitPayload,
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle
 
-__all__ = ["StepState", "Turns", "Way", "WholeStepMicrobatch", "WholeStepRunner"]
+__all__ = ["Lockstep", "StepPath", "StepState", "WholeStepMicrobatch", "WholeStepRunner"]
 
 _TOLD = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2
@@ -65,7 +65,7 @@ class StepState(Protocol):
         """Restores what was kept."""
 
 
-class Way:
+class StepPath:
     """The way of a worker through a step so far, in order: the same on all workers."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class WholeStepRunner(StepRunner):
         communicator: Communicator,
         bundle: StageBundle,
         callbacks: ExecutorCallbacks,
-        body: Callable[[int, Sequence[WholeStepMicrobatch], WholeStepRunner, Way], list[tuple[float, bytes]]],
+        body: Callable[[int, Sequence[WholeStepMicrobatch], WholeStepRunner, StepPath], list[tuple[float, bytes]]],
         state: StepState,
     ) -> None:
         super().__init__(worker, grid, client, communicator, bundle, callbacks, CommitRules(staggered=False))
@@ -141,7 +141,7 @@ class WholeStepRunner(StepRunner):
         self.client.doing(step, "keeping the state")
         self._state.keep()
         self._has_begun = True
-        way = Way()
+        way = StepPath()
         for task in self._of_kind(OpKind.FORWARD):
             self.client.doing(step, task.label, task.op.kind.value, task.index)
             self.attempt.place = (step, task.label)
@@ -220,7 +220,7 @@ class WholeStepRunner(StepRunner):
         finally:
             self._waited += time.perf_counter() - started
 
-    def check(self, way: Way) -> None:
+    def check(self, way: StepPath) -> None:
         """Raises UnsupportedFeatureError, on all workers, unless all have done the same."""
         # Numbers are equal if and only if their number times the sum of their squares is the square of their sum.
         numbers = way.numbers()
@@ -345,7 +345,7 @@ class _Coroutine(Generic[_T]):
 _here = threading.local()
 
 
-class Turns:
+class Lockstep:
     """Functions that run in turns.
 
     Args:

@@ -43,7 +43,7 @@ from lightning_recycle.runtime.comm.transports import (
     Rosters,
     Transport,
 )
-from lightning_recycle.runtime.comm.wire import Layout
+from lightning_recycle.runtime.comm.wire import ValueLayout
 from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
 from lightning_recycle.runtime.nccl.nccl_comms import (
     Comms,
@@ -315,7 +315,7 @@ class NcclTransport(Transport):
         return self._thread_to(peer) is not None
 
     def send(
-        self, channel: Channel, layout: Layout, tensors: Sequence[Tensor], destination: int, tag: int
+        self, channel: Channel, layout: ValueLayout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> list[tuple[Any, Tensor]]:
         thread = self._thread_to(destination)
         if thread is None:
@@ -325,7 +325,7 @@ class NcclTransport(Transport):
         thread.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
         return []  # the thread keeps them
 
-    def receive(self, channel: Channel, layout: Layout, source: int, tag: int) -> list[Tensor | None]:
+    def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
         thread = self._thread_to(source)
         if thread is None:
             return self._gloo.receive(channel, layout, source, tag)
@@ -422,7 +422,7 @@ def _number(roster: str) -> int:
     return zlib.crc32(roster.encode())
 
 
-def _digest(layout: Layout) -> int:
+def _digest(layout: ValueLayout) -> int:
     return zlib.crc32(layout.header(packed=False))
 
 

@@ -116,7 +116,7 @@ _active: WeightGradQueue | None = None
 _HALVED = (torch.float32, torch.float16, torch.bfloat16)  # what autocast turns into its own dtype
 
 
-class _Part(NamedTuple):
+class _ViewPart(NamedTuple):
     """Which part of a contiguous parameter a view of it is."""
 
     size: tuple[int, ...]
@@ -136,7 +136,7 @@ class _Queued(NamedTuple):
     """
 
     parameter: nn.Parameter
-    part: _Part | None
+    part: _ViewPart | None
     compute: Callable[[], Tensor]
     widened: bool = False
 
@@ -176,7 +176,7 @@ class WeightGradQueue:
         self,
         parameter: nn.Parameter,
         compute: Callable[[], Tensor],
-        part: _Part | None = None,
+        part: _ViewPart | None = None,
         widened: bool = False,
     ) -> None:
         self._pending.append(_Queued(parameter, part, compute, widened))
@@ -219,7 +219,7 @@ class WeightGradQueue:
         self._pending.clear()
 
 
-def _accumulate(parameter: nn.Parameter, part: _Part | None, grad: Tensor) -> None:
+def _accumulate(parameter: nn.Parameter, part: _ViewPart | None, grad: Tensor) -> None:
     """Adds ``grad``, whose dtype may be that of autocast, to the gradient of ``parameter``."""
     if parameter.grad is None:
         if part is None:
@@ -268,7 +268,7 @@ def _defer(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | 
     base = weight._base
     assert isinstance(base, nn.Parameter)
     offset = int(weight.storage_offset() - base.storage_offset())
-    _active.add(base, compute, _Part(tuple(weight.shape), weight.stride(), offset), widened=True)
+    _active.add(base, compute, _ViewPart(tuple(weight.shape), weight.stride(), offset), widened=True)
     return None
 
 

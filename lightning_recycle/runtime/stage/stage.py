@@ -5,7 +5,7 @@ the graph, the inputs alone), after B the queued weight gradients.
 
 Where a forward is computed again (R), its first run is a usual one, with autograd, so the output is the same and knows
 whether it needs a gradient; but whatever autograd saves in it is dropped at once. The second run begins with what the
-first one began with (:class:`Kept`):
+first one began with (:class:`SavedInput`):
 
 - *the input*: the first run gets copies of the tensors, as layers may write into their inputs;
 - *buffers*: those that the first run changed (running statistics, the vectors of spectral norm) are for the second one
@@ -33,7 +33,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
 
-__all__ = ["Kept", "Sharing", "Stage"]
+__all__ = ["SavedInput", "Sharing", "Stage"]
 
 Value = Tensor | tuple[Tensor | None, ...]
 Sharing: TypeAlias = Callable[[Sequence[nn.Module], int | None], tuple[Sequence[nn.Module], int]]
@@ -51,7 +51,7 @@ class _InFlight:
     step: int
     input_grads: list[Tensor | None] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
-    kept: Kept | None = None
+    kept: SavedInput | None = None
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
 
 
@@ -191,9 +191,9 @@ class Stage:
         self._check_output(output)
         return tuple(_detached(item) for item in output) if isinstance(output, tuple) else _detached(output)  # type: ignore[return-value]
 
-    def kept(self, value: Any) -> Kept:
+    def kept(self, value: Any) -> SavedInput:
         """The input that F keeps of a micro-batch if its forward is computed again, before F."""
-        return Kept(value, self._layers)
+        return SavedInput(value, self._layers)
 
     def recompute(self, microbatch: int, *, decoupled: bool) -> None:
         """R: the forward again, which keeps the graph."""
@@ -399,7 +399,7 @@ def _detached(item: Tensor | None) -> Tensor | None:
     return None if item is None else item.detach().requires_grad_(item.requires_grad)
 
 
-class Kept:
+class SavedInput:
     """The input that one micro-batch keeps, to be computed again.
 
     Args:

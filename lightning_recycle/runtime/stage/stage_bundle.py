@@ -164,7 +164,7 @@ class LayerKeeper(Protocol):
 
 
 @dataclass(frozen=True)
-class _Held:
+class _NewLayers:
     """The layers that this worker has got for the layout ``cuts``."""
 
     cuts: Cuts
@@ -195,7 +195,7 @@ class LayerMoves:
         self._mover, self._tied, self._grid, self._worker = keeper, tied, grid, worker
         self._client, self._communicator = client, communicator
         self._start = self.cuts
-        self._held: _Held | None = None
+        self._held: _NewLayers | None = None
 
     @property
     def cuts(self) -> Cuts:
@@ -232,7 +232,7 @@ class LayerMoves:
                     send_object(self._communicator, self._keeper.give(transfer.layers), transfer.receiver)
                 else:
                     given.append(receive_object(self._communicator, transfer.donor))
-        self._held = _Held(resume.becomes, tuple(given))
+        self._held = _NewLayers(resume.becomes, tuple(given))
 
     def _transfers(self, becomes: Cuts, roster: tuple[int, ...]) -> list[Transfer]:
         """Those of this worker when the workers ``roster`` change from its layout to ``becomes``."""

@@ -84,7 +84,7 @@ class _Way:
 
 
 @dataclass(frozen=True)
-class _State:
+class _PolicyState:
     """What the policy remembers.
 
     Args:
@@ -121,13 +121,13 @@ class Auto(Policy):
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
-        state = _State(None, (), FailureRecord(), 0.0)
+        state = _PolicyState(None, (), FailureRecord(), 0.0)
         return Reaction(self._fresh(context, state, self._workers(context, state, live)))
 
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
-        assert isinstance(before, _State)
+        assert isinstance(before, _PolicyState)
         workers = self._workers(context, before, happening.live)
         held = before.ranges()
         alive = {worker: layers for worker, layers in held.items() if worker in set(workers)}
@@ -135,7 +135,7 @@ class Auto(Policy):
         if not broken and len(alive) == len(workers):
             return None
         record = before.record.after(len(held), max(0.0, happening.time - before.time), len(held) - len(alive))
-        state = _State(before.way, before.held, record, happening.time)
+        state = _PolicyState(before.way, before.held, record, happening.time)
         if not held or _lost(context.model, alive.values()):
             found = self._fresh(context, state, workers)
             if not found.running:
@@ -158,7 +158,9 @@ class Auto(Policy):
         _, chosen, assigned, copying = best
         if chosen is None:
             return None
-        found = self._configuration(context, _State(chosen, tuple(sorted(assigned.items())), record, happening.time))
+        found = self._configuration(
+            context, _PolicyState(chosen, tuple(sorted(assigned.items())), record, happening.time)
+        )
         steps = self.regrouping(len(workers), broken=broken, transfer=copying)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
 
@@ -172,7 +174,7 @@ class Auto(Policy):
     def _ways(
         self,
         context: Context,
-        state: _State,
+        state: _PolicyState,
         alive: Mapping[int, Range],
         workers: Sequence[int],
         until: float = math.inf,
@@ -201,19 +203,19 @@ class Auto(Policy):
         if (1 - goal / least) * until <= _DEAREST:
             yield from _staying(model, self.technique, self.effort, cuts, counts)
 
-    def _fresh(self, context: Context, state: _State, workers: Sequence[int]) -> Configuration:
+    def _fresh(self, context: Context, state: _PolicyState, workers: Sequence[int]) -> Configuration:
         """The way with the shortest step, everything loaded."""
-        empty = _State(None, (), state.record, state.time)
+        empty = _PolicyState(None, (), state.record, state.time)
         ways = list(self._ways(context, empty, {}, workers)) if workers else []
         if not ways:
             return stopped("too few workers", empty)
         way = min(ways, key=lambda each: each.step.period)
         held = tuple(zip(sorted(workers), range(len(way.slots)), strict=False))
-        return self._configuration(context, _State(way, held, state.record, state.time))
+        return self._configuration(context, _PolicyState(way, held, state.record, state.time))
 
     # -- workers and configurations -------------------------------------------------------------------------------
 
-    def _workers(self, context: Context, state: _State, live: Collection[int]) -> tuple[int, ...]:
+    def _workers(self, context: Context, state: _PolicyState, live: Collection[int]) -> tuple[int, ...]:
         """Those that may take part: at most as many as the grid has, those with layers first."""
         model = context.model
         held = {worker for worker, _ in state.held}
@@ -221,7 +223,7 @@ class Auto(Policy):
         chosen = sorted(found, key=lambda worker: (worker not in held, worker))[: model.pipelines * model.stages]
         return tuple(sorted(chosen))
 
-    def _configuration(self, context: Context, state: _State) -> Configuration:
+    def _configuration(self, context: Context, state: _PolicyState) -> Configuration:
         model, way = context.model, state.way
         assert way is not None
         gone = model.pipelines * model.stages - len(state.held)

@@ -63,9 +63,9 @@ __all__ = [
     "CheckpointKind",
     "Configuration",
     "Context",
+    "Downtime",
     "Happening",
     "Loss",
-    "Pause",
     "Policy",
     "Reaction",
     "agreement_seconds",
@@ -154,7 +154,7 @@ def stopped(label: str, layout: object = None) -> Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class Downtime:
     """Training stands still for ``seconds``, because of ``label``."""
 
     label: str
@@ -194,7 +194,7 @@ class Reaction:
     """
 
     configuration: Configuration
-    pauses: tuple[Pause, ...] = ()
+    pauses: tuple[Downtime, ...] = ()
     lost: Loss = Loss.NOTHING
     at_boundary: bool = False
     saved: bool = False
@@ -279,9 +279,9 @@ def agreement_seconds(workers: int) -> float:
 _RULES = ("young", "daly")
 
 
-def pauses(**seconds: float) -> tuple[Pause, ...]:
+def pauses(**seconds: float) -> tuple[Downtime, ...]:
     """Pauses by name, without those of zero length."""
-    return tuple(Pause(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
+    return tuple(Downtime(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +382,7 @@ class Policy(ABC):
 
     # -- recoveries ------------------------------------------------------------------------------------------------
 
-    def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Pause, ...]:
+    def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Downtime, ...]:
         """The pauses of a change of the roster.
 
         Args:
@@ -396,7 +396,7 @@ class Policy(ABC):
         detect = float(self.detection) if broken else 0.0
         return pauses(detect=detect, agree=agreed + float(self.lookup), **middle, transfer=transfer)
 
-    def restarting(self, context: Context, *, broken: bool, label: str = "restart") -> tuple[Pause, ...]:
+    def restarting(self, context: Context, *, broken: bool, label: str = "restart") -> tuple[Downtime, ...]:
         """The pauses of a restart from the newest checkpoint."""
         detect = float(self.detection) if broken else 0.0
         loading = self.checkpoint_costs(context).loading

@@ -10,9 +10,9 @@ from lightning_recycle.planning import Costs
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
+    Downtime,
     Happening,
     Loss,
-    Pause,
     Policy,
     Reaction,
     pauses,
@@ -144,7 +144,7 @@ class Bamboo(Policy):
         # Asked again at once; that decision takes effect at the end of the step.
         return Reaction(slow, wake=1e-3)
 
-    def _fatal(self, context: Context) -> tuple[Pause, ...]:
+    def _fatal(self, context: Context) -> tuple[Downtime, ...]:
         """The pauses of a restart from a checkpoint, with Bamboo's own time for it."""
         return pauses(rendezvous=float(self.rendezvous), load=self.checkpoint_costs(context).loading)
 
