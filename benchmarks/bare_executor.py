@@ -61,7 +61,7 @@ class Job:
 
     Args:
         grid: pipelines, stages, micro-batches.
-        decoupled: whether weight gradients are computed apart from input gradients.
+        split_backward: whether weight gradients are computed apart from input gradients.
         staggered: whether a stage steps before the others hold their gradients.
         build: stage -> its layers, on the CPU; can be pickled.
         example: -> the input of the first layer for one micro-batch.
@@ -72,7 +72,7 @@ class Job:
     """
 
     grid: Grid
-    decoupled: bool
+    split_backward: bool
     build: Callable[[int], Sequence[nn.Module]]
     example: Callable[[], Tensor]
     staggered: bool = True
@@ -192,7 +192,9 @@ class Run:
         self, job: Job, body: Callable[[Worker, Connection], None], threads: int = 1, expected: Sequence[int] = ()
     ) -> None:
         logging.getLogger("lightning_recycle").setLevel(logging.ERROR)
-        planner = RunPlanner(job.grid, "heuristic", Technique(decoupled=job.decoupled, staggered=job.staggered))
+        planner = RunPlanner(
+            job.grid, "heuristic", Technique(split_backward=job.split_backward, staggered=job.staggered)
+        )
         planner.prepare()
         if expected:
             planner.plan(frozenset(map(job.grid.worker, expected)), {})

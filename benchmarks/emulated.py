@@ -172,7 +172,7 @@ class Case:
     """
 
     name: str
-    decoupled: Switch
+    split_backward: Switch
     staggered: bool = False
     failed: Worker | None = None
     has_goal: bool = False
@@ -191,35 +191,35 @@ class Case:
         """
         failed = frozenset({self.failed} if self.failed is not None else ())
         limits = None if failed else (2 * self.grid.stages - 1,) * self.grid.stages
-        technique = Technique(decoupled=bool(self.decoupled), staggered=self.staggered)
+        technique = Technique(split_backward=bool(self.split_backward), staggered=self.staggered)
         return plan(Problem(self.grid, self.known_costs, failed, technique, limits)).period
 
 
 CASES = (
-    Case("fault-free, 1F1B", decoupled=False, has_goal=True),
-    Case("fault-free, decoupled", decoupled=True),
-    Case("fault-free, decoupled, staggered", decoupled=True, staggered=True),
-    Case("fault-free, auto, staggered", decoupled="auto", staggered=True, warmup=14),
-    Case("fault-free, decoupled, staggered, clipping", decoupled=True, staggered=True, clips=True),
-    Case("(1, 2) dead, adaptive only", decoupled=False, failed=Worker(1, 2)),
-    Case("(1, 2) dead, decoupled", decoupled=True, failed=Worker(1, 2), has_goal=True),
-    Case("(1, 2) dead, decoupled, staggered", decoupled=True, staggered=True, failed=Worker(1, 2)),
+    Case("fault-free, 1F1B", split_backward=False, has_goal=True),
+    Case("fault-free, split backward", split_backward=True),
+    Case("fault-free, split backward, staggered", split_backward=True, staggered=True),
+    Case("fault-free, auto, staggered", split_backward="auto", staggered=True, warmup=14),
+    Case("fault-free, split backward, staggered, clipping", split_backward=True, staggered=True, clips=True),
+    Case("(1, 2) dead, adaptive only", split_backward=False, failed=Worker(1, 2)),
+    Case("(1, 2) dead, split backward", split_backward=True, failed=Worker(1, 2), has_goal=True),
+    Case("(1, 2) dead, split backward, staggered", split_backward=True, staggered=True, failed=Worker(1, 2)),
 )
 
 
 def demo_cases(costs: Costs) -> tuple[Case, ...]:
     """1F1B and the zero-bubble plans of ``make demo``'s grid, with ``costs`` in slots."""
-    first = Case("demo, fault-free, 1F1B", decoupled=False, grid=DEMO_GRID, costs=costs)
-    decoupled = replace(first, name="demo, fault-free, decoupled", decoupled=True)
-    return first, decoupled, replace(decoupled, name="demo, fault-free, decoupled, staggered", staggered=True)
+    first = Case("demo, fault-free, 1F1B", split_backward=False, grid=DEMO_GRID, costs=costs)
+    split = replace(first, name="demo, fault-free, split backward", split_backward=True)
+    return first, split, replace(split, name="demo, fault-free, split backward, staggered", staggered=True)
 
 
 PAIRS = (
-    ("staggering wins", "(1, 2) dead, decoupled", "(1, 2) dead, decoupled, staggered"),
-    ("zero-bubble wins, running example", "fault-free, 1F1B", "fault-free, decoupled, staggered"),
+    ("staggering wins", "(1, 2) dead, split backward", "(1, 2) dead, split backward, staggered"),
+    ("zero-bubble wins, running example", "fault-free, 1F1B", "fault-free, split backward, staggered"),
     ("auto finds it, running example", "fault-free, 1F1B", "fault-free, auto, staggered"),
-    ("zero-bubble wins, demo, not staggered", "demo, fault-free, 1F1B", "demo, fault-free, decoupled"),
-    ("zero-bubble wins, demo", "demo, fault-free, 1F1B", "demo, fault-free, decoupled, staggered"),
+    ("zero-bubble wins, demo, not staggered", "demo, fault-free, 1F1B", "demo, fault-free, split backward"),
+    ("zero-bubble wins, demo", "demo, fault-free, 1F1B", "demo, fault-free, split backward, staggered"),
 )
 """(what is compared, slower case, faster case)."""
 QUICK_PAIRS = (PAIRS[0], PAIRS[4])
@@ -231,7 +231,7 @@ def profile_demo() -> Costs:
     loader = DataLoader(TensorDataset(*size.data(PROFILED_STEPS)), batch_size=size.batch_size)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "profile.json"
-        # Decoupled, so that stages whose B and W are not fused are measured one by one.
+        # Split backwards, so that stages whose B and W are not fused are measured one by one.
         strategy = ReCycleStrategy(STAGES, MICROBATCHES, planning=PlanningOptions(profile=path, split_backward=True))
         fit(size.build(), loader, strategy, devices=DEMO_GRID.num_workers, steps=PROFILED_STEPS)
         seconds = load_profile(path).costs()
@@ -278,7 +278,7 @@ def measure(case: Case, steps: int, warmup: int | None = None, slot: float = SLO
         strategy = ReCycleStrategy(
             grid.stages,
             grid.microbatches,
-            planning=PlanningOptions(split_backward=case.decoupled, staggered=case.staggered, profile=profile),
+            planning=PlanningOptions(split_backward=case.split_backward, staggered=case.staggered, profile=profile),
         )
         recorder = _SleepRecorder(sleeps)
         callbacks.append(recorder)

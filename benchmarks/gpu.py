@@ -154,7 +154,7 @@ def transport_of(name: str) -> Callable[[int, torch.device], Transport | None]:
 def job(setting: Setting, grid: Grid, width: int, transport: str, **options: Any) -> Job:
     return Job(
         grid,
-        options.pop("decoupled", False),
+        options.pop("split_backward", False),
         functools.partial(blocks, setting, width),
         functools.partial(hidden, setting, width),
         device=functools.partial(device_of, setting.device),
@@ -277,9 +277,9 @@ def stage_times(
     found: dict[str, list[float]] = {name: [] for name in ("F", "BW", "F split", "B", "W")}
     for number in range(WARMUP + setting.rounds):
         measured = {
-            "F": timed(lambda: stage.forward(0, 0, x, decoupled=False)),
+            "F": timed(lambda: stage.forward(0, 0, x, split_backward=False)),
             "BW": timed(lambda: stage.backward(0, (grad,))),
-            "F split": timed(lambda: stage.forward(0, 1, x, decoupled=True)),
+            "F split": timed(lambda: stage.forward(0, 1, x, split_backward=True)),
             "B": timed(lambda: stage.backward_input(1, (grad,))),
             "W": timed(lambda: stage.backward_weight(1)),
         }
@@ -369,11 +369,11 @@ def executor(setting: Setting, report: Report) -> None:
             table.add_column(heading, justify="right")
         for width in setting.widths:
             medians = {}
-            for decoupled in (False, True):
-                one = job(setting, Grid(1, 2, setting.microbatches), width, transport, decoupled=decoupled)
+            for split_backward in (False, True):
+                one = job(setting, Grid(1, 2, setting.microbatches), width, transport, split_backward=split_backward)
                 with Run(one, functools.partial(step_seconds, setting.rounds)) as run:
                     found = run.results()[0]
-                medians[decoupled] = {name: statistics.median(seconds) for name, seconds in found.items()}
+                medians[split_backward] = {name: statistics.median(seconds) for name, seconds in found.items()}
             by_hand, ours = medians[False]["1F1B by hand"], medians[False]["executor"]
             table.add_row(
                 str(width),
@@ -472,7 +472,7 @@ def failure(setting: Setting, report: Report) -> None:
     """One worker of a 2 x 2 grid is killed; times and memory of the others."""
     width, victim, at = setting.widths[0], 2, 8
     for transport in transports(setting, report):
-        one = job(setting, Grid(2, 2, setting.microbatches), width, transport, decoupled=True)
+        one = job(setting, Grid(2, 2, setting.microbatches), width, transport, split_backward=True)
         with Run(one, functools.partial(until_ended, victim, at), expected=(victim,)) as run:
             (killed,) = run.results([victim])
             survivors = [rank for rank in range(4) if rank != victim]

@@ -411,7 +411,7 @@ FEATURES: tuple[tuple[str, str, str, float | None], ...] = (
     ("staggered, shadow on the device", "default", "not staggered", GOAL),
     ("staggered, shadow on the host", "shadow on host", "not staggered", GOAL),
     ("on_training_output overridden", "on_training_output", "default", None),
-    ("decoupled backward", "split", "fused", None),
+    ("split backward", "split", "fused", None),
     ('split_backward="auto"', "default", "fused", None),
 )
 """(feature, side with it, side without it, the most that the ratio of their seconds may be)."""

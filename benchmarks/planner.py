@@ -73,9 +73,9 @@ SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25)
 
 EXAMPLE = Grid(3, 4, 6)
 TECHNIQUES = {
-    "coupled": Technique(decoupled=False, staggered=False),
-    "decoupled": Technique(decoupled=True, staggered=False),
-    "staggered": Technique(decoupled=True, staggered=True),
+    "fused": Technique(split_backward=False, staggered=False),
+    "split_backward": Technique(split_backward=True, staggered=False),
+    "staggered": Technique(split_backward=True, staggered=True),
 }
 
 
@@ -361,13 +361,13 @@ def cell(backend: str, time_limit: float, problem: Problem) -> str:
 
 def one_at_a_time(problem: Problem) -> Schedule:
     """Each micro-batch after the previous one has finished: feasible under any memory limit."""
-    codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
+    codes = Codes(problem, reroute(problem.grid, problem.failed), fused=not problem.technique.split_backward)
     stages = range(problem.grid.stages)
     sequence = []
     for number in range(codes.n):
         sequence += [codes.code(FORWARD, stage, number) for stage in stages]
         sequence += [codes.code(BACKWARD, stage, number) for stage in reversed(stages)]
-        if problem.technique.decoupled:
+        if problem.technique.split_backward:
             sequence += [codes.code(WEIGHT, stage, number) for stage in stages]
     schedule = assemble(codes, sequence, best_timing(codes, sequence))
     return replace(schedule, problem=problem)

@@ -41,7 +41,7 @@ class Instance:
     communication: float
     failed: Collection[tuple[int, int]]
     limit: Sequence[int] | None
-    decoupled: bool
+    split_backward: bool
     staggered: bool
 
 
@@ -96,14 +96,14 @@ def optimal_period(
             if s:
                 model.add(f[s] >= f[s - 1] + forward[s - 1] + communication)
             length = backward[s]
-            if not instance.decoupled:
+            if not instance.split_backward:
                 length += weight[s]
             if s + 1 < instance.stages:
-                behind = backward[s + 1] + (0 if instance.decoupled else weight[s + 1])
+                behind = backward[s + 1] + (0 if instance.split_backward else weight[s + 1])
                 model.add(b[s] >= b[s + 1] + behind + communication)
             else:
                 model.add(b[s] >= f[s] + forward[s])
-            if instance.decoupled:
+            if instance.split_backward:
                 model.add(w[s] >= b[s] + length)
                 end = w[s] + weight[s]
             else:
@@ -117,7 +117,7 @@ def optimal_period(
             model.add(size == end - f[s])
             for d in workers:
                 runs = [(f[s], forward[s]), (b[s], length)]
-                if instance.decoupled:
+                if instance.split_backward:
                     runs.append((w[s], weight[s]))
                 for start, duration in runs:
                     busy[d, s].append(model.new_optional_fixed_size_interval_var(start, duration, chosen[d], ""))
@@ -164,7 +164,7 @@ def judged(problem: Problem, seconds: float, known: float | None = None) -> tupl
         communication=costs.communication,
         failed=[(worker.pipeline, worker.stage) for worker in problem.failed],
         limit=problem.in_flight_limit,
-        decoupled=technique.decoupled,
+        split_backward=technique.split_backward,
         staggered=technique.staggered,
     )
     answers: list[Any] = []
@@ -230,5 +230,5 @@ def random_problem(seed: int) -> Problem:
         limit = tuple(
             draw.randint(max(1, min(grid.microbatches, grid.stages - s) - 1), grid.stages + 1) for s in stages
         )
-    technique = Technique(decoupled=draw.random() < 0.75, staggered=draw.random() < 0.6)
+    technique = Technique(split_backward=draw.random() < 0.75, staggered=draw.random() < 0.6)
     return Problem(grid, costs, frozenset(failed), technique, limit)

@@ -102,7 +102,7 @@ class Scenario:
         name: in few words.
         grid: of the run; one process per worker.
         kills: the workers that are killed, with the step of the history before whose end that happens.
-        decoupled: as in the strategy and the policy.
+        split_backward: as in the strategy and the policy.
         staggered: as in the strategy and the policy.
         slot: seconds of an operation that costs 1.
         costs: of the stages, in slots; None: one for each of F, B and W.
@@ -112,7 +112,7 @@ class Scenario:
     name: str
     grid: Grid
     kills: tuple[tuple[Worker, int], ...]
-    decoupled: bool = True
+    split_backward: bool = True
     staggered: bool = True
     slot: float = 0.080
     costs: Costs | None = None
@@ -121,7 +121,7 @@ class Scenario:
     @property
     def techniques(self) -> str:
         """The last one that is on; each needs those before it."""
-        return "+ staggered" if self.staggered else "+ decoupled" if self.decoupled else "adaptive"
+        return "+ staggered" if self.staggered else "+ split backward" if self.split_backward else "adaptive"
 
     @property
     def slots(self) -> Costs:
@@ -140,7 +140,7 @@ class Scenario:
 
 _SMALL, _UNEVEN = Grid(3, 2, 6), Grid(3, 3, 6)
 SCENARIOS = (
-    Scenario("one technique", _SMALL, ((Worker(2, 1), BEFORE),), decoupled=False, staggered=False),
+    Scenario("one technique", _SMALL, ((Worker(2, 1), BEFORE),), split_backward=False, staggered=False),
     Scenario("two techniques", _SMALL, ((Worker(2, 1), BEFORE),), staggered=False),
     Scenario("three techniques", _SMALL, ((Worker(2, 1), BEFORE),)),
     Scenario("few workers", Grid(2, 2, 4), ((Worker(1, 0), BEFORE),)),
@@ -243,7 +243,7 @@ def run(scenario: Scenario) -> RealRun:
             grid.stages,
             grid.microbatches,
             planning=PlanningOptions(
-                split_backward=scenario.decoupled,
+                split_backward=scenario.split_backward,
                 staggered=scenario.staggered,
                 profile=profile,
                 memory=f"{grid.global_microbatches} micro-batches",
@@ -321,7 +321,7 @@ def simulated(
         stage_costs=_costs(scenario, overhead),
     )
     policy = Recycle(
-        decoupled=scenario.decoupled,
+        split_backward=scenario.split_backward,
         staggered=scenario.staggered,
         normalization=False,
         detection=DETECTION,
@@ -354,7 +354,7 @@ def _costs(scenario: Scenario, overhead: bool) -> Costs:
         tuple(seconds + OPERATION for seconds in part)
         for part in (costs.forward, costs.backward_input, costs.backward_weight)
     )
-    if not scenario.decoupled:  # B and W are one operation
+    if not scenario.split_backward:  # B and W are one operation
         backward_weight = costs.backward_weight
     optimizer = (BETWEEN_STEPS,) * costs.stages
     return Costs(forward, backward_input, backward_weight, costs.reduce, optimizer, MESSAGE)

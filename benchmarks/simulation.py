@@ -292,7 +292,7 @@ def ablation(grid: Grid, failed: Worker, effort: int) -> list[float]:
 def ablation_table() -> Iterable[Table]:
     table = new_table(
         "Ablation, one worker failed, F = B = W = 1 slot: slots of a step",
-        "stages x pipelines x micro-batches", "planner", "1F1B", "zero bubble", "adaptive", "+ decoupled",
+        "stages x pipelines x micro-batches", "planner", "1F1B", "zero bubble", "adaptive", "+ split backward",
         "+ staggered", "/1F1B", "/ZB", left=2,
     )  # fmt: skip
     for grid, failed in ((Grid(3, 4, 6), 2), (Grid(4, 8, 32), 4), (Grid(24, 64, 96), 32), (Grid(24, 64, 256), 32)):
@@ -309,14 +309,17 @@ def ablation_table() -> Iterable[Table]:
     yield table
     table = new_table(
         "The same in simulated runs: ratio to fault-free 1F1B, failure every 2 h on average, 6 h, 20 seeds",
-        "model", "no re-routing", "adaptive", "+ decoupled", "+ staggered",
+        "model", "no re-routing", "adaptive", "+ split backward", "+ staggered",
     )  # fmt: skip
     for name in MODELS:
         model = get_model(name)
         cells = []
-        for adaptive, decoupled, staggered in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)):
+        for adaptive, split_backward, staggered in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)):
             policy = Recycle(
-                adaptive=bool(adaptive), decoupled=bool(decoupled), staggered=bool(staggered), fault_free="1f1b"
+                adaptive=bool(adaptive),
+                split_backward=bool(split_backward),
+                staggered=bool(staggered),
+                fault_free="1f1b",
             )
             cells.append(repeat(model, Cluster.of(model), policy, Poisson("2h"), "6h", SEEDS).ratio)
         table.add_row(name, *(f"{cell:.3f}" for cell in cells))

@@ -8,7 +8,7 @@ Prints a table; with ``output=FILE``, writes the plan and a picture of it. The c
 explained in docs/planner.md.
 
 A plan is compared with two fault-free schedules of the same grid, costs and memory. Most systems run 1F1B; zero-bubble
-(decoupled backward, no more memory than 1F1B, one optimizer step for all stages) is the best they could run. A ratio of
+(split backward, no more memory than 1F1B, one optimizer step for all stages) is the best they could run. A ratio of
 1.0 means that the failures cost nothing.
 """
 
@@ -212,11 +212,11 @@ def baselines(problem: Problem) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def _baselines(problem: Problem) -> tuple[float, float]:
-    usual = replace(problem, technique=Technique(decoupled=False, staggered=False))
+    usual = replace(problem, technique=Technique(split_backward=False, staggered=False))
     stages = problem.grid.stages
     limit = tuple(min(stages, n) for n in problem.in_flight_limit or (stages,) * stages)
-    decoupled = replace(problem, technique=Technique(decoupled=True, staggered=False), in_flight_limit=limit)
-    return one_f_one_b(usual).period, heuristic(decoupled).period
+    zero_bubble = replace(problem, technique=Technique(split_backward=True, staggered=False), in_flight_limit=limit)
+    return one_f_one_b(usual).period, heuristic(zero_bubble).period
 
 
 def _single(result: PlanResult, numbers: _Row) -> Table:
@@ -225,7 +225,7 @@ def _single(result: PlanResult, numbers: _Row) -> Table:
     table = Table("", "", show_header=False, title="Plan", title_justify="left")
     failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
     more = f" and {len(problem.failed) - 8} more" if len(problem.failed) > 8 else ""
-    switches = [name for name in ("decoupled", "staggered") if getattr(problem.technique, name)]
+    switches = [name for name in ("split_backward", "staggered") if getattr(problem.technique, name)]
     limits = problem.in_flight_limit
     may_repeat = problem.memory is not None and problem.memory.checkpoint is not None
     again = sum(len(result.schedule.recomputed(w)) for w in result.schedule.live_workers) if may_repeat else 0

@@ -80,7 +80,7 @@ def _limited(problem: Problem, measured: bool) -> Problem:
 def _without_failures(config: Mapping[str, Any]) -> Problem:
     grid = Grid(*(config["grid"][name] for name in ("pipelines", "stages", "microbatches")))
     costs, profile = _costs(config["costs"], grid)
-    technique = Technique(**{name: _switch(config, name) for name in ("decoupled", "staggered")})
+    technique = Technique(**{name: _switch(config, name) for name in ("split_backward", "staggered")})
     limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
     checkpoint = config["memory"].get("checkpoint")
     if checkpoint is not None:

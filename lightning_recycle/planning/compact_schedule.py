@@ -70,7 +70,7 @@ def good_enough(schedule: CompactSchedule) -> bool:
 
 def _operations(problem: Problem) -> int:
     grid = problem.grid
-    return (3 if problem.technique.decoupled else 2) * grid.global_microbatches * grid.stages
+    return (3 if problem.technique.split_backward else 2) * grid.global_microbatches * grid.stages
 
 
 def lanes_of(problem: Problem) -> int:

@@ -133,7 +133,7 @@ class OpKind(str, Enum):
     BACKWARD_WEIGHT = "W"
     """Gradient with respect to the stage's parameters: nothing waits for it before REDUCE, so it fits into bubbles."""
     BACKWARD = "BW"
-    """Both, fused: backward without decoupling."""
+    """B and W fused."""
     REDUCE = "REDUCE"
     """All-reduce of the stage's gradients among its live workers: what the last W or BW has not hidden of it."""
     STEP = "STEP"

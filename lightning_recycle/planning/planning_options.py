@@ -90,7 +90,7 @@ class PlanningOptions(OptionGroup):
     @property
     def technique(self) -> Technique:
         """The techniques that may be used; where ``split_backward`` is "auto", plans choose."""
-        return Technique(decoupled=bool(self.split_backward), staggered=bool(self.staggered))
+        return Technique(split_backward=bool(self.split_backward), staggered=bool(self.staggered))
 
     @property
     def in_flight_limit(self) -> int | None:

@@ -19,7 +19,7 @@ The share is the best one for the stage's workers: an even split, or in proporti
 
 Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy. Bounds are
 valid for every schedule that the validator accepts, whatever the routing; never above the optimum and often equal to it
-(without a memory limit they are tight for the decoupled running example).
+(without a memory limit they are tight for the running example with split backwards).
 
 Must not know: how schedules are computed, torch.
 
@@ -48,12 +48,12 @@ class Technique:
     """ReCycle's switches. Adaptive re-routing of dead workers' micro-batches is always on.
 
     Args:
-        decoupled: a backward may be split into B and W, which the plan decides for each; otherwise all are fused (BW,
-            which costs B + W).
+        split_backward: a backward may be split into B and W, which the plan decides for each; otherwise all are
+            fused (BW, which costs B + W).
         staggered: each stage steps its optimizer when its own gradients are reduced; consecutive iterations overlap.
     """
 
-    decoupled: bool = True
+    split_backward: bool = True
     staggered: bool = True
 
 
@@ -149,7 +149,7 @@ class Problem:
         if self.memory is None:
             return self
         memory = self.memory
-        if not self.technique.decoupled:
+        if not self.technique.split_backward:
             memory = replace(memory, after_backward=(0,) * memory.stages)
         fit = memory.in_flight_limit(self.grid.global_microbatches)
         limit = fit if self.in_flight_limit is None else tuple(map(min, fit, self.in_flight_limit))
@@ -211,7 +211,7 @@ class _Bounds:
         costs, comm = problem.costs, problem.costs.communication
         self.problem = problem
         self.stages = problem.grid.stages
-        self.fused = not problem.technique.decoupled
+        self.fused = not problem.technique.split_backward
         self.memories = problem.memories
         self.factors = (
             [problem.live_factors(s) for s in range(self.stages)]
@@ -225,7 +225,7 @@ class _Bounds:
             backward = costs.backward_input[stage] + (costs.backward_weight[stage] if self.fused else 0.0)
             self.forward_to.append(self.forward_to[-1] + costs.forward[stage] * fastest[stage] + comm)
             self.backward_to.append(self.backward_to[-1] + backward * fastest[stage] + comm)
-        # After its last B a stage with decoupled backward still has that micro-batch's W to do.
+        # After its last B a stage with split backwards still has that micro-batch's W to do.
         self.closing = [
             (0.0 if self.fused else costs.backward_weight[s] * fastest[s])
             + costs.of(OpKind.REDUCE, s)

@@ -255,7 +255,7 @@ class Task:
         index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
         source: rank of the worker whose message it waits for; None for none.
         destination: rank of the worker that gets its output; None for none.
-        decoupled: for F and R, whether the micro-batch's weight gradients are computed in a separate W.
+        split_backward: for F and R, whether the micro-batch's weight gradients are computed in a separate W.
         recomputed: for F, whether an R computes it again.
     """
 
@@ -264,7 +264,7 @@ class Task:
     index: int = -1
     source: int | None = None
     destination: int | None = None
-    decoupled: bool = False
+    split_backward: bool = False
     recomputed: bool = False
 
 
@@ -276,7 +276,7 @@ class Program:
         tasks: its tasks for one step, in order.
         neighbours: ranks of the workers of the stages before and after that it is connected with (:func:`links`).
         idle_peer: whether the schedule leaves a worker of its stage without micro-batches.
-        decoupled: whether weight gradients may be computed apart from input gradients.
+        split_backward: whether weight gradients may be computed apart from input gradients.
         checks: when it checks its peers, and is checked; None if it takes part in no checks.
         all_checks: the steps with checks of all stages, as their multiples: no worker applies such a step before all
             checks are over.
@@ -285,7 +285,7 @@ class Program:
     tasks: tuple[Task, ...] = ()
     neighbours: tuple[int, ...] = ()
     idle_peer: bool = False
-    decoupled: bool = False
+    split_backward: bool = False
     checks: WorkerChecks | None = None
     all_checks: tuple[int, ...] = ()
 
@@ -330,7 +330,7 @@ class Programs:
             worker_program(self._schedule, worker),
             tuple(sorted(neighbours)),
             worker.stage in self._idle_stages,
-            self._schedule.problem.technique.decoupled,
+            self._schedule.problem.technique.split_backward,
             None if checks is None else checks.of(worker),
             self._every,
         )
@@ -359,7 +359,7 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
             source, destination = after, before
         index = global_index(grid, op.microbatch)
         split, twice = op.microbatch in deferred, op.microbatch in again
-        tasks.append(Task(op, str(op), index, source, destination, decoupled=split, recomputed=twice))
+        tasks.append(Task(op, str(op), index, source, destination, split_backward=split, recomputed=twice))
     return tuple(tasks)
 
 

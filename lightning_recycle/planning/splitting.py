@@ -153,7 +153,7 @@ class SplitCosts:
 
     def least_seconds(self, problem: Problem) -> float:
         """The least time of a step: that for which its operations keep the busiest machine busy."""
-        live, split = problem.live_counts(), problem.technique.decoupled
+        live, split = problem.live_counts(), problem.technique.split_backward
         busy: dict[str, float] = defaultdict(float)
         processors: dict[str, float] = {}
         usual = [
@@ -242,4 +242,4 @@ def choose_technique(
 
 
 def _named(technique: Technique) -> str:
-    return f"{'split' if technique.decoupled else 'fused'} backwards"
+    return f"{'split' if technique.split_backward else 'fused'} backwards"

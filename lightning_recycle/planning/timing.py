@@ -451,7 +451,7 @@ def operations_of(
     grid = schedule.grid
     microbatches = tuple(grid.all_microbatches())
     routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
-    fused = not problem.technique.decoupled
+    fused = not problem.technique.split_backward
     codes = Codes(problem, routes, fused=fused, turns=turns)
     kind_codes = {
         OpKind.FORWARD: FORWARD,

@@ -10,8 +10,9 @@ leaves out operations for which no other waits, and holds no more. Accepts exact
 
 1. *Workers*: every live worker has a program and no other worker does; operations are listed in order of their starts.
 2. *Once*: at every stage every micro-batch has one F and either one B and one W or one BW, all on the same live worker
-   of that stage; every worker has one REDUCE and one STEP, in this order, at its end. Without decoupling there is only
-   BW. There it may have one R, if memory is limited in bytes that say what a checkpoint takes; not at the last stage.
+   of that stage; every worker has one REDUCE and one STEP, in this order, at its end. Without split backwards there is
+   only BW. There it may have one R, if memory is limited in bytes that say what a checkpoint takes; not at the last
+   stage.
 3. *Duration*: an operation takes what the costs say, times the worker's factor, and no time is before 0.
 4. *Overlap*: a worker runs one operation at a time, also across consecutive iterations.
 5. *Dependency*: F after F of the stage before plus communication; R after own F; B (BW) after own F, after own R if
@@ -153,7 +154,7 @@ class _Check:
                 broken = True
                 yield violation
         costs = self.problem.costs
-        weights = costs.backward_weight if self.problem.technique.decoupled else (1.0,)
+        weights = costs.backward_weight if self.problem.technique.split_backward else (1.0,)
         if not broken and min(*costs.forward, *costs.backward_input, *weights) == 0.0:
             yield from self._progress()
 
@@ -174,7 +175,7 @@ class _Check:
         """Rule 2; fills ``placed``."""
         grid, memory = self.grid, self.problem.memory
         recomputes = memory is not None and memory.checkpoint is not None
-        splits = self.problem.technique.decoupled
+        splits = self.problem.technique.split_backward
         for number, (worker, columns) in enumerate(self.programs.items()):
             placed = [self.placed[kind, worker.stage] for kind in _ON_MICROBATCHES]
             allowed = (True, recomputes and worker.stage < grid.stages - 1, splits, splits, True)  # by kind
@@ -199,7 +200,7 @@ class _Check:
                 elif allowed[kind]:
                     problem = f"runs on {worker} and on {self.workers[own.worker[microbatch]]}"
                 elif kind != _R:
-                    problem = f"on {worker}, but the backward is not decoupled"
+                    problem = f"on {worker}, but the backward is not split"
                 elif recomputes:
                     problem = f"on {worker}, at the last stage"
                 else:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long
 def test_cases_with_a_goal_are_those_of_the_design():
     assert {case.name: case.planned_slots() for case in CASES if case.has_goal} == {
         "fault-free, 1F1B": 27,
-        "(1, 2) dead, decoupled": 29,
+        "(1, 2) dead, split backward": 29,
     }
 
 
@@ -25,6 +25,6 @@ def test_a_step_of_sleeping_operations_takes_about_as_long_as_planned():
 
 def test_a_run_finds_out_that_splitting_wins():
     """The layers sleep, so that slots are idle although all workers share the cores."""
-    (case,) = (case for case in CASES if case.decoupled == "auto")
+    (case,) = (case for case in CASES if case.split_backward == "auto")
     measured = measure(replace(case, grid=Grid(2, 2, 4)), steps=2, warmup=30, slot=0.01)
     assert measured.slots < 15, "1F1B takes 15"

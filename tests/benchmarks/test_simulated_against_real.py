@@ -51,11 +51,11 @@ def lived_through(usual, redone, degraded, entered):
     return RealRun(tuple(times), (ABSENCE,), stops)
 
 
-@pytest.mark.parametrize(("decoupled", "staggered", "usual", "redone", "degraded", "entered", "seconds"), EXPECTED)
+@pytest.mark.parametrize(("split_backward", "staggered", "usual", "redone", "degraded", "entered", "seconds"), EXPECTED)
 def test_the_running_example_takes_what_a_hand_computes(
-    decoupled, staggered, usual, redone, degraded, entered, seconds
+    split_backward, staggered, usual, redone, degraded, entered, seconds
 ) -> None:
-    scenario = replace(EXAMPLE, decoupled=decoupled, staggered=staggered)
+    scenario = replace(EXAMPLE, split_backward=split_backward, staggered=staggered)
     result = simulated(scenario, [ABSENCE], 1000.0)
     assert seconds_for(result, 18 * STEPS) == pytest.approx(seconds, abs=1e-6)
     assert result.accounting.total == 12 * 1000 * 10**9
@@ -120,10 +120,10 @@ def test_failures_and_rejoins_are_read_from_a_history() -> None:
 
 
 def test_scenarios_differ_in_what_matters() -> None:
-    everything = [scenario for scenario in SCENARIOS if scenario.decoupled and scenario.staggered]
+    everything = [scenario for scenario in SCENARIOS if scenario.split_backward and scenario.staggered]
     assert len(SCENARIOS) >= 6
     assert len(everything) >= 2
-    assert {scenario.techniques for scenario in SCENARIOS} == {"adaptive", "+ decoupled", "+ staggered"}
+    assert {scenario.techniques for scenario in SCENARIOS} == {"adaptive", "+ split backward", "+ staggered"}
     assert len({scenario.grid for scenario in SCENARIOS}) >= 5
     assert any(len(scenario.kills) == 2 for scenario in SCENARIOS)
     assert any(scenario.costs is not None for scenario in SCENARIOS)

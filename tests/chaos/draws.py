@@ -43,13 +43,13 @@ def draw(seed: int) -> Scenario:
         stages,
         _recipe(rng),
         staggered=rng.random() < 0.75,
-        decoupled=_decoupled(rng.random()),
+        split_backward=_split_backward(rng.random()),
         shadow=rng.choice(("device", "device", "host")),
     )
     return _DRAWS[family](rng, common)
 
 
-def _decoupled(drawn: float) -> Switch:
+def _split_backward(drawn: float) -> Switch:
     return "auto" if drawn < 0.35 else drawn < 0.85
 
 

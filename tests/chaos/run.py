@@ -164,7 +164,7 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     options["callbacks"] = [*happens, *options["callbacks"]]
     strategy: dict[str, Any] = {
         "staggered": scenario.staggered,
-        "split_backward": scenario.decoupled,
+        "split_backward": scenario.split_backward,
         "shadow": scenario.shadow,
         "max_restarts": 10 if scenario.restart_workers else 0,
         "move_workers": scenario.normalize,

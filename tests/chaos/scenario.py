@@ -162,7 +162,7 @@ class Scenario:
         troubles: what happens besides.
         heartbeat_timeout: seconds.
         staggered: an option of the strategy, like those that follow.
-        decoupled: whether the backward is split.
+        split_backward: whether the backward is split.
         shadow: "device" or "host".
         restart_workers: whether lost workers are replaced.
         normalize: whether healthy workers may move.
@@ -185,7 +185,7 @@ class Scenario:
     troubles: tuple[Trouble, ...] = ()
     heartbeat_timeout: float = 2.0
     staggered: bool = True
-    decoupled: Switch = True
+    split_backward: Switch = True
     shadow: str = "device"
     restart_workers: bool = False
     normalize: bool = False
@@ -215,7 +215,7 @@ class Scenario:
         options = {
             str(self.recipe): bool(str(self.recipe)),
             "unstaggered": not self.staggered,
-            "coupled": not self.decoupled,
+            "fused": not self.split_backward,
             "host-shadow": self.shadow == "host",
             "rejoin": self.restart_workers,
             "move": self.normalize,

@@ -69,11 +69,11 @@ def test_scenarios_of_a_run_hold_every_family_kind_of_fault_and_option() -> None
     assert kinds == {"kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt"}
     points = {fault.at for scenario in scenarios for fault in scenario.faults}
     assert {"setup", "recovery", "checkpoint", "end", "forward", "reduce", "optimizer"} <= points
-    for option in ("restart_workers", "normalize", "staggered", "decoupled", "loses_stage", "strangers"):
+    for option in ("restart_workers", "normalize", "staggered", "split_backward", "loses_stage", "strangers"):
         assert {bool(getattr(scenario, option)) for scenario in scenarios} == {True, False}
     assert {len(scenario.moves) for scenario in scenarios} == {0, 1, 2, 4}
     assert {flip.target for scenario in scenarios for flip in scenario.flips} == {"message", "matmul"}
-    assert {scenario.decoupled for scenario in scenarios} == {True, False, "auto"}
+    assert {scenario.split_backward for scenario in scenarios} == {True, False, "auto"}
     for option in ("dropout", "clips", "stops", "keeps_best", "saves"):
         assert {bool(getattr(scenario.recipe, option)) for scenario in scenarios} == {True, False}
     assert {scenario.recipe.monitored for scenario in scenarios} == {"", "train_error", "val_error"}

@@ -67,7 +67,9 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
 
 
 def test_a_plan_for_torch_has_a_line_for_each_stage(tmp_path: Path) -> None:
-    assert "wrote torch.csv, torch.svg" in plan(tmp_path, "format=csv", "output=torch.csv", "technique.decoupled=false")
+    assert "wrote torch.csv, torch.svg" in plan(
+        tmp_path, "format=csv", "output=torch.csv", "technique.split_backward=false"
+    )
     lines = (tmp_path / "torch.csv").read_text().splitlines()
     assert lines[-1].startswith("3F0,3B0,3F1,3B1")
     assert [line[:3] for line in lines] == ["0F0", "1F0", "2F0", "3F0"]
@@ -94,7 +96,7 @@ def test_costs_memory_and_technique_reach_the_plan(tmp_path: Path) -> None:
     assert problem.costs.backward_weight == (0.5, 0.5)
     assert problem.costs.communication == 0.25
     assert problem.in_flight_limit == (3, 2)
-    assert (problem.technique.decoupled, problem.technique.staggered) == (True, False)
+    assert (problem.technique.split_backward, problem.technique.staggered) == (True, False)
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.json"]
 
 

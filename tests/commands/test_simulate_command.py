@@ -267,7 +267,7 @@ BAD = [
     (["failures=scripted", "failures.outages=[[0,[99],1]]"], "there is no node 99 in a cluster of 32"),
     (["failures=trace", "failures.start=2d"], "failures.start=172800 s: the trace aws-p3 ends after"),
     (["policy.adaptive=maybe"], "policy.adaptive='maybe': give true or false"),
-    (["policy.adaptive=false"], "switch decoupled and staggered off as well"),
+    (["policy.adaptive=false"], "switch split_backward and staggered off as well"),
     (["policy=spares", "policy.spares=two"], "spares='two'"),
     (["policy=spares", "cluster.extra_nodes=0"], "Spares(spares=1)"),
     (["cluster.gpus_per_node=5"], "Cluster(gpus_per_node=5)"),

@@ -204,7 +204,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         "grid": {"pipelines": grid.pipelines, "stages": grid.stages, "microbatches": grid.microbatches},
         "failures": [[1, 2]],
         "library_plans": 500,
-        "technique": {"decoupled": True, "staggered": True},
+        "technique": {"split_backward": True, "staggered": True},
         "costs": {"path": str(tmp_path / "profile.json")},
     }
     none = {"in_flight": None, "bytes": None}

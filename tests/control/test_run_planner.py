@@ -248,7 +248,7 @@ def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_di
     grid, cuts = Grid(3, 2, 8), (0, 2.4, 5)
     slots = (1.0,) * 5
     layers = LayerCosts(slots, slots, slots)
-    split, fused = (layers.turns(cuts, grid, decoupled=decoupled) for decoupled in (True, False))
+    split, fused = (layers.turns(cuts, grid, split_backward=split_backward) for split_backward in (True, False))
     assert split is not None
     assert fused is not None
     seconds = {

@@ -1,4 +1,4 @@
-"""``decoupled="auto"``: fused until splitting was tried, then what is better by the trial, whoever has failed."""
+"""``split_backward="auto"``: fused until splitting was tried, then what is better by the trial, whoever has failed."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -184,7 +184,7 @@ def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(o
     run.steps()
     run.tried(CROWDED)
     assert {problem.failed for problem in asked} >= {ALL}
-    assert not any(problem.technique.decoupled for problem in asked)
+    assert not any(problem.technique.split_backward for problem in asked)
 
 
 def test_with_one_stage_nothing_is_split() -> None:

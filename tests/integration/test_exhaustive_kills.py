@@ -37,7 +37,7 @@ POINTS = {
 
 def operations(worker: Worker, staggered: bool) -> tuple[Op, ...]:
     """The program of ``worker`` while nothing has failed, as the run's planner makes it."""
-    technique = Technique(decoupled=True, staggered=staggered)
+    technique = Technique(split_backward=True, staggered=staggered)
     problem = Problem(GRID, _uniform(), frozenset(), technique, in_flight_limit=(IN_FLIGHT,) * GRID.stages)
     return plan(problem, "heuristic").program(worker)
 

@@ -181,7 +181,7 @@ class OneByOne:
 
 def test_a_users_planner_is_asked(tmp_path: Path) -> None:
     run = exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 0, step=5)], strategy={"planner": OneByOne()})
-    assert not run.strategy.schedules[0].problem.technique.decoupled
+    assert not run.strategy.schedules[0].problem.technique.split_backward
     assert run.strategy.schedules[1].failed == {Worker(0, 0)}
 
 

@@ -279,7 +279,7 @@ def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int,
     assert len(moves(run)) == 1
 
 
-@pytest.mark.parametrize(("cap", "decoupled"), [(1e-4, True), (None, False)], ids=["several buckets", "one"])
+@pytest.mark.parametrize(("cap", "split_backward"), [(1e-4, True), (None, False)], ids=["several buckets", "one"])
 @pytest.mark.parametrize(
     ("worker", "number", "moment"),
     sampled(
@@ -293,7 +293,7 @@ def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int,
     ),
 )
 def test_a_worker_dies_while_gradients_are_summed(
-    worker: tuple[int, int], number: int, moment: str, cap: float | None, decoupled: bool
+    worker: tuple[int, int], number: int, moment: str, cap: float | None, split_backward: bool
 ) -> None:
     dies = Watcher(kill=(worker, number, moment), step=5)
     run = exact_fit(
@@ -301,7 +301,7 @@ def test_a_worker_dies_while_gradients_are_summed(
         2,
         3,
         callbacks=[Move(SHARED), dies],
-        strategy={**STAY, "bucket_cap_mb": cap, "split_backward": decoupled},
+        strategy={**STAY, "bucket_cap_mb": cap, "split_backward": split_backward},
     )
     assert failures(run) == [worker]
     assert len(moves(run)) == 1

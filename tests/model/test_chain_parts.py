@@ -249,17 +249,17 @@ def stages_of(model: Model, num_stages: int, partition: Any = "count", pipeline:
     return found
 
 
-def gradients(model: Model, num_stages: int, decoupled: bool = True, **options: Any) -> dict[str, Tensor]:
+def gradients(model: Model, num_stages: int, split_backward: bool = True, **options: Any) -> dict[str, Tensor]:
     """The loss, and the gradient of each parameter, added over the stages that hold it."""
     stages = stages_of(model, num_stages, **options)
     inputs, target = stages[0][0].split(batch(), 2)
     value = inputs
     for _, stage in stages:
-        value = stage.forward(STEP, 0, value, target, decoupled=decoupled)
+        value = stage.forward(STEP, 0, value, target, split_backward=split_backward)
     loss = stages[-1][1].loss(STEP, 0, value, target, 1)
     grads: Any = None
     for _, stage in reversed(stages):
-        if decoupled:
+        if split_backward:
             grads = stage.backward_input(0, grads)
             stage.backward_weight(0)
         else:
@@ -287,11 +287,11 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("model", [Plain, Transformer, AroundTheChain, Tuples, WholeTuples, Scaled, Shared])
-def test_loss_and_gradients_are_those_of_the_whole(model: type[Model], num_stages: int, decoupled: bool) -> None:
-    assert_equal(gradients(made(model), num_stages, decoupled), whole(made(model)))
+def test_loss_and_gradients_are_those_of_the_whole(model: type[Model], num_stages: int, split_backward: bool) -> None:
+    assert_equal(gradients(made(model), num_stages, split_backward), whole(made(model)))
 
 
 def test_the_ends_of_a_pipeline_need_only_one_layer_each() -> None:
@@ -304,8 +304,8 @@ def test_randomness_does_not_depend_on_the_number_of_stages_or_on_checkpoints() 
     expected = gradients(made(Drawn), 2)
     for model in (Drawn, Checkpointed):
         for num_stages in (2, 3, 4):
-            for decoupled in (False, True):
-                assert_equal(gradients(made(model), num_stages, decoupled), expected)
+            for split_backward in (False, True):
+                assert_equal(gradients(made(model), num_stages, split_backward), expected)
     assert not torch.allclose(expected["loss"], whole(made(Drawn))["loss"])
 
 

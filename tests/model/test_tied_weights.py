@@ -212,9 +212,9 @@ def test_a_stage_that_is_built_late_has_the_precision_asked_for_meanwhile() -> N
         assert torch.equal(model.layers[3].logits.weight, built(kinds).double().layers[3].logits.weight)
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("make", [Model, SharedObject])
-def test_the_copies_gradients_add_up_to_that_of_one_device(make: type[Model], decoupled: bool) -> None:
+def test_the_copies_gradients_add_up_to_that_of_one_device(make: type[Model], split_backward: bool) -> None:
     """What the run time does with :class:`Tie`, by hand."""
     whole = make()
     whole.materialize(seed=3)
@@ -229,9 +229,11 @@ def test_the_copies_gradients_add_up_to_that_of_one_device(make: type[Model], de
         Stage([w.layers[i] for i in part], part.start, 0, cpu, loss=w.loss if part.stop == 4 else None)
         for w, part in zip(workers, parts, strict=True)
     )
-    output = last.forward(0, 0, first.forward(0, 0, tokens, decoupled=decoupled), decoupled=decoupled)
+    output = last.forward(
+        0, 0, first.forward(0, 0, tokens, split_backward=split_backward), split_backward=split_backward
+    )
     last.loss(0, 0, output, target, 1)
-    if decoupled:
+    if split_backward:
         first.backward_input(0, last.backward_input(0, None))
         last.backward_weight(0)
         first.backward_weight(0)

@@ -15,8 +15,8 @@ def best_of_all(problem: p.Problem) -> float:
     """The smallest period over all orders of operations on all workers, with the routing of the heuristic."""
     grid = problem.grid
     routes = p.reroute(grid, problem.failed, dict(problem.worker_factors))
-    codes = Codes(problem, routes, fused=not problem.technique.decoupled)
-    kinds = (FORWARD, BACKWARD, WEIGHT) if problem.technique.decoupled else (FORWARD, BACKWARD)
+    codes = Codes(problem, routes, fused=not problem.technique.split_backward)
+    kinds = (FORWARD, BACKWARD, WEIGHT) if problem.technique.split_backward else (FORWARD, BACKWARD)
     programs: dict[int, list[list[int]]] = {}
     for worker in problem.live_workers():
         limit = grid.global_microbatches if problem.in_flight_limit is None else problem.in_flight_limit[worker.stage]
@@ -47,7 +47,7 @@ def interleavings(chains: list[list[int]], length: int, limit: int) -> Iterator[
 
 def tiny(seed: int) -> p.Problem:
     draw = Random(seed)
-    coupled = draw.random() < 0.4
+    fused = draw.random() < 0.4
     grid, failed = draw.choice(
         [
             (p.Grid(1, 2, 2), []),
@@ -56,7 +56,7 @@ def tiny(seed: int) -> p.Problem:
             (p.Grid(2, 2, 1), [p.Worker(1, 1)]),
             (p.Grid(2, 3, 1), [p.Worker(1, 1)]),
             (p.Grid(2, 3, 1), [p.Worker(0, 0), p.Worker(0, 2)]),
-            (p.Grid(1, 2, 3), []) if coupled else (p.Grid(1, 1, 3), []),
+            (p.Grid(1, 2, 3), []) if fused else (p.Grid(1, 1, 3), []),
             (p.Grid(1, 3, 2), []),
         ]
     )
@@ -70,7 +70,7 @@ def tiny(seed: int) -> p.Problem:
     limit = tuple(draw.choice([1, 2, 3]) for _ in stages) if draw.random() < 0.5 else None
     live = [worker for worker in grid.workers() if worker not in failed]
     factors = {draw.choice(live): 1.5} if draw.random() < 0.3 and grid.microbatches > 1 else {}
-    technique = p.Technique(not coupled, draw.random() < 0.6)
+    technique = p.Technique(not fused, draw.random() < 0.6)
     return p.Problem(grid, costs, frozenset(failed), technique, limit, factors)  # type: ignore[arg-type]
 
 

@@ -22,8 +22,8 @@ def schedule(grid: Grid = RUNNING_EXAMPLE, *lost: Worker, **technique: bool) -> 
 
 
 CASES = [
-    schedule(decoupled=decoupled, staggered=staggered)
-    for decoupled, staggered in itertools.product((False, True), repeat=2)
+    schedule(split_backward=split_backward, staggered=staggered)
+    for split_backward, staggered in itertools.product((False, True), repeat=2)
 ] + [schedule(Grid(3, 2, 4), Worker(1, 0)), schedule(Grid(2, 1, 3)), schedule(Grid(4, 3, 2), Worker(0, 2))]
 
 
@@ -56,11 +56,11 @@ def test_a_free_check_takes_no_longer_than_the_worker_idles_in_a_period(whole: S
 
 
 def test_checks_are_free_where_a_pipeline_has_bubbles() -> None:
-    drained = plan_checks(schedule(decoupled=False, staggered=True), 0.01)  # 1F1B: 27 slots, 18 of them busy
+    drained = plan_checks(schedule(split_backward=False, staggered=True), 0.01)  # 1F1B: 27 slots, 18 of them busy
     # Stage 1 has room for its own, but stage 0 would have to wait for it before its STEP.
     assert [len(checks.free) for _, checks in sorted(drained.items())] == [0, 0, 6, 6]
     assert [checks.costs[0] for _, checks in sorted(drained.items())] == [3, 1, 0, 0]
-    barrier = plan_checks(schedule(decoupled=False, staggered=False), 0.01)  # REDUCE after 27, 25, 23 and 21 slots
+    barrier = plan_checks(schedule(split_backward=False, staggered=False), 0.01)  # REDUCE after 27, 25, 23 and 21 slots
     assert [len(checks.free) for _, checks in sorted(barrier.items())] == [0, 0, 6, 6]
     # Nobody idles, and the last stage is done 5 slots after the first one has begun its next step.
     assert {(checks.free, checks.every) for checks in plan_checks(schedule(), 0.01).values()} == {((), 27)}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.process_tree import is_alive
 from support.waiting import wait_for
-from test_running_example import COUPLED, DECOUPLED, STAGGERED
+from test_running_example import FUSED, SPLIT, STAGGERED
 from test_running_example import GRID as EXAMPLE
 from test_running_example import TABLE as ONE_DEAD
 
@@ -34,13 +34,13 @@ BACKENDS = ["cbc", "highs", *(["cpsat"] if importlib.util.find_spec("ortools") e
 
 def one_at_a_time(problem: p.Problem) -> p.Schedule:
     """The worst plan: each micro-batch when the one before is through."""
-    codes = Codes(problem, p.reroute(problem.grid, problem.failed), fused=not problem.technique.decoupled)
+    codes = Codes(problem, p.reroute(problem.grid, problem.failed), fused=not problem.technique.split_backward)
     stages = range(problem.grid.stages)
     sequence = []
     for number in range(codes.n):
         sequence += [codes.code(FORWARD, stage, number) for stage in stages]
         sequence += [codes.code(BACKWARD, stage, number) for stage in reversed(stages)]
-        if problem.technique.decoupled:
+        if problem.technique.split_backward:
             sequence += [codes.code(WEIGHT, stage, number) for stage in stages]
     return assemble(codes, sequence, best_timing(codes, sequence))
 
@@ -49,7 +49,7 @@ def lopsided() -> p.Schedule:
     """One micro-batch at a time, and every one without a home on the same peer: no plan with these routes is shorter
     than 19, where 16 are possible."""
     grid = p.Grid(3, 2, 3)
-    problem = p.Problem(grid, p.Costs.uniform(2), frozenset({p.Worker(1, 1)}), DECOUPLED, (3, 2))
+    problem = p.Problem(grid, p.Costs.uniform(2), frozenset({p.Worker(1, 1)}), SPLIT, (3, 2))
     homes = {mb: p.Worker(mb.pipeline, 0) for mb in grid.all_microbatches()}
     peers = {mb: p.Worker(2 * (mb.pipeline == 2), 1) for mb in grid.all_microbatches()}
     codes = Codes(problem, [homes, peers], fused=False)
@@ -59,7 +59,7 @@ def lopsided() -> p.Schedule:
 
 
 def forwards_first(problem: p.Problem) -> p.Schedule:
-    """GPipe: as long as 1F1B without decoupling, but every micro-batch is in flight."""
+    """GPipe: as long as 1F1B with fused backwards, but every micro-batch is in flight."""
     codes = Codes(problem, p.reroute(problem.grid, problem.failed), fused=True)
     numbers, stages = range(codes.n), range(problem.grid.stages)
     sequence = [codes.code(FORWARD, stage, number) for number in numbers for stage in stages]
@@ -121,11 +121,11 @@ def test_all_solvers_find_the_same_optimum_in_many_problems(seed: int) -> None:
 
 
 OPTIMA = {  # of the running example: what may be done, the stage that lost a worker, the limit, and the slots
-    "decoupled": (DECOUPLED, 2, None, 29),
+    "split_backward": (SPLIT, 2, None, 29),
     "staggered": (STAGGERED, 2, None, 27),
-    "coupled-limit": (COUPLED, 0, 4, 36),
+    "fused-limit": (FUSED, 0, 4, 36),
 }
-QUICKEST = {("cbc", "decoupled"), ("cpsat", "staggered"), ("highs", "coupled-limit")}
+QUICKEST = {("cbc", "split_backward"), ("cpsat", "staggered"), ("highs", "fused-limit")}
 
 
 @pytest.mark.timeout(700)
@@ -202,7 +202,7 @@ def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatev
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_among_plans_of_equal_length_a_solver_finds_the_one_that_holds_least(backend: str) -> None:
-    start = forwards_first(p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=COUPLED))
+    start = forwards_first(p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=FUSED))
     assert (start.period, demand_of(start)) == (p.lower_bound(start.problem), (5, 15))
     result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
     p.validate(result.schedule)
@@ -215,7 +215,7 @@ def test_among_plans_of_equal_length_a_solver_finds_the_one_that_holds_least(bac
 def test_the_worker_with_the_least_room_is_relieved_first(backend: str) -> None:
     """The first of two workers needs two micro-batches in flight for this period, the second one."""
     memory = p.Memory((1000.0, 450.0), (100.0, 100.0), (10.0, 80.0), (10.0, 80.0))
-    start = forwards_first(p.Problem(p.Grid(1, 2, 4), p.Costs.uniform(2), technique=COUPLED, memory=memory))
+    start = forwards_first(p.Problem(p.Grid(1, 2, 4), p.Costs.uniform(2), technique=FUSED, memory=memory))
     assert demand_of(start) == (420.0 / 450.0, 140.0 + 420.0)
     result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
     assert (result.schedule.period, demand_of(result.schedule)) == (start.period, (180.0 / 450.0, 120.0 + 180.0))
@@ -223,12 +223,12 @@ def test_the_worker_with_the_least_room_is_relieved_first(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend: str) -> None:
-    result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(COUPLED, None)))
+    result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(FUSED, None)))
     assert (result.schedule.period, demand_of(result.schedule)[0]) == (27, 4)
 
 
 def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_one() -> None:
-    problem = p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=COUPLED)
+    problem = p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=FUSED)
     wasteful, frugal = forwards_first(problem), p.heuristic(problem)
     assert (demand_of(wasteful), demand_of(frugal)) == ((5, 15), (3, 6))
     assert best_of([wasteful, frugal]) is frugal
@@ -243,8 +243,8 @@ def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_
 
 TABLE = [
     *((technique, stage, limit, slots[stage]) for technique, limit, slots in ONE_DEAD for stage in range(4)),
-    (COUPLED, None, None, 27),
-    (DECOUPLED, None, 4, 21),
+    (FUSED, None, None, 27),
+    (SPLIT, None, 4, 21),
     (STAGGERED, None, None, 19),
 ]
 
@@ -278,7 +278,7 @@ def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
 
 def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with_the_real_ones() -> None:
     costs = p.Costs.uniform(3, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
-    problem = p.Problem(p.Grid(2, 3, 4), costs, frozenset({p.Worker(0, 1)}), DECOUPLED, (3, 3, 3))
+    problem = p.Problem(p.Grid(2, 3, 4), costs, frozenset({p.Worker(0, 1)}), SPLIT, (3, 3, 3))
     start = one_at_a_time(problem)
     assert not discretize(start, 500).exact
     result = p.ExactPlanner("highs", time_limit=15.0, max_variables=4_000).improve(start)
@@ -366,7 +366,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_a_solver_that_fails_is_a_warning_and_the_plan_stays(fake, name: str, reason: str, caplog) -> None:
-    start = one_at_a_time(example(DECOUPLED, 1))
+    start = one_at_a_time(example(SPLIT, 1))
     began = time.monotonic()
     result = fake(name).improve(start)
     assert time.monotonic() - began < 10.0
@@ -397,13 +397,13 @@ def highspy_without_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_highs_is_found_whichever_highspy_is_installed(highspy_without_c: Path) -> None:
-    result = p.ExactPlanner("highs").improve(one_at_a_time(example(COUPLED, None, 2)))
+    result = p.ExactPlanner("highs").improve(one_at_a_time(example(FUSED, None, 2)))
     assert (result.warning, result.status, result.found_by) == (None, "optimal", "highs")
 
 
 def test_without_a_library_of_highs_the_warning_names_versions_and_remedy(highspy_without_c: Path) -> None:
     (highspy_without_c / "highsbox.py").write_text("raise ImportError('broken')")
-    start = one_at_a_time(example(COUPLED, None, 2))
+    start = one_at_a_time(example(FUSED, None, 2))
     result = p.ExactPlanner("highs").improve(start)
     assert result.schedule is start
     assert result.warning is not None
@@ -422,12 +422,12 @@ def test_on_a_terminal_a_line_shows_how_far_the_solver_is(monkeypatch: pytest.Mo
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    p.ExactPlanner("highs", time_limit=600.0).improve(one_at_a_time(example(COUPLED, None, 2)))
+    p.ExactPlanner("highs", time_limit=600.0).improve(one_at_a_time(example(FUSED, None, 2)))
     assert re.search(r"highs: period \d+, bound \d+, gap [\d.]+ %, (600|5\d\d) s left", terminal.getvalue())
 
 
 def test_elsewhere_there_is_no_line(capfd: pytest.CaptureFixture[str]) -> None:
-    p.ExactPlanner("highs").improve(one_at_a_time(example(COUPLED, None, 2)))
+    p.ExactPlanner("highs").improve(one_at_a_time(example(FUSED, None, 2)))
     assert capfd.readouterr().err == ""
 
 
@@ -440,21 +440,21 @@ def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("name", ["nonsense", "backwards"])
 def test_a_solver_that_lies_is_not_believed(fake, name: str) -> None:
-    start = one_at_a_time(example(DECOUPLED, 1))
+    start = one_at_a_time(example(SPLIT, 1))
     result = fake(name).improve(start)
     p.validate(result.schedule)
     assert result.schedule.period <= start.period
 
 
 def test_what_a_solver_found_before_it_crashed_counts(fake) -> None:
-    result = fake("good_then_crash").improve(one_at_a_time(example(DECOUPLED, 1)))
+    result = fake("good_then_crash").improve(one_at_a_time(example(SPLIT, 1)))
     assert (result.schedule.period, result.status) == (28, "optimal")
     assert result.warning is not None
     assert "signal 9" in result.warning
 
 
 def test_a_solver_finds_a_shorter_plan_around_the_known_one(fake) -> None:
-    start = p.heuristic(example(DECOUPLED, 2, 4), 0)
+    start = p.heuristic(example(SPLIT, 2, 4), 0)
     assert start.period == 30
     result = fake("corridors_alone").improve(start)
     p.validate(result.schedule)
@@ -476,7 +476,7 @@ def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) 
 
 
 def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason() -> None:
-    start = one_at_a_time(example(DECOUPLED, 1))
+    start = one_at_a_time(example(SPLIT, 1))
     for backend in BACKENDS:
         result = p.ExactPlanner(backend, max_operations=20).improve(start)
         assert result.schedule is start
@@ -486,7 +486,7 @@ def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason() -> None
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpsat"])
 def test_a_model_that_is_too_large_is_not_built(backend: str) -> None:
-    start = one_at_a_time(example(DECOUPLED, 1))
+    start = one_at_a_time(example(SPLIT, 1))
     result = p.ExactPlanner(backend, max_variables=20).improve(start)
     assert result.schedule is start
     assert (result.found_by, result.solver.calls, result.warning) == ("given", 0, None)
@@ -494,7 +494,7 @@ def test_a_model_that_is_too_large_is_not_built(backend: str) -> None:
 
 
 def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
-    start = one_at_a_time(example(DECOUPLED, 1))
+    start = one_at_a_time(example(SPLIT, 1))
     result = p.ExactPlanner("highs", least_gap=10.0).improve(start)
     assert result.schedule is start
     assert "least_gap=10" in result.solver.reason

@@ -63,7 +63,7 @@ def test_plan_file_has_the_documented_schema() -> None:
             "communication": 0.0,
         },
         "in_flight_limit": [9, 9, 9, 9],
-        "technique": {"decoupled": True, "staggered": True},
+        "technique": {"split_backward": True, "staggered": True},
         "backend": "heuristic",
         "status": "optimal",
         "lower_bound": 27.0,
@@ -85,7 +85,7 @@ def test_plan_file_has_the_documented_schema() -> None:
 
 
 def test_a_gap_to_the_bound_is_feasible_not_optimal() -> None:
-    technique = p.Technique(decoupled=False, staggered=False)
+    technique = p.Technique(split_backward=False, staggered=False)
     data = p.plan_to_json(proven(p.plan(p.Problem(GRID, UNIT, frozenset({p.Worker(1, 0)}), technique)), "mine"))
     assert (data["backend"], data["status"], data["lower_bound"], data["period"]) == ("mine", "feasible", 28.0, 29.0)
 

@@ -82,7 +82,7 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, LayerCosts, tuple[int, ...]]
     in_flight = draw(st.none() | st.just((grid.stages,) * grid.stages))
     problem = p.Problem(
         grid,
-        layers.costs(cuts, decoupled=technique.decoupled),
+        layers.costs(cuts, split_backward=technique.split_backward),
         frozenset(failed),
         technique,
         in_flight,
@@ -118,7 +118,9 @@ def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situat
         p.validate(schedule)
         assert schedule.problem.live_counts() == candidate.layout.workers
         assert schedule.failed == candidate.failed
-        assert schedule.problem.costs == layers.costs(candidate.layout.cuts, decoupled=problem.technique.decoupled)
+        assert schedule.problem.costs == layers.costs(
+            candidate.layout.cuts, split_backward=problem.technique.split_backward
+        )
         assert candidate.bound <= candidate.period + 1e-6
     sent = pickle.loads(pickle.dumps(plan))
     assert sent.chosen == plan.chosen
@@ -249,7 +251,7 @@ def test_costs_by_stage_are_those_of_their_layers() -> None:
     assert layers.forward == (1.0, 0.5, 1.0, 0.5)
     again = layers.costs((0, 1, 4))
     assert again == costs
-    fused = replace(layers, backward=(2.0, 1.0, 2.0, 1.0)).costs((0, 1, 4), decoupled=False)
+    fused = replace(layers, backward=(2.0, 1.0, 2.0, 1.0)).costs((0, 1, 4), split_backward=False)
     assert fused.backward_input == (2.0, 4.0)
     assert fused.backward_weight == (0.0, 0.0)
     with pytest.raises(ConfigurationError, match="cuts"):

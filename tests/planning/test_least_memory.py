@@ -32,7 +32,7 @@ def peaks(schedule: p.Schedule) -> list[int]:
 @pytest.mark.parametrize(
     ("problem", "times", "enough"),
     [
-        (lost(2, 2, 8, (1, 1), technique=p.Technique(decoupled=False)), (51, 51), (2, 1)),
+        (lost(2, 2, 8, (1, 1), technique=p.Technique(split_backward=False)), (51, 51), (2, 1)),
         (lost(2, 2, 8, (1, 1)), (48, 49), (3, 3)),
         (lost(4, 4, 16, (1, 1)), (66, 67), (5, 5, 5, 5)),
         (lost(4, 4, 16, (1, 2)), (66, 68), (5, 5, 5, 5)),
@@ -75,7 +75,7 @@ def test_bytes_are_what_counts_where_a_problem_has_them(after_backward: float) -
 def test_less_memory_never_costs_time(problem: p.Problem) -> None:
     """Slow workers, limits in bytes and micro-batches, with and without techniques."""
     codes = Codes(problem, reroute(problem.grid, problem.failed, dict(problem.worker_factors)),
-                  fused=not problem.technique.decoupled)  # fmt: skip
+                  fused=not problem.technique.split_backward)  # fmt: skip
     eager = search(codes, EFFORT)
     calm = with_least_memory(codes, eager, EFFORT)
     before, after = (assemble(codes, each.sequence, each.timing) for each in (eager, calm))

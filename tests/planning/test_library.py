@@ -202,7 +202,7 @@ def test_of_the_plans_that_fit_the_shortest_is_taken(tmp_path: Path) -> None:
     ("other", "reason"),
     [
         (replace(PROBLEM, grid=p.Grid(4, 4, 6)), "1 in stage 2, grid 4 x 4 x 6"),
-        (replace(PROBLEM, technique=p.Technique(False, False)), "Technique(decoupled=False, staggered=False)"),
+        (replace(PROBLEM, technique=p.Technique(False, False)), "Technique(split_backward=False, staggered=False)"),
         (replace(PROBLEM, failed=frozenset()), "no plan for failures none"),
         (
             replace(PROBLEM, failed=frozenset({p.Worker(0, 1), p.Worker(2, 1), p.Worker(0, 3)})),

@@ -57,7 +57,7 @@ def test_four_in_flight_cost_two_slots() -> None:
     assert max(map(limited.peak_in_flight, limited.live_workers)) == 4
 
 
-@pytest.mark.parametrize("technique", [p.Technique(), p.Technique(decoupled=False)], ids=["split", "fused"])
+@pytest.mark.parametrize("technique", [p.Technique(), p.Technique(split_backward=False)], ids=["split", "fused"])
 def test_a_worker_that_cannot_hold_what_w_needs_fuses_every_backward(technique: p.Technique) -> None:
     problem = replace(running(2, 2.5), technique=technique)
     assert kinds(p.plan(problem)) == {p.OpKind.FORWARD: 72, BW: 72}
@@ -95,8 +95,8 @@ def test_a_plan_whose_backwards_are_fused_begins_its_stages_as_late_as_its_order
     assert schedule.period <= p.retime(schedule, schedule.problem.costs).period + 1e-9
 
 
-def test_without_decoupling_nothing_is_split() -> None:
-    assert kinds(p.plan(replace(running(3, 0.1), technique=p.Technique(decoupled=False))))[B] == 0
+def test_with_fused_backwards_nothing_is_split() -> None:
+    assert kinds(p.plan(replace(running(3, 0.1), technique=p.Technique(split_backward=False))))[B] == 0
 
 
 def test_a_mixture_is_timed_again_and_survives_json() -> None:

@@ -114,12 +114,12 @@ failures = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=3).
 
 
 @settings(max_examples=25, deadline=None)
-@given(places=failures, decoupled=st.booleans())
-def test_steps_follow_each_other_as_predicted(places: set[tuple[int, int]], decoupled: bool) -> None:
+@given(places=failures, split_backward=st.booleans())
+def test_steps_follow_each_other_as_predicted(places: set[tuple[int, int]], split_backward: bool) -> None:
     grid, costs = Grid(3, 3, 5), layers()
     failed = frozenset(Worker(*place) for place in places)
-    problem = Problem(grid, costs.costs(CUTS, decoupled=decoupled), failed, Technique(decoupled, True))
-    turns = costs.turns(CUTS, grid, decoupled=decoupled)
+    problem = Problem(grid, costs.costs(CUTS, split_backward=split_backward), failed, Technique(split_backward, True))
+    turns = costs.turns(CUTS, grid, split_backward=split_backward)
     assert turns is not None
     usual = heuristic(problem, 20_000)
     schedule, timing = heuristic_in_turns(usual, turns, 20_000)

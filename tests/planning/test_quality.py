@@ -120,8 +120,8 @@ def test_express_micro_batches_leave_a_plan_valid(seed: int) -> None:
     failed = frozenset({Worker(0, draw.randrange(grid.stages))} if grid.pipelines > 1 else ())
     costs = Costs.uniform(grid.stages, 1.0, 1.1, 0.9, communication=draw.choice([0.0, 0.1, 1.5]))
     limit = (draw.randint(1, grid.stages + 1),) * grid.stages
-    problem = Problem(grid, costs, failed, Technique(decoupled=draw.random() < 0.7), limit)
-    codes = Codes(problem, reroute(grid, failed), fused=not problem.technique.decoupled)
+    problem = Problem(grid, costs, failed, Technique(split_backward=draw.random() < 0.7), limit)
+    codes = Codes(problem, reroute(grid, failed), fused=not problem.technique.split_backward)
     rule = Rule(
         *(limit, limit, limit, [microbatch.index for microbatch in grid.all_microbatches()]),
         forward_first=(False,) * grid.stages,

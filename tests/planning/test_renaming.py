@@ -29,7 +29,7 @@ def pairs(draw: st.DrawFn) -> tuple[p.Problem, p.Problem]:
             gone |= set(order[:failed])
             factors |= dict(zip(order[failed:], slow, strict=False))
     limit = draw(st.sampled_from([None, (grid.stages + 1,) * grid.stages]))
-    technique = p.Technique(decoupled=draw(st.booleans()), staggered=draw(st.booleans()))
+    technique = p.Technique(split_backward=draw(st.booleans()), staggered=draw(st.booleans()))
     one, other = (
         p.Problem(grid, costs, frozenset(gone), technique, limit, tuple(factors.items())) for gone, factors in sides
     )

@@ -7,9 +7,9 @@ import pytest
 from lightning_recycle import planning as p
 
 GRID = p.Grid(pipelines=3, stages=4, microbatches=6)
-COUPLED = p.Technique(decoupled=False, staggered=False)
-DECOUPLED = p.Technique(decoupled=True, staggered=False)
-STAGGERED = p.Technique(decoupled=True, staggered=True)
+FUSED = p.Technique(split_backward=False, staggered=False)
+SPLIT = p.Technique(split_backward=True, staggered=False)
+STAGGERED = p.Technique(split_backward=True, staggered=True)
 
 
 def solve(technique: p.Technique, *failed: tuple[int, int], limit: int | None = None) -> p.Schedule:
@@ -19,24 +19,24 @@ def solve(technique: p.Technique, *failed: tuple[int, int], limit: int | None = 
 
 
 def test_fault_free_1f1b_takes_27_slots_and_holds_at_most_s_minus_stage_microbatches() -> None:
-    schedule = p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=COUPLED))
+    schedule = p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=FUSED))
     assert (schedule.period, schedule.makespan) == (27, 27)
     assert [schedule.peak_in_flight(p.Worker(0, s)) for s in range(4)] == [4, 3, 2, 1]
 
 
-def test_fault_free_coupled_plan_is_1f1b() -> None:
-    assert solve(COUPLED) == p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=COUPLED))
+def test_fault_free_fused_plan_is_1f1b() -> None:
+    assert solve(FUSED) == p.one_f_one_b(p.Problem(GRID, p.Costs.uniform(4), technique=FUSED))
 
 
 @pytest.mark.parametrize(
     ("technique", "makespan", "period"),
-    [(COUPLED, 36, 36), (DECOUPLED, 29, 29), (STAGGERED, 29, 27)],
-    ids=["adaptive", "decoupled", "staggered"],
+    [(FUSED, 36, 36), (SPLIT, 29, 29), (STAGGERED, 29, 27)],
+    ids=["adaptive", "split_backward", "staggered"],
 )
 def test_each_technique_brings_the_dead_worker_of_stage_2_closer_to_free(
     technique: p.Technique, makespan: float, period: float
 ) -> None:
-    """With the plain rule, as in the paper; a better order brings the coupled backward to 33."""
+    """With the plain rule, as in the paper; a better order brings the fused backward to 33."""
     problem = p.Problem(GRID, p.Costs.uniform(4), frozenset({p.Worker(1, 2)}), technique)
     schedule = p.plan(problem, p.HeuristicPlanner(effort=0))
     assert (schedule.makespan, schedule.period) == (makespan, period)
@@ -44,11 +44,11 @@ def test_each_technique_brings_the_dead_worker_of_stage_2_closer_to_free(
 
 # The optimum for a failure in stage 0, 1, 2, 3, from a constraint solver.
 TABLE = [
-    (COUPLED, None, (29, 30, 33, 36)),
-    (DECOUPLED, None, (27, 28, 29, 30)),
+    (FUSED, None, (29, 30, 33, 36)),
+    (SPLIT, None, (27, 28, 29, 30)),
     (STAGGERED, None, (27, 27, 27, 27)),
-    (COUPLED, 4, (36, 33, 33, 36)),
-    (DECOUPLED, 4, (30, 29, 29, 30)),
+    (FUSED, 4, (36, 33, 33, 36)),
+    (SPLIT, 4, (30, 29, 29, 30)),
     (STAGGERED, 4, (30, 28, 29, 30)),
 ]
 
@@ -66,9 +66,9 @@ def test_every_plan_of_the_table_is_optimal(
 
 
 @pytest.mark.parametrize(("stage", "makespan"), [(0, 27), (1, 28), (2, 29), (3, 30)])
-def test_decoupled_and_staggered_plans_are_optimal_for_a_failure_in_any_stage(stage: int, makespan: float) -> None:
-    decoupled, staggered = solve(DECOUPLED, (1, stage)), solve(STAGGERED, (1, stage))
-    assert decoupled.makespan == makespan == p.lower_bound(decoupled.problem)
+def test_split_and_staggered_plans_are_optimal_for_a_failure_in_any_stage(stage: int, makespan: float) -> None:
+    split_backward, staggered = solve(SPLIT, (1, stage)), solve(STAGGERED, (1, stage))
+    assert split_backward.makespan == makespan == p.lower_bound(split_backward.problem)
     assert staggered.period == 27 == p.lower_bound(staggered.problem)
     assert staggered.makespan == makespan == p.makespan_lower_bound(staggered.problem)
 
@@ -78,9 +78,9 @@ def test_it_does_not_matter_in_which_pipeline_the_worker_dies(pipeline: int) -> 
     assert solve(STAGGERED, (pipeline, 2)).period == 27
 
 
-def test_fault_free_decoupled_reaches_zero_bubble() -> None:
-    assert solve(DECOUPLED).makespan == 21
-    assert solve(DECOUPLED, limit=4).makespan == 21
+def test_fault_free_split_backwards_reach_zero_bubble() -> None:
+    assert solve(SPLIT).makespan == 21
+    assert solve(SPLIT, limit=4).makespan == 21
     assert solve(STAGGERED).period == 19
     assert solve(STAGGERED, limit=7).period == 19
 

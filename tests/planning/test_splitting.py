@@ -52,8 +52,8 @@ def test_a_step_takes_at_least_what_it_keeps_the_busiest_machine_busy() -> None:
     assert apart.least_seconds(problem) == pytest.approx(2 * 4 * 3.2 / 2)
     lost = replace(problem, failed=frozenset({Worker(1, 0)}))
     assert apart.least_seconds(lost) == pytest.approx(8 * 3.2 / 2), "one has the work of two"
-    coupled = replace(problem, technique=Technique(decoupled=False))
-    assert apart.least_seconds(coupled) == pytest.approx(2 * 4 * 3.0 / 2)
+    fused = replace(problem, technique=Technique(split_backward=False))
+    assert apart.least_seconds(fused) == pytest.approx(2 * 4 * 3.0 / 2)
 
 
 def test_measured_operations_are_divided_as_in_the_trial() -> None:
@@ -97,16 +97,16 @@ def test_free_splitting_is_on_where_there_are_bubbles(staggered: bool, fused: fl
 
 def test_splitting_that_costs_more_than_it_wins_is_off() -> None:
     choice = chosen(2.0)
-    assert not choice.technique.decoupled
+    assert not choice.technique.split_backward
     assert choice.splitting == pytest.approx(2 / 3)
     assert choice.why()[0].startswith("fused backwards")
     assert choice.why()[-1] == "split backwards cost 66.7 % of F and BW"
 
 
 def test_one_stage_has_nothing_to_win() -> None:
-    assert not chosen(grid=Grid(3, 1, 6)).technique.decoupled
+    assert not chosen(grid=Grid(3, 1, 6)).technique.split_backward
 
 
 def test_a_failure_can_make_splitting_pay() -> None:
     """With as many micro-batches as these there are hardly any bubbles, unless the peers of the dead leave some."""
-    assert chosen(1.06, Worker(1, 2)).technique.decoupled
+    assert chosen(1.06, Worker(1, 2)).technique.split_backward

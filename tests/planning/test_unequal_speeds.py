@@ -64,7 +64,7 @@ def test_factors_of_the_dead_and_factors_of_one_change_no_order(problem: p.Probl
     plain = replace(problem, worker_factors=())
     named = {worker: factor if worker in problem.failed else 1.0 for worker in problem.grid.workers()}
     schedule = p.heuristic(replace(problem, worker_factors=named), EFFORT)  # type: ignore[arg-type]
-    if not problem.technique.decoupled and not problem.failed:
+    if not problem.technique.split_backward and not problem.failed:
         assert schedule == p.heuristic(plain, EFFORT)
     assert orders(schedule) == orders(p.heuristic(plain, EFFORT))
 

@@ -224,18 +224,18 @@ def test_without_staggering_the_period_is_the_makespan() -> None:
         assert any("period:" in violation for violation in violations(replace(schedule, period=period)))
 
 
-def test_a_coupled_plan_has_only_fused_backwards() -> None:
+def test_a_fused_plan_has_only_fused_backwards() -> None:
     schedule = good()
-    coupled = replace(schedule.problem, technique=p.Technique(decoupled=False))
-    assert any("not decoupled" in violation for violation in violations(replace(schedule, problem=coupled)))
-    fused = good(technique=p.Technique(decoupled=False))
-    p.validate(replace(fused, problem=schedule.problem))  # decoupling is a permission, not an obligation
+    fused_problem = replace(schedule.problem, technique=p.Technique(split_backward=False))
+    assert any("not split" in violation for violation in violations(replace(schedule, problem=fused_problem)))
+    fused = good(technique=p.Technique(split_backward=False))
+    p.validate(replace(fused, problem=schedule.problem))  # splitting is a permission, not an obligation
 
 
 def test_programs_that_wait_for_each_other_are_found_even_without_durations() -> None:
     grid = p.Grid(1, 2, 2)
     a, b = p.Microbatch(0, 0), p.Microbatch(0, 1)
-    problem = p.Problem(grid, p.Costs.uniform(2, 0.0, 0.0, 0.0), technique=p.Technique(decoupled=False))
+    problem = p.Problem(grid, p.Costs.uniform(2, 0.0, 0.0, 0.0), technique=p.Technique(split_backward=False))
 
     def program(stage: int, *ops: tuple[p.OpKind, p.Microbatch | None]) -> tuple[p.ScheduledOp, ...]:
         closing: tuple[tuple[p.OpKind, p.Microbatch | None], ...] = ((p.OpKind.REDUCE, None), (p.OpKind.STEP, None))

@@ -68,7 +68,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
-def train_step(layers: Sequence[nn.Module], cuts: Sequence[int], *, decoupled: bool) -> dict[str, Tensor]:
+def train_step(layers: Sequence[nn.Module], cuts: Sequence[int], *, split_backward: bool) -> dict[str, Tensor]:
     """Losses and gradients of two micro-batches whose operations interleave: F0 F1 B1 B0 W1 W0."""
     bounds = [0, *cuts, len(layers)]
     stages = [
@@ -80,14 +80,14 @@ def train_step(layers: Sequence[nn.Module], cuts: Sequence[int], *, decoupled: b
     for m, (x, y) in enumerate(data):
         value: Any = x
         for stage in stages:
-            value = stage.forward(STEP, m, value, decoupled=decoupled)
+            value = stage.forward(STEP, m, value, split_backward=split_backward)
         found[f"loss {m}"] = stages[-1].loss(STEP, m, value, y, 2)
         torch.manual_seed(100 + m)  # the state of the process must not matter, in the recomputation neither
     for m in (1, 0):
         grads: Any = None
         for stage in reversed(stages):
-            grads = stage.backward_input(m, grads) if decoupled else stage.backward(m, grads)
-    if decoupled:
+            grads = stage.backward_input(m, grads) if split_backward else stage.backward(m, grads)
+    if split_backward:
         for m in (1, 0):
             for stage in stages:
                 stage.backward_weight(m)
@@ -98,14 +98,14 @@ def train_step(layers: Sequence[nn.Module], cuts: Sequence[int], *, decoupled: b
     return found
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("cuts", [[], [1], [3], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_and_gradients_have_the_bits_of_those_without_checkpointing(
-    mode: str, cuts: list[int], decoupled: bool
+    mode: str, cuts: list[int], split_backward: bool
 ) -> None:
-    expected = train_step(model(None), [], decoupled=False)
-    actual = train_step(model(mode), cuts, decoupled=decoupled)
+    expected = train_step(model(None), [], split_backward=False)
+    actual = train_step(model(mode), cuts, split_backward=split_backward)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
@@ -119,7 +119,9 @@ def test_the_masks_of_the_comparison_matter() -> None:
             return checkpoint(self.first, x, use_reentrant=False, preserve_rng_state=False)
 
     def gradient(layer: nn.Module) -> Tensor:
-        return train_step([nn.Linear(WIDTH, WIDTH).double(), layer.double()], [1], decoupled=True)["1.first.up.weight"]
+        return train_step([nn.Linear(WIDTH, WIDTH).double(), layer.double()], [1], split_backward=True)[
+            "1.first.up.weight"
+        ]
 
     class Kept(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: st
     layer = Layer(mode).double()
     stage = Stage([layer], 1, SEED, CPU)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    output = stage.forward(STEP, 0, x, decoupled=True)
+    output = stage.forward(STEP, 0, x, split_backward=True)
     assert (layer.first.runs, layer.second.runs) == (1, 1)
     stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
     assert layer.first.runs >= 2
@@ -158,7 +160,7 @@ def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: st
 def test_the_backward_leaves_the_generator_of_the_process_alone(mode: str) -> None:
     stage = Stage([Layer(mode).double()], 1, SEED, CPU)
     x = torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)
-    output = stage.forward(STEP, 0, x, decoupled=True)
+    output = stage.forward(STEP, 0, x, split_backward=True)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -168,14 +170,14 @@ def test_the_backward_leaves_the_generator_of_the_process_alone(mode: str) -> No
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
 def test_autocast_is_the_same_in_the_recomputation(mode: str) -> None:
-    def gradients(mode: str | None, *, decoupled: bool) -> list[Tensor]:
+    def gradients(mode: str | None, *, split_backward: bool) -> list[Tensor]:
         torch.manual_seed(0)
         layer = Layer(mode)
         stage = Stage([layer], 1, SEED, CPU, forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
         x = torch.randn(2, 3, WIDTH, requires_grad=True)
-        output = stage.forward(STEP, 0, x, decoupled=decoupled)
+        output = stage.forward(STEP, 0, x, split_backward=split_backward)
         grad = torch.ones_like(output)  # type: ignore[arg-type]
-        if decoupled:
+        if split_backward:
             found = stage.backward_input(0, grad)
             stage.backward_weight(0)
         else:
@@ -183,7 +185,7 @@ def test_autocast_is_the_same_in_the_recomputation(mode: str) -> None:
         assert isinstance(found, tuple)
         return [found[0], *(p.grad for p in layer.parameters())]  # type: ignore[list-item]
 
-    expected = gradients(None, decoupled=False)
-    for decoupled in (False, True):
-        for actual, value in zip(gradients(mode, decoupled=decoupled), expected, strict=True):
+    expected = gradients(None, split_backward=False)
+    for split_backward in (False, True):
+        for actual, value in zip(gradients(mode, split_backward=split_backward), expected, strict=True):
             assert torch.equal(actual, value)

@@ -83,7 +83,7 @@ DEFERRED = {"layers": 8, "used twice": 6, "frozen bias": 2, "attention": 4, "Con
 
 
 def gradients(
-    name: str, compiler: str | None, *, decoupled: bool, precision: torch.dtype | None = None
+    name: str, compiler: str | None, *, split_backward: bool, precision: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = MODULES[name]()
@@ -92,12 +92,12 @@ def gradients(
     for number in range(3):
         x = torch.randn(3, 5, WIDTH, requires_grad=True)
         autocast = nullcontext() if precision is None else torch.autocast("cpu", dtype=precision)
-        with autocast, intercept_linear() if decoupled else nullcontext():
+        with autocast, intercept_linear() if split_backward else nullcontext():
             output = layer(x)
         queue = WeightGradQueue()
-        with queue.collecting() if decoupled else nullcontext():
+        with queue.collecting() if split_backward else nullcontext():
             output.float().square().sum().backward()
-        if decoupled:
+        if split_backward:
             assert len(queue) == DEFERRED[name]
             queues.append(queue)
         found[f"input {number}"] = x.grad.clone()  # type: ignore[union-attr]
@@ -109,8 +109,8 @@ def gradients(
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_gradients_are_those_of_layers_that_are_not_compiled(name: str, compiler: str) -> None:
-    expected = gradients(name, None, decoupled=False)
-    actual = gradients(name, compiler, decoupled=True)
+    expected = gradients(name, None, split_backward=False)
+    actual = gradients(name, compiler, split_backward=True)
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(actual[key], value, rtol=1e-4, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
@@ -118,8 +118,8 @@ def test_the_gradients_are_those_of_layers_that_are_not_compiled(name: str, comp
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_under_autocast_too(compiler: str) -> None:
-    expected = gradients("layers", None, decoupled=False, precision=torch.bfloat16)
-    actual = gradients("layers", compiler, decoupled=True, precision=torch.bfloat16)
+    expected = gradients("layers", None, split_backward=False, precision=torch.bfloat16)
+    actual = gradients("layers", compiler, split_backward=True, precision=torch.bfloat16)
     for key, value in expected.items():
         torch.testing.assert_close(actual[key], value, rtol=0.05, atol=0.05 * float(value.abs().max()))
         assert actual[key].dtype == torch.float32
@@ -169,7 +169,7 @@ def test_a_stage_knows_what_waits_of_its_compiled_layers() -> None:
     layers = [torch.compile(nn.Linear(WIDTH, WIDTH), backend="aot_eager", fullgraph=True) for _ in range(2)]
     stage = Stage(layers, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]
     x = torch.randn(4, WIDTH, requires_grad=True)
-    output = stage.forward(0, 0, x, decoupled=True)
+    output = stage.forward(0, 0, x, split_backward=True)
     stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
     assert len(stage.waiting_parameters(0)) == 4
     assert storage_bytes(stage.waiting(0)) == 2 * 2 * (4 * WIDTH * 4), "of each layer its input and a gradient"

@@ -1,4 +1,4 @@
-"""Decoupled back-propagation gives the gradients of the fused one, bit by bit, whatever the module."""
+"""A split backward gives the gradients of the fused one, bit by bit, whatever the module."""
 
 import gc
 import weakref
@@ -198,7 +198,7 @@ def split(module: nn.Module, x: Tensor, grad: Tensor) -> WeightGradQueue:
 
 
 def results(
-    make: Callable[[], nn.Module], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], *, decoupled: bool
+    make: Callable[[], nn.Module], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], *, split_backward: bool
 ) -> dict[str, Tensor | None]:
     """Gradients of inputs and parameters after one backward for each input shape."""
     torch.manual_seed(1)
@@ -209,7 +209,7 @@ def results(
         x = torch.randn(shape, dtype=dtype).requires_grad_()
         with torch.no_grad():
             grad = torch.randn_like(module(x))
-        if decoupled:
+        if split_backward:
             queues.append(split(module, x, grad))
         else:
             fused(module, x, grad)
@@ -230,8 +230,8 @@ def assert_same_bits(actual: dict[str, Tensor | None], expected: dict[str, Tenso
 
 
 def assert_split_is_fused(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
-    expected = results(MODULES[name], dtype, shapes, decoupled=False)
-    assert_same_bits(results(MODULES[name], dtype, shapes, decoupled=True), expected)
+    expected = results(MODULES[name], dtype, shapes, split_backward=False)
+    assert_same_bits(results(MODULES[name], dtype, shapes, split_backward=True), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -253,8 +253,8 @@ def test_split_backward_gives_the_bits_of_the_fused_one_for_matrices(name: str) 
 @pytest.mark.parametrize("name", MODULES)
 def test_several_microbatches_add_up_to_the_bits_of_the_fused_backward(name: str) -> None:
     shapes = [(2, 3, WIDTH), (4, 5, WIDTH), (3, 3, WIDTH)]
-    expected = results(MODULES[name], torch.float32, shapes, decoupled=False)
-    actual = results(MODULES[name], torch.float32, shapes, decoupled=True)
+    expected = results(MODULES[name], torch.float32, shapes, split_backward=False)
+    actual = results(MODULES[name], torch.float32, shapes, split_backward=True)
     if name == "shared with an embedding":  # a part of its gradient comes in B, another in W: the order of sums changes
         for key, value in expected.items():
             torch.testing.assert_close(actual[key], value)
@@ -267,7 +267,7 @@ def test_bfloat16_gradients_have_the_same_bits() -> None:
         assert_split_is_fused(name, torch.bfloat16, [(4, 6, WIDTH)])
 
 
-def under_autocast(name: str, dtype: torch.dtype, *, decoupled: bool) -> tuple[dict[str, Tensor | None], set[str]]:
+def under_autocast(name: str, dtype: torch.dtype, *, split_backward: bool) -> tuple[dict[str, Tensor | None], set[str]]:
     """Gradients after two micro-batches, and the names of the parameters whose gradients waited."""
     torch.manual_seed(1)
     module = MODULES[name]()
@@ -276,9 +276,9 @@ def under_autocast(name: str, dtype: torch.dtype, *, decoupled: bool) -> tuple[d
     deferred: set[str] = set()
     for index in range(2):
         x, queue = torch.randn(3, 5, WIDTH).requires_grad_(), WeightGradQueue()
-        with torch.autocast("cpu", dtype=dtype), intercept_linear() if decoupled else nullcontext():
+        with torch.autocast("cpu", dtype=dtype), intercept_linear() if split_backward else nullcontext():
             output = module(x.sin())
-        with queue.collecting() if decoupled else nullcontext():
+        with queue.collecting() if split_backward else nullcontext():
             output.float().square().sum().backward()
         deferred |= {names[id(p)] for p in queue.parameters()}
         queue.flush()
@@ -305,8 +305,8 @@ def under_autocast(name: str, dtype: torch.dtype, *, decoupled: bool) -> tuple[d
     ],
 )
 def test_under_autocast_the_split_backward_gives_the_bits_of_the_fused_one(name: str, dtype: torch.dtype) -> None:
-    expected, _ = under_autocast(name, dtype, decoupled=False)
-    actual, deferred = under_autocast(name, dtype, decoupled=True)
+    expected, _ = under_autocast(name, dtype, split_backward=False)
+    actual, deferred = under_autocast(name, dtype, split_backward=True)
     assert_same_bits(actual, expected)
     if name != "parametrized weight":
         trained = {n for n, p in MODULES[name]().named_parameters() if p.requires_grad}
@@ -314,19 +314,19 @@ def test_under_autocast_the_split_backward_gives_the_bits_of_the_fused_one(name:
 
 
 def test_without_the_cache_of_autocast_the_bits_are_the_same_too() -> None:
-    def run(*, decoupled: bool) -> dict[str, Tensor | None]:
+    def run(*, split_backward: bool) -> dict[str, Tensor | None]:
         torch.manual_seed(1)
         module, x, queue = Tied(), torch.randn(64, WIDTH), WeightGradQueue()
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
-        with autocast, intercept_linear() if decoupled else nullcontext():
+        with autocast, intercept_linear() if split_backward else nullcontext():
             output = module(x)
-        with queue.collecting() if decoupled else nullcontext():
+        with queue.collecting() if split_backward else nullcontext():
             output.float().square().sum().backward()
-        assert len(queue) == (4 if decoupled else 0)
+        assert len(queue) == (4 if split_backward else 0)
         queue.flush()
         return {name: p.grad for name, p in module.named_parameters()}
 
-    assert_same_bits(run(decoupled=True), run(decoupled=False))
+    assert_same_bits(run(split_backward=True), run(split_backward=False))
 
 
 def test_what_waits_of_a_part_is_known() -> None:
@@ -341,15 +341,15 @@ def test_what_waits_of_a_part_is_known() -> None:
 
 
 def test_an_input_that_is_learned_and_used_twice_has_the_same_bits_under_autocast() -> None:
-    def run(*, decoupled: bool) -> Tensor:
+    def run(*, split_backward: bool) -> Tensor:
         torch.manual_seed(1)
         first, second, learned = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64), nn.Parameter(torch.randn(64, WIDTH))
-        with torch.autocast("cpu", dtype=torch.bfloat16), intercept_linear() if decoupled else nullcontext():
+        with torch.autocast("cpu", dtype=torch.bfloat16), intercept_linear() if split_backward else nullcontext():
             (first(learned) * second(learned)).float().sum().backward()
         assert learned.grad is not None
         return learned.grad
 
-    assert torch.equal(run(decoupled=True), run(decoupled=False))
+    assert torch.equal(run(split_backward=True), run(split_backward=False))
 
 
 def test_double_precision_is_left_alone_by_autocast() -> None:

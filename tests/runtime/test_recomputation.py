@@ -63,7 +63,7 @@ def parts_of_the_model() -> list[list[nn.Module]]:
     ]
 
 
-def train(recomputed: Sequence[int], *, decoupled: bool, autocast: bool = False) -> dict[str, Tensor]:
+def train(recomputed: Sequence[int], *, split_backward: bool, autocast: bool = False) -> dict[str, Tensor]:
     """Losses, gradients and buffers of two steps of three micro-batches: F0 F1 F2, then R, B, W of 1, 0 and 2."""
     parts = parts_of_the_model()
     dtype = torch.float32 if autocast else torch.float64
@@ -82,16 +82,16 @@ def train(recomputed: Sequence[int], *, decoupled: bool, autocast: bool = False)
             value: Any = {"x": x.clone()}
             for number, stage in enumerate(stages):
                 again = number in recomputed
-                value = stage.forward(step, m, value, decoupled=decoupled, recomputed=again)
+                value = stage.forward(step, m, value, split_backward=split_backward, recomputed=again)
             found[f"loss {step}.{m}"] = stages[-1].loss(step, m, value, y.to(value.dtype), 3)
             torch.manual_seed(100 + m)  # the state of the process must not matter
         for m in (1, 0, 2):
             grads: Any = None
             for number, stage in reversed(list(enumerate(stages))):
                 if number in recomputed:
-                    stage.recompute(m, decoupled=decoupled)
-                grads = stage.backward_input(m, grads) if decoupled else stage.backward(m, grads)
-            if decoupled:
+                    stage.recompute(m, split_backward=split_backward)
+                grads = stage.backward_input(m, grads) if split_backward else stage.backward(m, grads)
+            if split_backward:
                 for stage in stages:
                     stage.backward_weight(m)
         for number, part in enumerate(parts):
@@ -105,14 +105,14 @@ def train(recomputed: Sequence[int], *, decoupled: bool, autocast: bool = False)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float64", "autocast"])
-@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("recomputed", [(0,), (1,), (0, 1)], ids=str)
 def test_losses_gradients_and_buffers_have_the_bits_of_those_without(
-    recomputed: tuple[int, ...], decoupled: bool, autocast: bool
+    recomputed: tuple[int, ...], split_backward: bool, autocast: bool
 ) -> None:
     """With dropout, running statistics, spectral norm, layers that write into their input, and several tensors."""
-    expected = train((), decoupled=False, autocast=autocast)
-    actual = train(recomputed, decoupled=decoupled, autocast=autocast)
+    expected = train((), split_backward=False, autocast=autocast)
+    actual = train(recomputed, split_backward=split_backward, autocast=autocast)
     assert actual.keys() == expected.keys()
     assert {"0 1.2.norm.running_mean", "0 1.2.linear.parametrizations.weight.0._u"} <= expected.keys()
     for name, value in expected.items():
@@ -155,10 +155,10 @@ def test_nothing_that_autograd_saves_lives_between_f_and_r() -> None:
     gc.collect()
     before = Save.alive
     stage = Stage([Saving(), Saving()], 0, SEED, CPU)
-    values = [stage.forward(STEP, m, torch.randn(2, WIDTH), decoupled=True, recomputed=m > 0) for m in range(3)]
+    values = [stage.forward(STEP, m, torch.randn(2, WIDTH), split_backward=True, recomputed=m > 0) for m in range(3)]
     assert all(isinstance(value, Tensor) and value.requires_grad for value in values), "its gradient is wanted back"
     assert Save.alive - before == 2, "of micro-batch 0 alone"
-    stage.recompute(2, decoupled=True)
+    stage.recompute(2, split_backward=True)
     assert Save.alive - before == 4
     for m in (2, 0):
         stage.backward_input(m, torch.ones(2, WIDTH))
@@ -169,18 +169,18 @@ def test_nothing_that_autograd_saves_lives_between_f_and_r() -> None:
 
 def test_a_stage_that_trains_nothing_passes_its_input_on_twice() -> None:
     stage = Stage([nn.Dropout(0.5)], 0, SEED, CPU)
-    first = stage.forward(STEP, 0, torch.ones(50), decoupled=False, recomputed=True)
+    first = stage.forward(STEP, 0, torch.ones(50), split_backward=False, recomputed=True)
     assert isinstance(first, Tensor)
     assert not first.requires_grad
-    stage.recompute(0, decoupled=False)
+    stage.recompute(0, split_backward=False)
     assert stage.backward(0, (None,)) is None
 
 
 def test_the_generator_of_the_process_is_left_alone() -> None:
     stage = Stage([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)], 0, SEED, CPU)
-    stage.forward(STEP, 0, torch.ones(2, WIDTH), decoupled=False, recomputed=True)
+    stage.forward(STEP, 0, torch.ones(2, WIDTH), split_backward=False, recomputed=True)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    stage.recompute(0, decoupled=False)
+    stage.recompute(0, split_backward=False)
     assert torch.equal(torch.rand(3), expected)

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def gradients(
-    device: str, dtype: torch.dtype, precision: torch.dtype | None, *, decoupled: bool
+    device: str, dtype: torch.dtype, precision: torch.dtype | None, *, split_backward: bool
 ) -> tuple[dict[str, Tensor], set[str]]:
     """Gradients of a stage after two micro-batches, and the names of the parameters whose gradients waited."""
     torch.manual_seed(0)
@@ -56,10 +56,10 @@ def gradients(
     waited: set[str] = set()
     for number in range(2):
         x = torch.randn(2, ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True)
-        output = stage.forward(0, number, x, decoupled=decoupled)
+        output = stage.forward(0, number, x, split_backward=split_backward)
         assert isinstance(output, Tensor)
         grad = torch.randn_like(output)
-        if decoupled:
+        if split_backward:
             grads: Any = stage.backward_input(number, (grad,))
             waited |= {names[id(p)] for p in stage.waiting_parameters(number)}
             stage.backward_weight(number)
@@ -82,8 +82,8 @@ def tf32() -> Iterator[None]:
 def test_split_and_fused_have_the_same_bits(device: str, precision: torch.dtype | None) -> None:
     with sdpa_kernel(SDPBackend.MATH):  # the other kernels add in whatever order their blocks end
         for dtype in (torch.float32, torch.float64) if precision is None else (torch.float32,):
-            expected, _ = gradients(device, dtype, precision, decoupled=False)
-            actual, waited = gradients(device, dtype, precision, decoupled=True)
+            expected, _ = gradients(device, dtype, precision, split_backward=False)
+            actual, waited = gradients(device, dtype, precision, split_backward=True)
             assert actual.keys() == expected.keys()
             assert all(torch.equal(actual[name], expected[name]) for name in expected)
             assert {"packed.weight", "output.weight", "up.weight", "down.weight"} <= waited
@@ -92,15 +92,15 @@ def test_split_and_fused_have_the_same_bits(device: str, precision: torch.dtype 
 @pytest.mark.parametrize("device", DEVICES)
 def test_they_have_the_same_bits_with_tf32(device: str, tf32: None) -> None:
     with sdpa_kernel(SDPBackend.MATH):
-        expected, _ = gradients(device, torch.float32, None, decoupled=False)
-        actual, _ = gradients(device, torch.float32, None, decoupled=True)
+        expected, _ = gradients(device, torch.float32, None, split_backward=False)
+        actual, _ = gradients(device, torch.float32, None, split_backward=True)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_with_the_kernels_that_torch_chooses_the_weights_of_attention_wait(device: str) -> None:
     """Flash attention, on a device that has it."""
-    _, waited = gradients(device, torch.float32, torch.bfloat16, decoupled=True)
+    _, waited = gradients(device, torch.float32, torch.bfloat16, split_backward=True)
     assert {"packed.weight", "output.weight", "up.weight", "down.weight"} <= waited
 
 
@@ -137,7 +137,7 @@ def test_what_a_microbatch_holds_is_what_the_allocator_gave_out() -> None:
         x = torch.randn(4096, 1024, device=device, requires_grad=True)
         meter.received(x)
         with meter.part(OpKind.FORWARD, 0, stage, x):
-            stage.forward(step, 0, x, decoupled=True)
+            stage.forward(step, 0, x, split_backward=True)
         with meter.part(OpKind.BACKWARD_INPUT, 0, stage):
             stage.backward_input(0, (torch.ones(4096, 1024, device=device),))
         stage.backward_weight(0)

@@ -131,7 +131,7 @@ def train_step(
     cuts: Sequence[int],
     batches: Batches | None = None,
     *,
-    decoupled: bool,
+    split_backward: bool,
     reverse: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """One step by hand: losses of the micro-batches, and gradients."""
@@ -142,13 +142,13 @@ def train_step(
     for m in reversed(order) if reverse else order:
         value: Any = batches[m][0]
         for stage in stages:
-            value = stage.forward(STEP, m, copied(value), decoupled=decoupled)
+            value = stage.forward(STEP, m, copied(value), split_backward=split_backward)
         losses[m] = stages[-1].loss(0, m, value, batches[m][1], len(batches)).item()
     weights_to_do = []
     for m in order:
         grads: Any = None
         for stage in reversed(stages):
-            if decoupled:
+            if split_backward:
                 grads = stage.backward_input(m, copied(grads))
                 weights_to_do.append((stage, m))
             else:
@@ -182,22 +182,22 @@ def assert_close(
         torch.testing.assert_close(actual[1][name], grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "dropout"])
-def test_stages_cut_anywhere_give_the_gradients_of_the_whole_model(name: str, decoupled: bool) -> None:
+def test_stages_cut_anywhere_give_the_gradients_of_the_whole_model(name: str, split_backward: bool) -> None:
     expected = whole_model(build(name))
     for place in range(1, len(build(name))):
-        assert_close(train_step(build(name), [place], decoupled=decoupled), expected)
-    assert_close(train_step(build(name), range(1, len(build(name))), decoupled=decoupled), expected)
+        assert_close(train_step(build(name), [place], split_backward=split_backward), expected)
+    assert_close(train_step(build(name), range(1, len(build(name))), split_backward=split_backward), expected)
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
-def test_dropout_depends_neither_on_the_cut_nor_on_the_order_of_execution(decoupled: bool) -> None:
-    expected = train_step(build("dropout"), [], decoupled=False)
+@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
+def test_dropout_depends_neither_on_the_cut_nor_on_the_order_of_execution(split_backward: bool) -> None:
+    expected = train_step(build("dropout"), [], split_backward=False)
     for cuts in ([1], [2], [3], [1, 2, 3]):
         for reverse in (False, True):
             torch.manual_seed(cuts[0])  # the state of the process must not matter
-            assert_close(train_step(build("dropout"), cuts, decoupled=decoupled, reverse=reverse), expected)
+            assert_close(train_step(build("dropout"), cuts, split_backward=split_backward, reverse=reverse), expected)
 
 
 def test_dropout_differs_between_microbatches_steps_layers_and_seeds() -> None:
@@ -205,7 +205,7 @@ def test_dropout_differs_between_microbatches_steps_layers_and_seeds() -> None:
         first = Stage([nn.Dropout(0.5), nn.Dropout(0.5)], 0, seed, CPU)
         second = Stage([nn.Dropout(0.5)], 1, seed, CPU)
         ones = torch.ones(1, 64)
-        return torch.cat([s.forward(step, microbatch, ones, decoupled=False) for s in (first, second)])  # type: ignore[misc]
+        return torch.cat([s.forward(step, microbatch, ones, split_backward=False) for s in (first, second)])  # type: ignore[misc]
 
     base = masks(1, 2, 3)
     assert torch.equal(masks(1, 2, 3), base)
@@ -219,20 +219,22 @@ def test_forward_leaves_the_generator_of_the_process_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    stage.forward(0, 0, torch.ones(4), decoupled=False)
+    stage.forward(0, 0, torch.ones(4), split_backward=False)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_interleaved_microbatches_do_not_disturb_each_other() -> None:
     """F0 F1 B1 F2 W1 B0 B2 W2 W0, as a schedule may order them."""
-    expected = train_step(build("linear"), [2], data(3), decoupled=False)
+    expected = train_step(build("linear"), [2], data(3), split_backward=False)
     layers = build("linear")
     first, last = cut(layers, [2])
     batches = data(3)
     losses = [0.0, 0.0, 0.0]
 
     def forward(m: int) -> None:
-        output = last.forward(STEP, m, copied(first.forward(STEP, m, batches[m][0], decoupled=True)), decoupled=True)
+        output = last.forward(
+            STEP, m, copied(first.forward(STEP, m, batches[m][0], split_backward=True)), split_backward=True
+        )
         losses[m] = last.loss(0, m, output, batches[m][1], 3).item()
 
     def backward(m: int) -> None:
@@ -256,7 +258,7 @@ def test_after_clear_a_step_can_run_again_with_the_same_result() -> None:
     x, y = data(1)[0]
     results = []
     for _ in range(2):
-        output = last.forward(STEP, 0, copied(first.forward(STEP, 0, x, decoupled=True)), decoupled=True)
+        output = last.forward(STEP, 0, copied(first.forward(STEP, 0, x, split_backward=True)), split_backward=True)
         results.append(last.loss(0, 0, output, y, 1).item())
         first.clear()
         last.clear()
@@ -278,7 +280,7 @@ def test_after_clear_a_step_can_run_again_with_the_same_result() -> None:
 def test_a_loss_that_cannot_be_trained_on_is_an_error_with_a_remedy(loss: Any, message: str) -> None:
     stage = Stage([nn.Linear(WIDTH, WIDTH).double()], 0, SEED, CPU, loss=loss)
     x, y = data(1)[0]
-    output = stage.forward(STEP, 0, x, decoupled=True)
+    output = stage.forward(STEP, 0, x, split_backward=True)
     with pytest.raises(ConfigurationError, match=message):
         stage.loss(0, 0, output, y, 1)
 
@@ -286,7 +288,7 @@ def test_a_loss_that_cannot_be_trained_on_is_an_error_with_a_remedy(loss: Any, m
 def test_a_loss_of_shape_1_is_a_scalar_too() -> None:
     stage = Stage([nn.Linear(WIDTH, WIDTH).double()], 0, SEED, CPU, loss=lambda o, t: mse(o, t).reshape(1))
     x, y = data(1)[0]
-    output = stage.forward(STEP, 0, x, decoupled=False)
+    output = stage.forward(STEP, 0, x, split_backward=False)
     assert stage.loss(0, 0, output, y, 1).shape == ()
     assert stage.backward(0, None) is None
 
@@ -298,7 +300,7 @@ def test_a_stage_that_ends_in_something_else_than_tensors_is_an_error_that_names
 
     stage = Stage([nn.Identity(), Dictionary()], 4, SEED, CPU)
     with pytest.raises(ConfigurationError, match=r"Layer 5 \(Dictionary\).*dict"):
-        stage.forward(STEP, 0, torch.ones(2), decoupled=False)
+        stage.forward(STEP, 0, torch.ones(2), split_backward=False)
 
 
 # ---------------------------------------------------------------------- what passes between stages
@@ -352,17 +354,17 @@ def tagged_batches() -> Batches:
     return found
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=str)
 def test_none_integers_truth_values_scalars_and_lengths_that_vary_pass_between_stages(
-    cuts: list[int], decoupled: bool
+    cuts: list[int], split_backward: bool
 ) -> None:
     def build_tagged() -> list[nn.Module]:
         torch.manual_seed(0)
         return [layer.double() for layer in (Tagged(), Relay(), Gather())]
 
     expected = whole_model(build_tagged(), tagged_batches())
-    assert_close(train_step(build_tagged(), cuts, tagged_batches(), decoupled=decoupled), expected)
+    assert_close(train_step(build_tagged(), cuts, tagged_batches(), split_backward=split_backward), expected)
 
 
 def test_gradients_go_back_for_what_has_some_and_are_none_for_the_rest() -> None:
@@ -371,7 +373,7 @@ def test_gradients_go_back_for_what_has_some_and_are_none_for_the_rest() -> None
     x = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
     tokens, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool)
     mean, ones = x.detach().mean().requires_grad_(), torch.ones(4, dtype=torch.float64, requires_grad=True)
-    sent = stage.forward(STEP, 0, (x, None, tokens, mask, mean, ones), decoupled=True)
+    sent = stage.forward(STEP, 0, (x, None, tokens, mask, mean, ones), split_backward=True)
     assert [None if item is None else item.requires_grad for item in sent] == [True, False, True, None]
     assert all(item is None or item.is_leaf for item in sent)
     grads = stage.backward_input(0, (torch.ones_like(x), None, torch.tensor(2.0, dtype=torch.float64), None))
@@ -386,7 +388,9 @@ def test_what_came_without_a_graph_gets_no_gradient() -> None:
     stage = Stage([Relay().double()], 1, SEED, CPU)
     x = torch.ones(2, 4, WIDTH, dtype=torch.float64)
     tokens, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool)
-    sent = stage.forward(STEP, 0, (x, None, tokens, mask, x.mean(), torch.ones(4, dtype=torch.float64)), decoupled=True)
+    sent = stage.forward(
+        STEP, 0, (x, None, tokens, mask, x.mean(), torch.ones(4, dtype=torch.float64)), split_backward=True
+    )
     grads = stage.backward_input(0, tuple(None if item is None else torch.ones_like(item) for item in sent))
     assert grads == (None,) * 6
 
@@ -395,7 +399,7 @@ def test_a_forgotten_microbatch_holds_nothing() -> None:
     layer = nn.Linear(WIDTH, WIDTH).double()
     stage = Stage([layer], 1, SEED, CPU)
     x = torch.ones(2, WIDTH, dtype=torch.float64)
-    stage.forward(STEP, 0, x, decoupled=True)
+    stage.forward(STEP, 0, x, split_backward=True)
     stage.backward_input(0, (torch.ones_like(x),))
     assert stage.waiting(0)
     stage.forget(0)
@@ -406,7 +410,7 @@ def test_a_forgotten_microbatch_holds_nothing() -> None:
 def test_a_gradient_that_the_next_stage_does_not_have_is_none() -> None:
     """The next stage ignores the only differentiable output: there is nothing to compute, and no error."""
     stage = Stage([Residual().double()], 1, SEED, CPU)
-    stage.forward(STEP, 0, torch.ones(2, WIDTH, dtype=torch.float64), decoupled=True)
+    stage.forward(STEP, 0, torch.ones(2, WIDTH, dtype=torch.float64), split_backward=True)
     assert stage.backward_input(0, (None, None, None)) == (None,)
     stage.backward_weight(0)
 
@@ -419,7 +423,7 @@ def test_only_tensors_and_none_in_tuples_pass_between_stages(output: Any) -> Non
 
     stage = Stage([Returns()], 2, SEED, CPU)
     with pytest.raises(ConfigurationError, match=r"Layer 2 \(Returns\).*tuples of tensors and None"):
-        stage.forward(STEP, 0, torch.ones(1), decoupled=False)
+        stage.forward(STEP, 0, torch.ones(1), split_backward=False)
 
 
 def test_running_statistics_are_updated_by_each_microbatch_that_the_stage_runs() -> None:
@@ -428,7 +432,7 @@ def test_running_statistics_are_updated_by_each_microbatch_that_the_stage_runs()
     reference = nn.BatchNorm1d(WIDTH, momentum=0.5).double()
     stage = Stage([layer], 1, SEED, CPU)
     for m, (x, _) in enumerate(data(3)):
-        stage.forward(STEP, m, x, decoupled=True)
+        stage.forward(STEP, m, x, split_backward=True)
         reference(x)
     assert torch.equal(layer.running_mean, reference.running_mean)  # type: ignore[arg-type]
     assert int(layer.num_batches_tracked) == 3  # type: ignore[arg-type]

@@ -37,11 +37,11 @@ def measured(*layers: nn.Module) -> tuple[int, int]:
     meter = FirstSteps(CPU, lambda: (p for layer in layers for p in layer.parameters()))
     for step in (4, 5):
         assert meter.footprint() is None
-        meter.begin(step, (), decoupled=True)
-        meter.begin(step, (), decoupled=True)  # a step that runs again
+        meter.begin(step, (), split_backward=True)
+        meter.begin(step, (), split_backward=True)  # a step that runs again
         value = torch.randn(BATCH, WIDTH).requires_grad_()
         with meter.part(F, 0, stage, value):
-            stage.forward(step, 0, value, decoupled=True)
+            stage.forward(step, 0, value, split_backward=True)
         with meter.part(B, 0, stage):
             stage.backward_input(0, torch.randn(BATCH, WIDTH))
         stage.backward_weight(0)
@@ -220,9 +220,9 @@ def test_an_operation_that_fails_counts_for_nothing(allocator: Allocator) -> Non
 F, BW, B, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
 
 
-def program(count: int, decoupled: bool = False, recomputed: bool = False) -> list[Task]:
+def program(count: int, split_backward: bool = False, recomputed: bool = False) -> list[Task]:
     ops = [(Op(F, 0, Microbatch(0, index)), index) for index in range(count)]
-    return [Task(op, str(op), index, decoupled=decoupled, recomputed=recomputed) for op, index in ops]
+    return [Task(op, str(op), index, split_backward=split_backward, recomputed=recomputed) for op, index in ops]
 
 
 def compute(seconds: float) -> None:
@@ -267,7 +267,7 @@ def test_a_step_that_runs_again_and_a_part_of_one_count_once() -> None:
     assert run(trials, 2, 2) == [True, False]
 
 
-@pytest.mark.parametrize("flags", [{"decoupled": True}, {"recomputed": True}])
+@pytest.mark.parametrize("flags", [{"split_backward": True}, {"recomputed": True}])
 def test_what_the_plan_splits_or_computes_again_is_not_tried(flags: dict[str, bool]) -> None:
     trials = FirstSteps(CPU, None, tries_splitting=True)
     assert not any(any(run(trials, step, 2, **flags)) for step in range(8))

@@ -32,7 +32,9 @@ def tasks_of(order: str) -> tuple[Task, ...]:
     split = {word[1] for word in order.split() if word[0] == "B"}
     return (
         *(
-            Task(Op(KINDS[word[0]], 0, Microbatch(0, int(word[1]))), word, int(word[1]), decoupled=word[1] in split)
+            Task(
+                Op(KINDS[word[0]], 0, Microbatch(0, int(word[1]))), word, int(word[1]), split_backward=word[1] in split
+            )
             for word in order.split()
         ),
         Task(Op(OpKind.REDUCE, 0), "REDUCE@0"),
@@ -79,7 +81,7 @@ class Worker:
             match task.op.kind:
                 case OpKind.FORWARD:
                     self.verifier.takes(step, task, x, y)
-                    output = self.stage.forward(step, task.index, x, y, decoupled=task.decoupled)
+                    output = self.stage.forward(step, task.index, x, y, split_backward=task.split_backward)
                     loss = self.stage.loss(step, task.index, output, y, 3)
                     self.verifier.computed(task, output, float(loss))
                 case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:

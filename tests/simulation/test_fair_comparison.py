@@ -62,7 +62,7 @@ def test_a_planned_schedule_helps_every_policy(kind) -> None:
 
 
 def test_re_routing_within_1f1b_has_neither_split_backward_nor_staggered_optimizer() -> None:
-    same = sim.Recycle(schedule="1f1b", effort=0), sim.Recycle(decoupled=False, staggered=False, effort=0)
+    same = sim.Recycle(schedule="1f1b", effort=0), sim.Recycle(split_backward=False, staggered=False, effort=0)
     first, second = (run(policy, [sim.Outage(600.0, (3,))]) for policy in same)
     assert first.samples == second.samples
     assert "fill" not in paused(first)

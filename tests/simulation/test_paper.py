@@ -58,10 +58,10 @@ def test_the_running_example_takes_36_29_and_27_slots() -> None:
 
 def test_a_large_grid_hides_a_failure_from_both_baselines() -> None:
     grid, failed = Grid(12, 16, 48), Worker(1, 8)
-    adaptive, decoupled, staggered = (
+    adaptive, split_backward, staggered = (
         slots(grid, failed, *each) for each in ((False, False), (True, False), (True, True))
     )
-    assert adaptive > decoupled > staggered
+    assert adaptive > split_backward > staggered
     assert staggered <= zero_bubble(16, 48) < one_f_one_b_seconds(Costs.uniform(16), 48)
 
 

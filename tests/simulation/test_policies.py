@@ -54,7 +54,9 @@ def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
     spread = normalize(MIDDLE.grid, MIDDLE.costs(), failed, technique=technique, in_flight_limit=limit)
     problem = Problem(MIDDLE.grid, MIDDLE.costs(), normalized_failures(MIDDLE.grid, spread), technique, limit)
     period = HeuristicPlanner(0).plan(problem).period
-    policy = sim.Recycle(decoupled=technique.decoupled, staggered=technique.staggered, effort=0, checkpoint="memory")
+    policy = sim.Recycle(
+        split_backward=technique.split_backward, staggered=technique.staggered, effort=0, checkpoint="memory"
+    )
     result = sim.simulate(MIDDLE, sim.Cluster.of(MIDDLE), policy, sim.FailedFraction(failed / 32), "1h", 7)
     assert result.throughput == pytest.approx(MIDDLE.global_batch / period)
     assert result.accounting.idle == 0
@@ -74,8 +76,8 @@ def test_each_technique_is_worth_something() -> None:
     ratios = [
         sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, sim.FailedFraction(3 / 32), "1h").ratio
         for policy in (
-            sim.Recycle(adaptive=False, decoupled=False, staggered=False),
-            sim.Recycle(decoupled=False, staggered=False),
+            sim.Recycle(adaptive=False, split_backward=False, staggered=False),
+            sim.Recycle(split_backward=False, staggered=False),
             sim.Recycle(staggered=False),
             sim.Recycle(),
         )

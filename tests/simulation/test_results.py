@@ -12,7 +12,7 @@ POLICIES = [
     sim.Recycle(effort=0),
     sim.Recycle(effort=0, schedule="1f1b", checkpoint="memory"),
     sim.Recycle(effort=0, normalization=False, fault_free="1f1b", checkpoint="memory", checkpoint_every="young"),
-    sim.Recycle(adaptive=False, decoupled=False, staggered=False),
+    sim.Recycle(adaptive=False, split_backward=False, staggered=False),
     sim.ElasticLayers(effort=0),
     sim.Auto(effort=0),
     sim.Auto(effort=0, schedule="1f1b", checkpoint="memory"),

@@ -294,7 +294,7 @@ def _plan(number: int, schedule: Schedule, found_by: str) -> Plan:
     technique = schedule.problem.technique
     techniques = [
         *(["adaptive pipelining"] if schedule.failed else []),
-        *(["decoupled back-propagation"] if technique.decoupled else []),
+        *(["split backward"] if technique.split_backward else []),
         *(["staggered optimizer"] if technique.staggered else []),
     ]
     failed = tuple((worker.pipeline, worker.stage) for worker in sorted(schedule.failed))

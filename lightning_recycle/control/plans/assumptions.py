@@ -90,7 +90,7 @@ class Assumptions:
         self._grid = grid
         self._chooses_split = chooses_split and grid.stages > 1
         if chooses_split and grid.stages == 1:
-            self.technique = replace(technique, decoupled=False)  # one stage has no idle slots
+            self.technique = replace(technique, split_backward=False)  # one stage has no idle slots
         self._in_flight_limit = in_flight_limit
         self._memory_limit, self._recompute = memory, recompute
         self._costs_fused = False  # whether they are of fused backwards
@@ -111,7 +111,7 @@ class Assumptions:
         """The times that ``schedule`` assumes count from now on."""
         problem = schedule.problem
         self.costs, self._factors = problem.costs, problem.worker_factors
-        self._costs_fused = not problem.technique.decoupled
+        self._costs_fused = not problem.technique.split_backward
 
     def relaid(
         self,
@@ -213,7 +213,7 @@ class Assumptions:
 def with_fused_backwards(problem: Problem, known: SplitCosts | None) -> Problem:
     """``problem`` with fused backwards; their costs follow from ``known``, where it has those of split backwards."""
     technique = Technique(False, problem.technique.staggered)
-    if known is None or not problem.technique.decoupled:
+    if known is None or not problem.technique.split_backward:
         return replace(problem, technique=technique)
     half = tuple(value / 2 for value in known.of_fused(problem.costs, (False,) * problem.grid.stages))
     costs = replace(problem.costs, backward_input=half, backward_weight=half)

@@ -267,7 +267,9 @@ class LayoutChoice:
         """
         if self._layers is None:
             return None
-        split, fused = (self._layers.turns(cuts, grid, decoupled=decoupled) for decoupled in (True, False))
+        split, fused = (
+            self._layers.turns(cuts, grid, split_backward=split_backward) for split_backward in (True, False)
+        )
         return None if split is None or fused is None else (split, fused)
 
     def _costs(self, costs: Costs, seconds: OperationSeconds, memory: Memory | None) -> LayerCosts:

@@ -94,7 +94,7 @@ class Measurements:
 
     def begin(self, schedule: Schedule, *, other_technique: bool) -> None:
         """The workers run ``schedule`` from now on."""
-        self._fused = not schedule.problem.technique.decoupled
+        self._fused = not schedule.problem.technique.split_backward
         if other_technique:
             self.levels.forget()
 

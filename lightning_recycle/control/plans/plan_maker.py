@@ -191,14 +191,14 @@ class PlanQuestion:
             PlanningError: when there is none.
         """
         known = self.splitting
-        if known is None or not self.problem.technique.decoupled:
+        if known is None or not self.problem.technique.split_backward:
             return PlanAnswer(self.problem, solve(self.problem, self.planner))
         made: dict[bool, PlanResult] = {}
         computing, shortest = known.computing, math.inf
 
         def judge(wanted: Problem) -> tuple[float, Schedule | None]:
             nonlocal shortest
-            split = wanted.technique.decoupled
+            split = wanted.technique.split_backward
             wanted = self.problem if split else with_fused_backwards(self.problem, known)
             least = known.least_seconds(wanted)
             if split:
@@ -218,7 +218,7 @@ class PlanQuestion:
 
         backward = known.of_fused(self.problem.costs, (False,) * self.problem.grid.stages)
         choice = choose_technique(self.problem, backward, judge)
-        return PlanAnswer(self.problem, made[choice.technique.decoupled], choice)
+        return PlanAnswer(self.problem, made[choice.technique.split_backward], choice)
 
 
 class SplitChoices:
@@ -360,8 +360,8 @@ def facts_of(choice: TechniqueChoice) -> dict[str, Any]:
         ``wins``: what the split plan saves of a step, below 0 where it loses. ``fused_seconds`` and ``split_seconds``:
         the least time of a step by the two plans, as far as they differ.
     """
-    seconds = {technique.decoupled: period for technique, period in choice.compared if period < math.inf}
-    found = {"split": choice.technique.decoupled, "cost": choice.splitting, "wins": 0.0}
+    seconds = {technique.split_backward: period for technique, period in choice.compared if period < math.inf}
+    found = {"split": choice.technique.split_backward, "cost": choice.splitting, "wins": 0.0}
     found |= {f"{'split' if split else 'fused'}_seconds": period for split, period in seconds.items()}
     if len(seconds) == 2 and seconds[False]:
         found["wins"] = 1.0 - seconds[True] / seconds[False]

@@ -179,7 +179,7 @@ class _PlansAhead:
         if ready is not None and ready.final and self._will_do(ready.schedule, problem):
             return
         choice = self.maker.choices.of(problem)
-        if choice is not None and not choice.technique.decoupled:
+        if choice is not None and not choice.technique.split_backward:
             problem = with_fused_backwards(problem, self.assumed.splitting)
         try:
             found = yield from self.maker.search(problem, self.assumed)
@@ -340,7 +340,7 @@ class RunPlanner:
         """
         problem = self.assumptions.problem(failed, seconds)
         choice = self.maker.choices.of(problem)
-        if choice is not None and not choice.technique.decoupled:
+        if choice is not None and not choice.technique.split_backward:
             return with_fused_backwards(problem, self.assumptions.splitting)
         return problem
 

@@ -3,7 +3,7 @@
 Sets
     s        stages
     w        live workers, by rank, each of one stage
-    k        kinds of operations: F, B, W; or F and B alone if the backward is not decoupled (B is then BW)
+    k        kinds of operations: F, B, W; or F and B alone if the backward is not split (B is then BW)
     f        families of interchangeable micro-batches: those with the same hosts at every stage
     H[f,s]   hosts, the workers that may run family f at stage s: the home if it is alive and as fast as its peers,
              else every live peer; a choice of one host for each stage is a *route*
@@ -25,7 +25,7 @@ many micro-batches at every moment. And if operation ``b`` needs ``a``, then ``a
 hence also for the sorted times: the k-th smallest ``b`` has k members with ``a`` at most that much earlier, so the k-th
 smallest ``a`` is. So some optimal schedule sends every route first in, first out through every operation.
 
-A backward that is decoupled is never fused here: B with W directly behind it, on the same worker, takes as long, and is
+A backward that is split is never fused here: B with W directly behind it, on the same worker, takes as long, and is
 better for the stage that waits for the input gradient. What was split for nothing is fused at the end.
 
 Where all durations are multiples of a common slot, whole slots lose nothing: start times are sums of durations.
@@ -47,7 +47,7 @@ from itertools import accumulate, product
 from typing import TypeAlias
 
 from lightning_recycle.planning.grid import OpKind, Worker
-from lightning_recycle.planning.heuristic.refinement import coupled
+from lightning_recycle.planning.heuristic.refinement import with_fused_backwards
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing, interleave
@@ -315,7 +315,7 @@ def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: in
         most_routes: where a family has more, only those of the schedule are kept, and the result is not ``complete``.
     """
     problem, stages = schedule.problem, range(schedule.grid.stages)
-    fused = not problem.technique.decoupled
+    fused = not problem.technique.split_backward
     times = {
         (kind, problem.grid.rank(worker)): _duration(problem, kind, worker, fused)
         for kind in ((FORWARD, BACKWARD) if fused else (FORWARD, BACKWARD, WEIGHT))
@@ -384,7 +384,7 @@ def _duration(problem: Problem, kind: int, worker: Worker, fused: bool) -> float
 
 
 def placements(schedule: Schedule) -> list[Placement]:
-    """Worker and start of each operation; a fused backward of a decoupled problem counts as B and W in a row."""
+    """Worker and start of each operation; a fused one counts as B and W in a row if backwards may be split."""
     problem, grid = schedule.problem, schedule.grid
     found: list[Placement] = []
     for worker, ops in schedule.workers.items():
@@ -394,7 +394,7 @@ def placements(schedule: Schedule) -> list[Placement]:
                 continue
             number = op.microbatch.pipeline * grid.microbatches + op.microbatch.index
             found.append((_KINDS[op.kind], op.stage, number, grid.rank(worker), start))
-            if op.kind is OpKind.BACKWARD and problem.technique.decoupled:
+            if op.kind is OpKind.BACKWARD and problem.technique.split_backward:
                 end = start + problem.duration(OpKind.BACKWARD_INPUT, worker)
                 found.append((WEIGHT, op.stage, number, grid.rank(worker), end))
     return found
@@ -415,7 +415,7 @@ def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]
     routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
     for _, stage, number, rank, _ in rows:
         routes[stage][microbatches[number]] = grid.worker(rank)
-    fused = not problem.technique.decoupled
+    fused = not problem.technique.split_backward
     codes = Codes(problem, routes, fused=fused)
     # At equal starts, operations without duration go first, in the order in which data flows.
     programs: dict[int, list[tuple[float, bool, int, int, int]]] = {}
@@ -425,4 +425,4 @@ def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]
         programs.setdefault(rank, []).append((start, lasts, flow, number, codes.code(kind, stage, number)))
     ordered = {rank: [row[-1] for row in sorted(programs[rank])] for rank in sorted(programs)}
     sequence = interleave(codes, ordered)
-    return assemble(codes, *coupled(codes, sequence, best_timing(codes, sequence)))
+    return assemble(codes, *with_fused_backwards(codes, sequence, best_timing(codes, sequence)))

@@ -34,7 +34,7 @@ from lightning_recycle.planning.compact_schedule import (
 )
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, zero_bubble
-from lightning_recycle.planning.heuristic.refinement import coupled, with_least_memory, with_recomputation
+from lightning_recycle.planning.heuristic.refinement import with_fused_backwards, with_least_memory, with_recomputation
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.result import is_better
@@ -76,7 +76,7 @@ class HeuristicPlanner:
 
 
 def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int = COMPACT_FROM) -> Schedule:
-    """A schedule for ``problem``: 1F1B where it applies (no failure, slow worker or decoupling), else a list schedule.
+    """A schedule for ``problem``: 1F1B where it applies (no failure, slow worker or split), else a list schedule.
 
     Among the schedules found, it has the smallest period (with the staggered optimizer, else makespan), then the
     smallest makespan, then the least memory on the tightest worker, then in the sum: see
@@ -153,7 +153,7 @@ class PlannerInTurns:
         schedule = self.planner.plan(problem)
         if isinstance(schedule, CompactSchedule):
             return schedule
-        turns = (self.split if problem.technique.decoupled else self.fused).alike_in_memory()
+        turns = (self.split if problem.technique.split_backward else self.fused).alike_in_memory()
         return heuristic_in_turns(schedule, turns, self.planner.effort)[0]
 
 
@@ -164,7 +164,7 @@ def _listed(problem: Problem, effort: int) -> Schedule:
 
 def _planned(problem: Problem, effort: int) -> Schedule:
     """As :func:`_listed`, for a problem in which nothing is computed again."""
-    if not problem.failed and not problem.worker_factors and not problem.technique.decoupled:
+    if not problem.failed and not problem.worker_factors and not problem.technique.split_backward:
         return one_f_one_b(problem)
     with gc_paused():
         return _list_schedule(problem, effort)
@@ -207,7 +207,7 @@ def _best(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Soluti
     solution = search(codes, effort, [*starts, *_zero_bubble_start(codes)])
     if effort:
         solution = with_least_memory(codes, solution, effort)
-    sequence, timing = coupled(codes, solution.sequence, solution.timing)
+    sequence, timing = with_fused_backwards(codes, solution.sequence, solution.timing)
     return Solution.of(codes, solution.rule, sequence, timing)
 
 
@@ -236,4 +236,4 @@ def _zero_bubble_start(codes: Codes) -> list[list[int]]:
 def _codes(problem: Problem, power: float = 1.0) -> Codes:
     """The operations, distributed as if the workers' factors were their powers of ``power``."""
     routes = reroute(problem.grid, problem.failed, {w: factor**power for w, factor in problem.worker_factors})
-    return Codes(problem, routes, fused=not problem.technique.decoupled)
+    return Codes(problem, routes, fused=not problem.technique.split_backward)

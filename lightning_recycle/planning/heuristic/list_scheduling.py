@@ -8,7 +8,7 @@ gradient that passes all of them.
 
 *Fixed patterns*, without failures: every worker runs the micro-batches of its own pipeline in order. In 1F1B stage s
 first runs S - s forwards, then alternates one backward, one forward, and drains; at most S - s micro-batches are in
-flight on a worker, however many there are in an iteration. ZB-H1 is the same with a decoupled backward, in which a
+flight on a worker, however many there are in an iteration. ZB-H1 is the same with a split backward, in which a
 weight gradient waits until its memory is needed: there is a W between backward and forward once the stage holds as many
 micro-batches as it may, and when the forwards are done, backwards and weight gradients alternate. With S micro-batches
 held it takes 3M + S - 1 slots at equal costs. At unequal costs no list schedule is as short, because a W that fills a
@@ -279,7 +279,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
 
 
 def one_f_one_b(problem: Problem) -> Schedule:
-    """The 1F1B schedule of a problem without failures; its technique has ``decoupled=False``.
+    """The 1F1B schedule of a problem without failures; its technique has ``split_backward=False``.
 
     Where memory holds fewer than S - s the warm-up is shortened.
 
@@ -289,7 +289,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
     if problem.failed:
         failed = ", ".join(map(str, sorted(problem.failed)))
         raise PlanningError(f"1F1B cannot handle failures, but {failed} failed: use the planner 'heuristic'.")
-    problem = replace(problem, technique=replace(problem.technique, decoupled=False))
+    problem = replace(problem, technique=replace(problem.technique, split_backward=False))
     grid = problem.grid
     codes = Codes(problem, reroute(grid, ()), fused=True)
     programs: dict[int, list[int]] = {}
@@ -316,7 +316,7 @@ def zero_bubble(codes: Codes, held: Sequence[int]) -> list[int]:
     """The operations of ZB-H1 in an order that respects their dependencies.
 
     Args:
-        codes: the operations of a decoupled problem without failures.
+        codes: the operations of a problem with split backwards without failures.
         held: the most micro-batches a worker holds, per stage.
     """
     grid = codes.problem.grid

@@ -51,10 +51,10 @@ from lightning_recycle.planning.result import EQUALLY_FAST, measure_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing, retime
 
-__all__ = ["coupled", "with_least_memory", "with_recomputation"]
+__all__ = ["with_fused_backwards", "with_least_memory", "with_recomputation"]
 
 
-def coupled(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int], Timing]:
+def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int], Timing]:
     """The sequence with such pairs fused, and its times.
 
     Args:
@@ -78,7 +78,7 @@ def coupled(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int
 
 
 def _moved(codes: Codes, sequence: Sequence[int], timing: Timing, fused: Mapping[int, float]) -> Timing:
-    """The times after coupling: the same, but for backwards of stage 0 that follow one; no stage waits for those."""
+    """The times after fusing: the same, but for backwards of stage 0 that follow one; no stage waits for those."""
     n, stages, ranks, times = codes.n, codes.stages, codes.ranks, codes.times
     starts = timing.starts.copy()
     for code, start in fused.items():

@@ -188,17 +188,17 @@ class LayerCosts:
         """Bytes of each layer that a worker must have to own it: parameters and optimizer."""
         return tuple(map(sum, zip(self.parameter_bytes, self.optimizer_bytes, strict=True)))
 
-    def work(self, *, decoupled: bool) -> tuple[float, ...]:
+    def work(self, *, split_backward: bool) -> tuple[float, ...]:
         """Seconds of each layer for forward and backward of one micro-batch."""
-        if not decoupled:
+        if not split_backward:
             return tuple(map(sum, zip(self.forward, self.backward, strict=True)))
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
 
-    def costs(self, cuts: Sequence[float], *, decoupled: bool = True) -> Costs:
+    def costs(self, cuts: Sequence[float], *, split_backward: bool = True) -> Costs:
         """The planner's costs of the stages between ``cuts``, in the mean over micro-batches.
 
-        With ``decoupled=False`` they are those of fused backwards: B and W together take what BW takes. A layer that
-        stages share is counted twice in REDUCE: its gradients are summed within each stage, then exchanged.
+        With ``split_backward=False`` they are those of fused backwards: B and W together take what BW takes. A layer
+        that stages share is counted twice in REDUCE: its gradients are summed within each stage, then exchanged.
 
         Raises:
             ConfigurationError: when the cuts are none of these layers.
@@ -207,7 +207,7 @@ class LayerCosts:
         forward, inputs, weights = (
             self._stages(values, bounds) for values in (self.forward, self.backward_input, self.backward_weight)
         )
-        if not decoupled:
+        if not split_backward:
             fused = self._stages(self.backward, bounds)
             inputs, weights = fused, tuple(0.0 for _ in fused)
         return Costs(
@@ -233,7 +233,7 @@ class LayerCosts:
             after_backward=self._stages(self.waiting_bytes, bounds),
         )
 
-    def turns(self, cuts: Sequence[float], grid: Grid, *, decoupled: bool = True) -> MicrobatchVariation | None:
+    def turns(self, cuts: Sequence[float], grid: Grid, *, split_backward: bool = True) -> MicrobatchVariation | None:
         """Differences between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
         cuts = check_cuts(cuts, self.layers)
         shared = shared_layers(cuts)
@@ -241,7 +241,7 @@ class LayerCosts:
             return None
         indices = [each.index * grid.pipelines + each.pipeline for each in grid.all_microbatches()]
         bounds = [bounds_of(cuts, index, grid) for index in indices]
-        backward = self.backward_input if decoupled else self.backward
+        backward = self.backward_input if split_backward else self.backward
         layers = []
         for layer, (stage, _) in shared.items():
             earlier = tuple(number for number, own in enumerate(bounds) if own[stage + 1] > layer)

@@ -145,7 +145,7 @@ class _LayoutSearch:
         self.problem, self.layers, self.cuts, self.shares_layers = problem, layers, cuts, shares_layers
         self.next_change, self.switch, self.least_gain, self.judge = next_change, switch, least_gain, judge
         self.grid, self.live = problem.grid, problem.live_counts()
-        self.decoupled = problem.technique.decoupled
+        self.split_backward = problem.technique.split_backward
         self.first: Candidate | None = None  # re-routing
         if len(cuts) != self.grid.stages + 1:
             raise ConfigurationError(f"cuts={cuts!r}: the grid {self.grid} has {self.grid.stages} stages.")
@@ -175,7 +175,7 @@ class _LayoutSearch:
             return self.refused("workers", "no worker has failed")
         if self.problem.worker_factors:
             return self.refused("workers", "workers of unequal speed keep their stages")
-        costs, memory = self.layers.costs(self.cuts, decoupled=self.decoupled), self.layers.memory(self.cuts)
+        costs, memory = self.layers.costs(self.cuts, split_backward=self.split_backward), self.layers.memory(self.cuts)
         small = 3 * self.grid.global_microbatches * self.grid.stages <= 20_000
         goal = normalize(
             self.grid,
@@ -311,7 +311,7 @@ class _LayoutSearch:
 
     def turns(self, cuts: Bounds) -> MicrobatchVariation | None:
         """Differences between micro-batches under these cuts."""
-        return self.layers.turns(cuts, self.grid, decoupled=self.decoupled)
+        return self.layers.turns(cuts, self.grid, split_backward=self.split_backward)
 
     def bound(self, cuts: Bounds, problem: Problem) -> float:
         """A step is no shorter: where stages share layers, than the work of all micro-batches over the workers. For
@@ -376,7 +376,7 @@ class _LayoutSearch:
             factors = {taken.get(worker, worker): factor for worker, factor in factors.items()}
         return replace(
             self.problem,
-            costs=self.layers.costs(cuts, decoupled=self.decoupled),
+            costs=self.layers.costs(cuts, split_backward=self.split_backward),
             failed=failed,
             memory=self.layers.memory(cuts),
             worker_factors=tuple(factors.items()),
@@ -404,7 +404,7 @@ class _LayoutSearch:
         """
         layers = self.layers
         return Stages(
-            layers.work(decoupled=self.decoupled),
+            layers.work(split_backward=self.split_backward),
             tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True))),
             options,
             sum(self.live),

@@ -53,7 +53,7 @@ class MicrobatchRecord:
         inputs, target, grads: as given to the stage.
         wanted: of each tensor in the inputs, whether its gradient is.
         buffers: those that its forward changes, as they were before, by number.
-        decoupled: whether its weight gradients were computed apart.
+        split_backward: whether its weight gradients were computed apart.
         sums: the checksums of the results, as far as there are some.
         machine: what must be equal for the bits to be.
         watches_numbers: whether it is of interest if the results are finite, and not which they are.
@@ -64,7 +64,7 @@ class MicrobatchRecord:
     inputs: Any
     target: Any
     wanted: tuple[bool, ...]
-    decoupled: bool
+    split_backward: bool
     grads: Any = None
     buffers: Mapping[int, Tensor] = field(default_factory=dict)
     sums: Mapping[str, bytes] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class MicrobatchRecorder:
         given, told = mapped((inputs, target), _copy)
         wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
         self._before = [owner[name].clone() for owner, name in _buffers(stage)]
-        self.record = MicrobatchRecord(step, task.index, given, told, wanted, task.decoupled)
+        self.record = MicrobatchRecord(step, task.index, given, told, wanted, task.split_backward)
 
     @classmethod
     def of(cls, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecorder | None:
@@ -196,7 +196,7 @@ class Recomputation:
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
             tensor.requires_grad_(wanted)
         with self._computing_again(index), self._gradients_apart(), self._buffers_of(record):
-            output = stage.forward(record.step, index, inputs, target, decoupled=record.decoupled)
+            output = stage.forward(record.step, index, inputs, target, split_backward=record.split_backward)
             results: list[Any] = [*tensors_of(output), None]
             if stage.has_loss:
                 results[-1] = float(stage.loss(record.step, index, output, target, self._divisor))
@@ -204,7 +204,7 @@ class Recomputation:
             if _INPUT_GRADIENT not in record.sums:
                 stage.forget(index)
                 return _with_numbers(record, sums, results)
-            if record.decoupled:
+            if record.split_backward:
                 input_grads = stage.backward_input(index, grads)
                 stage.backward_weight(index)
             else:

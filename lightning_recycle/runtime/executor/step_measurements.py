@@ -101,14 +101,14 @@ class FirstSteps:
         return len(self._steps)
 
     def begin(
-        self, step: int | None, program: Sequence[Task], decoupled: bool = False, buffers: Iterable[Tensor] = ()
+        self, step: int | None, program: Sequence[Task], split_backward: bool = False, buffers: Iterable[Tensor] = ()
     ) -> None:
         """A step begins.
 
         Args:
             step: the step; one that runs again counts once. None: only a part of a step, in which nothing is measured.
             program: the tasks of the step.
-            decoupled: whether the plan may split backwards.
+            split_backward: whether the plan may split backwards.
             buffers: those for messages, which are counted by the size of the messages.
         """
         self._split, self._measures = {}, False
@@ -116,12 +116,12 @@ class FirstSteps:
             return
         self._steps.add(step)
         if self._held is not None and self.count == _MEMORY:
-            self._measures, self._may_split = True, decoupled or self.tries_splitting
+            self._measures, self._may_split = True, split_backward or self.tries_splitting
             self._own = {tensor.untyped_storage().data_ptr() for tensor in chain(self._held(), buffers)}
         if not self.tries_splitting or self.count <= _MEMORY:
             return
         forwards = [task for task in program if task.op.kind is OpKind.FORWARD]
-        fused = [task.index for task in forwards if not task.decoupled and not task.recomputed]
+        fused = [task.index for task in forwards if not task.split_backward and not task.recomputed]
         if fused:
             self._tried += 1
             self._split = {index: (place + self._tried) % 2 == 1 for place, index in enumerate(fused)}

@@ -227,7 +227,7 @@ class StepRunner:
         }
         if (first := self._measurements.first) is not None:
             measured, buffers = step if part.reduces else None, self.communicator.messages.buffers()
-            first.begin(measured, program, self._whole_program.decoupled, buffers)
+            first.begin(measured, program, self._whole_program.split_backward, buffers)
         if part.awaits_peers:
             self.await_peers()
         forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
@@ -295,9 +295,9 @@ class StepRunner:
             inputs = self._receive(step, task)
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
-        split, again = task.decoupled or self._tries_split(task), task.recomputed
+        split, again = task.split_backward or self._tries_split(task), task.recomputed
         with self._measured(OpKind.FORWARD, task, inputs):
-            output = self.stage.forward(step, task.index, inputs, target, decoupled=split, recomputed=again)
+            output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
@@ -317,7 +317,7 @@ class StepRunner:
         if task.op.stage == 0:
             self.callbacks.begin_microbatch(task.index)
         with self._measured(OpKind.RECOMPUTE, task):
-            self.stage.recompute(task.index, decoupled=task.decoupled or self._tries_split(task))
+            self.stage.recompute(task.index, split_backward=task.split_backward or self._tries_split(task))
 
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)

@@ -1,4 +1,4 @@
-"""Decoupled back-propagation: weight gradients after the input gradients.
+"""Split backward: weight gradients after the input gradients.
 
 Inside :class:`intercept_linear` every product with a trainable leaf weight (``F.linear``, or ``torch.addmm`` as in
 Hugging Face's ``Conv1D``) becomes an autograd function that, while a :class:`WeightGradQueue` is active, returns only
@@ -233,7 +233,7 @@ def _accumulate(parameter: nn.Parameter, part: _ViewPart | None, grad: Tensor) -
 
 
 def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor | None:
-    """Lets a custom layer take part in decoupled back-propagation.
+    """Lets a custom layer split its backward.
 
     Call it in the ``backward`` of a :class:`torch.autograd.Function`, and return its result as the gradient of
     ``parameter``. In a fused backward it computes the gradient now; in a split one it queues ``compute`` and returns

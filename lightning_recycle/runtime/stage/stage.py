@@ -163,7 +163,14 @@ class Stage:
         self._in_flight.clear()
 
     def forward(
-        self, step: int, microbatch: int, value: Any, target: Any = None, *, decoupled: bool, recomputed: bool = False
+        self,
+        step: int,
+        microbatch: int,
+        value: Any,
+        target: Any = None,
+        *,
+        split_backward: bool,
+        recomputed: bool = False,
     ) -> Value:
         """F: runs the layers on ``value`` and keeps the graph.
 
@@ -173,7 +180,7 @@ class Stage:
             value: input of the first layer, or the message of the previous stage; the gradient of what requires one
                 there is sent back.
             target: of the micro-batch, on the last stage.
-            decoupled: whether weight gradients will be computed in a separate W.
+            split_backward: whether weight gradients will be computed in a separate W.
             recomputed: whether :meth:`recompute` will make the graph; not on the last stage. Only ``value`` is kept.
 
         Returns:
@@ -183,9 +190,9 @@ class Stage:
         if recomputed:
             held.kept = self.kept(value)
             with held.kept.first_run() as copy:
-                output = self._with_graph(_InFlight(step), microbatch, copy, target, decoupled)
+                output = self._with_graph(_InFlight(step), microbatch, copy, target, split_backward)
         else:
-            output = self._with_graph(held, microbatch, value, target, decoupled)
+            output = self._with_graph(held, microbatch, value, target, split_backward)
         if self._loss is not None:
             return output  # type: ignore[no-any-return]
         self._check_output(output)
@@ -195,15 +202,15 @@ class Stage:
         """The input that F keeps of a micro-batch if its forward is computed again, before F."""
         return SavedInput(value, self._layers)
 
-    def recompute(self, microbatch: int, *, decoupled: bool) -> None:
+    def recompute(self, microbatch: int, *, split_backward: bool) -> None:
         """R: the forward again, which keeps the graph."""
         held = self._in_flight[microbatch]
         kept, held.kept = held.kept, None
         assert kept is not None, "the micro-batch's F was told"
         with kept.second_run() as value:
-            self._with_graph(held, microbatch, value, None, decoupled)
+            self._with_graph(held, microbatch, value, None, split_backward)
 
-    def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, decoupled: bool) -> Any:
+    def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, split_backward: bool) -> Any:
         """Runs the layers; ``held`` gets what the backward begins with."""
         inputs = value if isinstance(value, tuple) else (value,)
         held.input_grads = [None] * len(inputs)
@@ -214,7 +221,7 @@ class Stage:
             )
         if self._takes_target:
             inputs = (inputs, *target)
-        with self._forward_context(), intercept_linear() if decoupled else _NOTHING:
+        with self._forward_context(), intercept_linear() if split_backward else _NOTHING:
             output = self._run(self._layers, held.step, microbatch, inputs)
         held.outputs = output if isinstance(output, tuple) else (output,)
         return output

@@ -250,7 +250,7 @@ def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
 def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> Problem:
     """What is to be planned with so many workers in each stage, without a limit on memory."""
     gone = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
-    return Problem(model.grid, layer_costs(model).costs(cuts, decoupled=technique.decoupled), gone, technique)
+    return Problem(model.grid, layer_costs(model).costs(cuts, split_backward=technique.split_backward), gone, technique)
 
 
 @lru_cache(maxsize=16384)
@@ -315,7 +315,7 @@ def _planned(
         chosen = found[number]
         problem = _problem(model, technique, chosen.cuts, chosen.counts)
         exact = replace(problem, memory=costs.memory(chosen.cuts))
-        turns = costs.turns(chosen.cuts, model.grid, decoupled=technique.decoupled)
+        turns = costs.turns(chosen.cuts, model.grid, split_backward=technique.split_backward)
         step = step_judgement(exact, turns, effort)
         found[number] = replace(
             chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)

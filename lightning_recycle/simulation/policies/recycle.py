@@ -58,7 +58,7 @@ class Recycle(Policy):
     Args:
         schedule: "planned": the techniques that are switched on, also without failures; "1f1b": none of the two that
             make the schedule, from the first step on.
-        decoupled: split the backward into B and W, if planned.
+        split_backward: split the backward into B and W, if planned.
         staggered: each stage steps its optimizer on its own, if planned.
         adaptive: peers take over single micro-batches. Without it (and hence the other two), a dead worker costs its
             whole pipeline, whose batch the other pipelines share; survivors fill one another's gaps.
@@ -69,7 +69,7 @@ class Recycle(Policy):
     """
 
     schedule: ScheduleName = "planned"
-    decoupled: bool = True
+    split_backward: bool = True
     staggered: bool = True
     adaptive: bool = True
     normalization: bool = True
@@ -81,17 +81,17 @@ class Recycle(Policy):
         keep_seconds(self, "rejoin")
         if self.fault_free not in ("planned", "1f1b"):
             raise ConfigurationError(f"Recycle(fault_free={self.fault_free!r}): give 'planned' or '1f1b'.")
-        if not self.adaptive and (self.technique.decoupled or self.technique.staggered):
+        if not self.adaptive and (self.technique.split_backward or self.technique.staggered):
             raise ConfigurationError(
                 "Recycle(adaptive=False): the other techniques fill the bubbles with re-routed micro-batches; "
-                "switch decoupled and staggered off as well."
+                "switch split_backward and staggered off as well."
             )
 
     @property
     def technique(self) -> Technique:
         """The techniques the planner may use."""
         planned = self.schedule == "planned"
-        return Technique(planned and self.decoupled, planned and self.staggered)
+        return Technique(planned and self.split_backward, planned and self.staggered)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
@@ -146,7 +146,7 @@ class Recycle(Policy):
         model = context.model
         if not any(failures):
             usual = PlannedStep(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
-            if self.fault_free == "1f1b" or not (self.technique.decoupled or self.technique.staggered):
+            if self.fault_free == "1f1b" or not (self.technique.split_backward or self.technique.staggered):
                 return usual
             return min(usual, planned_step(self._problem(context, failures), self.effort))
         return planned_step(self._problem(context, failures), self.effort)

@@ -28,7 +28,7 @@ class FaultFree(Policy):
 
     Args:
         schedule: "1f1b" (the paper's baseline, which also calibrates the models), "planned" as for all policies, or
-            "zero_bubble": decoupled backward, at most S micro-batches in flight, one optimizer step for all stages.
+            "zero_bubble": split backward, at most S micro-batches in flight, one optimizer step for all stages.
     """
 
     schedules: ClassVar[tuple[str, ...]] = (*SCHEDULES, "zero_bubble")

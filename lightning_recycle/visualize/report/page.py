@@ -78,7 +78,7 @@ def _scenes(records: Sequence[Record]) -> Scenes:
     found: dict[str, dict[tuple[str, str], Record]] = {}
     for record in records:
         policy = record["policy"]
-        switches = ("adaptive", "decoupled", "staggered", "normalization")
+        switches = ("adaptive", "split_backward", "staggered", "normalization")
         usual = all(policy["settings"].get(name, True) for name in switches)
         mixed = policy["settings"].get("fault_free", "planned") != "planned"
         if not usual or mixed or policy["name"] in ("FaultFree", "Spares") or "schedule" not in policy["settings"]:
