@@ -58,7 +58,7 @@ from lightning_recycle.planning import (
     validate,
 )
 from lightning_recycle.planning.layouts.layout_candidates import _judged
-from lightning_recycle.planning.routing import reroute
+from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 console = Console(width=120)

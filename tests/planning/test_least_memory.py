@@ -11,8 +11,8 @@ from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_in_
 from lightning_recycle.planning.heuristic.refinement import with_least_memory
 from lightning_recycle.planning.heuristic.rule_search import search
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.result import EQUALLY_FAST, demand_of, is_better, measure_of
-from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import Codes, assemble
 
 EFFORT = 40_000

@@ -44,8 +44,8 @@ from lightning_recycle.planning.normalization import (
 from lightning_recycle.planning.planner import PlanLibrary, get_planner
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
+from lightning_recycle.planning.renaming import alike
 from lightning_recycle.planning.result import PlanResult, proven
-from lightning_recycle.planning.routing import alike
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 

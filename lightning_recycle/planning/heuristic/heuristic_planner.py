@@ -37,8 +37,8 @@ from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, ze
 from lightning_recycle.planning.heuristic.refinement import with_fused_backwards, with_least_memory, with_recomputation
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
 from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.result import is_better
-from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import Schedule, gc_paused
 from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 

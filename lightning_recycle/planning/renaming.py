@@ -1,116 +1,34 @@
-"""Routes of micro-batches after failures, and renamed workers of a schedule.
+"""Renaming: a schedule for one set of failed workers becomes that for another.
 
-*Re-routing*: at a stage where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer
-adopts it. The numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in
-proportion to the speeds where they differ, in which case a slow worker also gives some of its own away. Adopted
-micro-batches are dealt like cards, in the order in which they will arrive, so that each peer's extra work and memory
-are spread over the iteration. (The in-flight limit is the same for all workers of a stage, so it never makes one peer a
-better choice than another.) The largest (micro-batches x factor) is as small as possible; with equal speeds, loads
-differ by at most one and only orphans move.
+The workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed, only on how
+many. It becomes one for other failed workers by giving its parts to other workers: in each stage by any permutation of
+the live peers. It keeps its order, times and memory; every rule that the validator checks is about stages, never about
+pipelines. What a micro-batch is called is free too, if all stages agree on it. The choice of names is good for
+locality: a worker of the first or last stage has the data of its own micro-batches at hand, and neighbours in a
+pipeline are often neighbours in the network. So there is one permutation of the pipelines, of workers and
+micro-batches alike, that puts as many failures as possible in their places; only workers that it would put in the
+place of a failed one take another. After a single failure none has to. Slow workers (``Problem.worker_factors``) are
+told apart from others: a worker's part goes to one of the same factor.
 
-*Renaming*: the workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed,
-only on how many. A schedule for one set of failed workers becomes that for another by giving its parts to other
-workers: in each stage by any permutation of the live peers. It keeps its order, times and memory; every rule that the
-validator checks is about stages, never about pipelines. What a micro-batch is called is free too, if all stages agree
-on it. The choice of names is good for locality: a worker of the first or last stage has the data of its own
-micro-batches at hand, and neighbours in a pipeline are often neighbours in the network. So there is one permutation of
-the pipelines, of workers and micro-batches alike, that puts as many failures as possible in their places; only workers
-that it would put in the place of a failed one take another. After a single failure none has to. Slow workers
-(``Problem.worker_factors``) are told apart from others: a worker's part goes to one of the same factor.
-
-Contract: pure, deterministic functions, which every worker computes alike without communication; renaming is linear in
-the number of operations that change their name.
+Contract: pure, deterministic functions, which every worker computes alike without communication; linear in the number
+of operations that change their name.
 
 Must not know: how schedules are made, who stores them.
-
-Source: ReCycle (arXiv 2405.14009), section 3, adaptive pipelining. Unequal speeds: min-max assignment of identical
-jobs to uniform machines, solved exactly by the greedy rule "next job where it ends first".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heapify, heapreplace
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.compact_schedule import CompactSchedule, compact
-from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, Worker
+from lightning_recycle.planning.grid import Microbatch, Op, ScheduledOp, Worker
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule, gc_paused
 
-__all__ = ["alike", "renamed", "representative", "reroute"]
-
-
-def reroute(
-    grid: Grid, failed: Collection[Worker], factors: Mapping[Worker, float] | None = None
-) -> tuple[dict[Microbatch, Worker], ...]:
-    """For each stage, the live worker that executes each of the D * M micro-batches there.
-
-    Args:
-        grid: the grid.
-        failed: the dead workers.
-        factors: factors by which a worker's operations take longer; 1 for workers not named.
-
-    Raises:
-        PlanningError: when a stage has no live worker.
-    """
-    microbatches = tuple(grid.all_microbatches())
-    return tuple(_reroute(grid, stage, failed, factors or {}, microbatches) for stage in range(grid.stages))
-
-
-def _reroute(
-    grid: Grid,
-    stage: int,
-    failed: Collection[Worker],
-    factors: Mapping[Worker, float],
-    microbatches: tuple[Microbatch, ...],
-) -> dict[Microbatch, Worker]:
-    workers = [Worker(d, stage) for d in range(grid.pipelines)]
-    live = [d for d, worker in enumerate(workers) if worker not in failed]
-    if not live:
-        raise PlanningError(f"stage {stage} has no live worker to route micro-batches to.")
-    route = {microbatch: workers[microbatch.pipeline] for microbatch in microbatches}
-    shares = _shares(grid, {d: factors.get(workers[d], 1.0) for d in live})
-    keeps = {d: min(grid.microbatches, shares[d]) for d in live}
-    leaving = {d: grid.microbatches - keeps.get(d, 0) for d in range(grid.pipelines)}
-    homeless = [  # by index first: the order in which they arrive
-        microbatches[d * grid.microbatches + m]
-        for m in range(grid.microbatches)
-        for d, count in leaving.items()
-        if count and (m + 1) * count // grid.microbatches > m * count // grid.microbatches  # spread evenly
-    ]
-    quotas = {d: shares[d] - keeps[d] for d in live}
-    if max(quotas.values()) - min(quotas.values()) <= 1 and list(quotas.values()) == sorted(quotas.values())[::-1]:
-        for turn, microbatch in enumerate(homeless):  # same result as the rule below, in a hundredth of the time
-            route[microbatch] = workers[live[turn % len(live)]]
-        return route
-    given = dict.fromkeys(live, 0)
-    for turn, microbatch in enumerate(homeless, start=1):
-        # The peer furthest behind its share of those dealt so far, in whole numbers.
-        peer = max(live, key=lambda d: (quotas[d] * turn - given[d] * len(homeless), -d))
-        given[peer] += 1
-        route[microbatch] = workers[peer]
-    return route
-
-
-def _shares(grid: Grid, factors: Mapping[int, float]) -> dict[int, int]:
-    """The number of micro-batches for each pipeline's worker that minimizes the largest share x factor."""
-    total = grid.global_microbatches
-    even, rest = divmod(total, len(factors))
-    if len(set(factors.values())) == 1:
-        return {d: even + (turn < rest) for turn, d in enumerate(factors)}
-    shares = dict.fromkeys(factors, 0)
-    # When each would finish one more; on a tie, workers that run their own go first, so that nothing moves.
-    queue = [(factor, False, d) for d, factor in factors.items()]
-    heapify(queue)
-    for _ in range(total):
-        d = queue[0][2]
-        shares[d] += 1
-        heapreplace(queue, (factors[d] * (shares[d] + 1), shares[d] >= grid.microbatches, d))
-    return shares
-
+__all__ = ["alike", "renamed", "representative"]
 
 _FAILED = math.inf
 
