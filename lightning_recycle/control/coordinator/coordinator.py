@@ -121,7 +121,7 @@ class Coordinator:
         self._journal = journal
         self._readmission = None if journal is None else Readmission(journal, grid, self.options, time.monotonic())
         holders = {} if journal is None else journal.processes
-        self._workers = WorkerTable(self._loop, self._on_messages, self._gone, holders)
+        self._workers = WorkerTable(self._loop, self._on_messages, self._lose_worker, holders)
         self._state = protocol.initial_state(grid, self.options.recovery.machine_error_retries)
         if self._readmission is not None:
             self._state = self._readmission.state()
@@ -324,7 +324,7 @@ class Coordinator:
         """Gives up who does not return to this coordinator, which was started again."""
         assert self._readmission is not None
         for rank, cause in self._readmission.late(now, self._state).items():
-            self._gone(rank, cause)
+            self._lose_worker(rank, cause)
 
     def _give_up_late(self, now: float) -> None:
         """Evicts who is not where it should be by now."""
@@ -352,7 +352,7 @@ class Coordinator:
     def _on_wake(self) -> None:
         for rank, process in self._vacancies.take_started():
             if process is None:
-                self._candidate_gone(rank)
+                self._lose_candidate(rank)
             else:
                 self._workers.watch_exit(rank, process)
         held, self._held = self._held, None
@@ -479,31 +479,32 @@ class Coordinator:
                 self._on_message(rank, message)
         except BadMessageError as error:
             log.warning("Closed the connection of worker %s: %s.", self.grid.worker(rank), error)
-            self._gone(rank, f"it sent a message that no worker sends ({error})")
+            self._lose_worker(rank, f"it sent a message that no worker sends ({error})")
         except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
             log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
-            self._gone(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
+            self._lose_worker(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
 
-    def _gone(self, rank: int, cause: str) -> None:
-        """A worker or a candidate for a position is gone. Makes sure of it: it must not return and write."""
+    def _lose_worker(self, rank: int, cause: str) -> None:
+        """Drops a worker or candidate that is lost, so that it cannot return and write, and lets the protocol react."""
         was_there = self._workers.drop(rank)
         self._watch.forget(rank)
         self._vacancies.leave_node(rank)
         if rank in self._state.roster.live:
             self._handle(protocol.Lost(rank, cause))
         elif was_there:
-            self._candidate_gone(rank)
+            self._lose_candidate(rank)
 
-    def _candidate_gone(self, rank: int) -> None:
+    def _lose_candidate(self, rank: int) -> None:
+        """Frees the position that a candidate was to fill."""
         self._vacancies.failed(rank, time.monotonic())
         self._handle(protocol.CandidateLost(rank))
 
     def _evict(self, rank: int, cause: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Declares dead a worker that did not end by itself."""
+        """Declares a worker dead that did not end by itself: recorded as evicted, then lost."""
         self._history.add("suspected", self._state, rank, {"cause": cause, **details})
         if rank in self._state.roster.live:
             self._history.add("evicted", self._state, rank, {"cause": cause, **details})
-        self._gone(rank, cause)
+        self._lose_worker(rank, cause)
 
     def _dismiss(self, rank: int) -> None:
         """Dismisses a worker that leaves at a step boundary."""
@@ -575,7 +576,7 @@ class Coordinator:
             case messages.Crash():
                 log.debug("Worker %s: %s", self.grid.worker(rank), message)
                 if message.fault:
-                    self._gone(rank, message.summary)
+                    self._lose_worker(rank, message.summary)
                     return
         self._handle(message)
 
@@ -585,7 +586,7 @@ class Coordinator:
             self._handle(wish)
         else:
             self._dismiss(wish.rank)
-            self._candidate_gone(wish.rank)
+            self._lose_candidate(wish.rank)
 
     def _answer(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
         for rank, found in answers:
@@ -613,7 +614,7 @@ class Coordinator:
 
     def _evict_unreachable(self) -> None:
         for rank, cause in self._workers.unreachable():
-            self._gone(rank, cause)
+            self._lose_worker(rank, cause)
 
     def _apply(self, event: protocol.MembershipEvent) -> None:
         state, commands = membership.transition(self._state, event)

@@ -35,7 +35,7 @@ class WorkerTable:
     Args:
         loop: waits for them.
         on_messages: called with a rank whose inbox may hold messages.
-        on_gone: called with a rank that is gone, and why.
+        on_lost: called with a rank that is gone, and why.
         holders: the processes that held the positions under an earlier coordinator.
 
     Attributes:
@@ -48,14 +48,14 @@ class WorkerTable:
         self,
         loop: EventLoop,
         on_messages: Callable[[int], None],
-        on_gone: Callable[[int, str], None],
+        on_lost: Callable[[int, str], None],
         holders: Mapping[int, Process],
     ) -> None:
         self.connections: dict[int, NonBlockingConnection] = {}
         self.processes: dict[int, WorkerProcess] = {}
         self.holders: dict[int, Process] = dict(holders)
         self._loop = loop
-        self._on_messages, self._on_gone = on_messages, on_gone
+        self._on_messages, self._on_lost = on_messages, on_lost
         self._unreachable: list[int] = []
 
     def has(self, rank: int) -> bool:
@@ -91,7 +91,7 @@ class WorkerTable:
         try:
             self.connections[rank].read()
         except (EOFError, OSError):
-            self._on_gone(rank, self.describe_exit(rank) or "its connection to the coordinator broke")
+            self._on_lost(rank, self.describe_exit(rank) or "its connection to the coordinator broke")
             return
         self._on_messages(rank)
 
@@ -144,7 +144,7 @@ class WorkerTable:
             with contextlib.suppress(EOFError, OSError):
                 while self.connections.get(rank) is connection and connection.read():
                     self._on_messages(rank)
-        self._on_gone(rank, cause)
+        self._on_lost(rank, cause)
 
     def drop(self, rank: int) -> bool:
         """Ends whatever is at the position; whether there was something."""
