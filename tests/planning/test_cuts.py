@@ -16,7 +16,7 @@ from lightning_recycle.planning.layouts.cuts import (
     are_bounds,
     are_whole,
     bounds_of,
-    fastest,
+    fastest_cut,
     held_ranges,
     parts_of,
     rounded,
@@ -142,7 +142,7 @@ def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple
 
 @pytest.mark.timeout(60)
 def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
-    found = fastest(Stages([0.0, 0.0], [1.0, 3.0], [[(1, 1.0)], [(1, 1.0)]], 2))
+    found = fastest_cut(Stages([0.0, 0.0], [1.0, 3.0], [[(1, 1.0)], [(1, 1.0)]], 2))
     assert found is not None
     assert (found.cuts, found.bottleneck) == ((0, 1, 2), 3.0)
 
@@ -152,7 +152,7 @@ def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
 def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[int]]) -> None:
     stages, rooms = case
     all_of_them = every_whole_cut(stages, rooms)
-    found = fastest(stages)
+    found = fastest_cut(stages)
     if not all_of_them:
         assert found is None
         return
@@ -168,7 +168,7 @@ def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages,
     stages, rooms = case
     options = [each[-1:] for each in stages.options]
     stages = Stages(stages.work, stages.once, options, 99, stages.fits)
-    best = fastest(stages)
+    best = fastest_cut(stages)
     if best is None:
         return
     prices: dict[tuple, float] = {}
@@ -238,7 +238,7 @@ def test_no_cut_with_shared_layers_is_faster(stages: Stages, slack: float) -> No
         for bounds in every_cut(stages)
         if stages.fits is None or all(stages.fits(s, a, b) for s, (a, b) in enumerate(pairwise(bounds)))
     ]
-    best = fastest(stages)
+    best = fastest_cut(stages)
     if best is None:
         assert not fit
         return
@@ -253,13 +253,13 @@ def test_no_cut_with_shared_layers_is_faster(stages: Stages, slack: float) -> No
 
 
 def test_equal_loads_where_whole_layers_have_none() -> None:
-    found = fastest(sharing([1.0] * 32, 0.0, [128 / 3, *[32.0] * 7]))
+    found = fastest_cut(sharing([1.0] * 32, 0.0, [128 / 3, *[32.0] * 7]))
     assert found is not None
     assert found.bottleneck == pytest.approx(32 * 128 / 31, rel=2e-3)
 
 
 def test_the_same_speed_with_fewer_shared_layers_is_preferred() -> None:
-    found = fastest(sharing([1.0] * 12, 0.0, [4.0] * 3))
+    found = fastest_cut(sharing([1.0] * 12, 0.0, [4.0] * 3))
     assert found is not None
     assert (found.cuts, found.bottleneck) == ((0, 4, 8, 12), 16.0)
 

@@ -60,7 +60,7 @@ __all__ = [
     "bounds_of",
     "check_cuts",
     "even_cuts",
-    "fastest",
+    "fastest_cut",
     "held_ranges",
     "parts_of",
     "rounded",
@@ -331,7 +331,7 @@ def _useful(reached: dict[float, tuple[int, int, float]]) -> dict[float, tuple[i
 _PRECISION = 1e-6  # relative: two loads that are closer are equal
 
 
-def fastest(stages: Stages) -> Cut | None:
+def fastest_cut(stages: Stages) -> Cut | None:
     """The cut with the least bottleneck; None if memory or the number of layers admits none."""
     best, low, limit = None, 0.0, stages.least()
     while best is None:

@@ -39,7 +39,7 @@ from lightning_recycle.planning.layouts.cuts import (
     Stages,
     are_whole,
     check_cuts,
-    fastest,
+    fastest_cut,
     held_ranges,
     shares,
     smooth_counts,
@@ -212,7 +212,7 @@ class _LayoutSearch:
         for spare in _spares(self.grid) if self.layers.memory_limit is not None else (_HARD,):
             goals = [self.live]
             if way == "both":
-                best = fastest(self.stages(self.tables, spare))
+                best = fastest_cut(self.stages(self.tables, spare))
                 if best is None:
                     continue
                 goals = [self.spread(best, spare), self.live, *self.smooth]
@@ -221,7 +221,7 @@ class _LayoutSearch:
                     if cuts != self.cuts or goal != self.live:
                         rivals[cuts, self.without(goal)] = None
         if not rivals and self.layers.memory_limit is not None:
-            free = fastest(self.stages(self.tables if way == "both" else self.fixed(self.live), None))
+            free = fastest_cut(self.stages(self.tables if way == "both" else self.fixed(self.live), None))
             if free is not None and free.cuts != self.cuts:
                 return self.refused(way, "no faster cut leaves room for one micro-batch on a worker of every stage")
         return self.best(way, list(rivals))
@@ -233,7 +233,7 @@ class _LayoutSearch:
         """
         options = self.fixed(goal)
         whole, sharing = self.stages(options, spare), self.stages(options, spare, shares_layers=True)
-        best = fastest(whole) if near else None
+        best = fastest_cut(whole) if near else None
         if best is not None:
             yield best.cuts
             prices = (
@@ -244,7 +244,7 @@ class _LayoutSearch:
                 found = whole.within(best.bottleneck * (1 + slack), price)
                 if found is not None:
                     yield found.cuts
-        best = fastest(sharing) if self.shares_layers else None
+        best = fastest_cut(sharing) if self.shares_layers else None
         if best is not None:
             found = sharing.within(best.bottleneck * (1 + _SHARED_SLACK))
             assert found is not None
