@@ -1,1 +1,5 @@
-"""The launching process: it starts the workers, waits, and takes their results."""
+"""Launching process: prepares a run, starts and supervises its workers, and takes their results into the Trainer.
+
+Also the first and the last thing a worker process does, whoever started it. Agents that start workers from outside, and
+the environment that leads these to their run, are in :mod:`lightning_recycle.engines`.
+"""

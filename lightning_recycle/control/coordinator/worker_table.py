@@ -35,7 +35,7 @@ class WorkerTable:
     Args:
         loop: waits for them.
         on_messages: called with a rank whose inbox may hold messages.
-        on_lost: called with a rank that is gone, and why.
+        on_lost: called with the rank of a lost worker, and why.
         holders: the processes that held the positions under an earlier coordinator.
 
     Attributes:
