@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +15,18 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 __all__ = [
+    "TensorShard",
     "has_plain_memory",
+    "local_part",
     "memory_address",
     "memory_of",
+    "merge_shards",
     "on_device",
     "pack_tensors",
+    "part_like",
     "put_together",
+    "shard_of",
+    "sharded_like",
     "take_apart",
     "to_cpu",
     "unpack_tensors",
@@ -31,6 +38,24 @@ def memory_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)  # a single element may have any stride
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` in this process: the shard of a DTensor, in the same memory; all of any other."""
+    if not hasattr(tensor, "to_local"):  # torch's module of DTensors takes long to import
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
+    """``part`` as this process's part of a tensor that is sharded like ``tensor``; itself if that is not sharded."""
+    if not hasattr(tensor, "to_local"):
+        return part
+    layout: Any = tensor
+    return type(layout.data).from_local(  # type: ignore[no-any-return]
+        part, layout.device_mesh, layout.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def has_plain_memory(tensor: Tensor) -> bool:
     """Whether the memory of ``tensor`` on the CPU, with its shape and strides, is all that it is."""
     is_strided = tensor.device.type == "cpu" and tensor.layout is torch.strided
@@ -39,6 +64,7 @@ def has_plain_memory(tensor: Tensor) -> bool:
 
 def memory_address(tensor: Tensor) -> int:
     """The address of the storage of ``tensor``, which views of it share; 0 if it has none."""
+    tensor = local_part(tensor)
     if tensor.layout is not torch.strided or is_lazy(tensor) or tensor.device.type == "meta":
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -94,13 +120,74 @@ def put_together(data: bytes, tensors: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------------- on the way between workers
 
 
+@dataclass(frozen=True)
+class TensorShard:
+    """The part of a tensor that one process holds, on its way to another one.
+
+    Args:
+        part: its values.
+        shape: the shape of the whole tensor.
+        offset: where the part begins in it, in each dimension.
+    """
+
+    part: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The place of the part in the whole tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.part.shape, strict=True))
+
+
+def shard_of(tensor: Tensor) -> TensorShard:
+    """The part of a DTensor that this process holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    layout: Any = tensor
+    part = local_part(tensor).detach()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, layout.device_mesh, layout.placements)
+    return TensorShard(part, tuple(tensor.shape), tuple(offset))
+
+
+def merge_shards(parts: Sequence[Any]) -> Any:
+    """One value of what several processes hold: tensors whole, everything else as the first one has it.
+
+    Args:
+        parts: of each process that holds shards of the same tensors; only dicts, lists and tuples are looked into.
+    """
+    first = parts[0]
+    if isinstance(first, TensorShard):
+        whole = torch.empty(first.shape, dtype=first.part.dtype)
+        for shard in parts:
+            whole[shard.place] = shard.part
+        return whole
+    if len(parts) == 1 or not isinstance(first, (Mapping, list, tuple)):
+        return first
+    if isinstance(first, Mapping):
+        return {key: merge_shards([part[key] for part in parts]) for key in first}
+    merged = [merge_shards(items) for items in zip(*parts, strict=True)]
+    return type(first)(merged) if type(first) in (list, tuple) else first
+
+
+def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """``whole`` sharded as ``tensor`` is; itself if that is not sharded."""
+    if not hasattr(tensor, "to_local") or hasattr(whole, "to_local"):
+        return whole
+    shard = shard_of(tensor)
+    return sharded_like(tensor, whole[shard.place].to(shard.part.device).contiguous())
+
+
 def to_cpu(value: Any, copies: bool = True) -> Any:
     """``value`` with its tensors on the CPU in storages of their own, fit for pickling.
 
     Args:
-        value: anything; only dicts, lists and tuples are looked into.
+        value: anything; only dicts, lists and tuples are looked into. DTensors become :class:`TensorShard`.
         copies: whether a tensor that is like that already is copied, too.
     """
+    if isinstance(value, Tensor) and hasattr(value, "to_local"):
+        shard = shard_of(value)
+        return replace(shard, part=to_cpu(shard.part, copies))
     if isinstance(value, Tensor):
         tensor = value.detach().cpu()
         return tensor.clone() if copies or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor

@@ -260,11 +260,11 @@ class ControlClient(ActivityRecorder):
             self._exit("came too late", EXIT_STOPPED)
         raise ConfigurationError(unfit.why)
 
-    def await_announcement(self, timeout: float) -> None:
+    def await_announcement(self, timeout: float | None) -> None:
         """Waits for a generation newer than the current one.
 
         Raises:
-            ControlPlaneError: after ``timeout`` seconds.
+            ControlPlaneError: after ``timeout`` seconds, if there is a limit.
         """
         self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
 

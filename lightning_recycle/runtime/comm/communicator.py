@@ -9,6 +9,8 @@ over them (:mod:`~lightning_recycle.runtime.comm.stage_messages`) and the sums w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +19,9 @@ from lightning_recycle.runtime.comm.group_sums import GroupSums, Reduction
 from lightning_recycle.runtime.comm.groups import CommunicationError, Rendezvous, UnreachableError
 from lightning_recycle.runtime.comm.stage_messages import Incoming, StageMessages
 from lightning_recycle.runtime.comm.transports import Channel, Transport
+
+if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
+    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
 __all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reduction", "UnreachableError"]
 
@@ -32,6 +37,7 @@ class Communicator:
         key: what only the workers of this run know; they prove it to each other before they exchange anything else.
         timeout: limit of any single operation, in seconds.
         transport: what carries payloads, the same kind on all workers; by default Gloo.
+        mesh: the mesh of the worker's position, if that has several members.
 
     Attributes:
         connections: those of the current generation.
@@ -48,8 +54,9 @@ class Communicator:
         key: bytes,
         timeout: float = 1800.0,
         transport: Transport | None = None,
+        mesh: PositionMesh | None = None,
     ) -> None:
-        self.connections = Connections(rank, host, device, rendezvous, key, timeout, transport)
+        self.connections = Connections(rank, host, device, rendezvous, key, timeout, transport, mesh)
         self.messages = StageMessages(self.connections)
         self.sums = GroupSums(self.connections)
 
@@ -62,6 +69,10 @@ class Communicator:
         """Has ``on_progress`` called when a part of what takes long has arrived, and while a transport connects."""
         self.connections.on_progress = on_progress
 
+    def report_waits_to(self, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Has ``waiting`` called with a description of what is waited for in the collectives of the position."""
+        self.connections.waiting = waiting
+
     def configure(
         self,
         generation: int,
@@ -69,6 +80,7 @@ class Communicator:
         stage_roster: Sequence[int],
         tie_rosters: Mapping[tuple[int, ...], Sequence[int]] | None = None,
         check_links: bool = False,
+        position: Sequence[int] = (),
     ) -> None:
         """Connects this worker with those that it exchanges messages with, each of whom does the same, and for
         reductions the workers of its stage.
@@ -80,6 +92,7 @@ class Communicator:
             tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
                 worker's only).
             check_links: whether each worker, all or none of them, first checks whether it can reach the others.
+            position: with a mesh, the ranks of the members of its position, in order.
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
@@ -88,7 +101,11 @@ class Communicator:
         """
         self.connections.end()
         self.messages.begin_generation()
-        self.connections.configure(generation, neighbours, stage_roster, tie_rosters or {}, check_links)
+        self.connections.configure(generation, neighbours, stage_roster, tie_rosters or {}, check_links, position)
+
+    def meet_siblings(self) -> None:
+        """Waits for the other members of this worker's position."""
+        self.connections.meet_siblings()
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""

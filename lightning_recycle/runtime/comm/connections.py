@@ -16,10 +16,13 @@ Must not know: what the connections carry.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,14 +34,20 @@ from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
 from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
 from lightning_recycle.runtime.machine_errors import is_machine_error
 
-__all__ = ["LOOK", "Connections", "tie_name"]
+if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
+    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+
+__all__ = ["LAST_LOOK", "LOOK", "Connections", "keep_for_ever", "tie_name"]
 
 LOOK = timedelta(seconds=0.1)
 """Between checks whether the generation was aborted."""
 
+LAST_LOOK = timedelta(milliseconds=10)
+"""At a collective of an aborted generation."""
+
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
 _MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
-_MESSAGE_LOOP, _STAGE_LOOP = 0, 1  # messages between stages must not wait behind a reduction
+_MESSAGE_LOOP, _STAGE_LOOP, _POSITION_LOOP = 0, 1, 2  # messages between stages must not wait behind a reduction
 
 
 class Connections:
@@ -47,6 +56,7 @@ class Connections:
     Attributes:
         on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
             transport connects that takes long.
+        waiting: the context of a wait for the other members of this worker's position.
         channels: the groups for messages between stages.
         rosters: Gloo's groups for collectives, of the stage and of its ties, by name.
         stage_name: the name of the stage's.
@@ -65,6 +75,7 @@ class Connections:
         key: bytes,
         timeout: float,
         transport: Transport | None,
+        mesh: PositionMesh | None,
     ) -> None:
         self.rank = rank
         self.timeout = timedelta(seconds=timeout)
@@ -72,6 +83,7 @@ class Connections:
         self.memory = HostMemory(device)
         self.transport = Transport(self.timeout, self.memory) if transport is None else transport
         self.on_progress: Callable[[], None] = lambda: None
+        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self.channels: dict[Channel, Group] = {}
         self.rosters: dict[str, Group] = {}
         self.stage_name = ""
@@ -79,7 +91,8 @@ class Connections:
         self.generation = -1
         self.translated = _Translated(self)
         self._host, self._rendezvous = host, rendezvous
-        self._factory = GroupFactory(rank, host, rendezvous, key, loops=2)
+        self._mesh = mesh
+        self._factory = GroupFactory(rank, host, rendezvous, key, loops=2 if mesh is None else 3)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # set when the generation is aborted
         self._aborted_generation = -1
@@ -94,6 +107,7 @@ class Connections:
         stage_roster: Sequence[int],
         tie_rosters: Mapping[tuple[int, ...], Sequence[int]],
         check_links: bool,
+        position: Sequence[int] = (),
     ) -> None:
         """Connects this worker: see :meth:`~lightning_recycle.runtime.comm.communicator.Communicator.configure`."""
         self._drop()
@@ -112,6 +126,8 @@ class Connections:
         plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
         if len(stage_roster) <= _MOST_MESHED:
             plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
+        if self._mesh is not None:
+            plans += self._mesh.plans(position, _POSITION_LOOP)
         groups: dict[str, Group] = {}
         errors: list[BaseException] = []
         begun: list[float] = []  # when the transport was asked to connect
@@ -147,6 +163,21 @@ class Connections:
         self.check()
         self.channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
         self.rosters = {name: groups.get(name, Group()) for name in rosters}
+        if self._mesh is not None:
+            alone = self._factory.create_alone(_POSITION_LOOP)
+            self._mesh.connect(position, groups, alone, self._await_members)
+
+    def meet_siblings(self) -> None:
+        """Waits until all members of this worker's position are here."""
+        if self._mesh is not None:
+            with self.translated:
+                self._mesh.meet()
+
+    def _await_members(self, group: Any, work: Any) -> None:
+        """Waits for a collective of this worker's position."""
+        with self.waiting("the other members of its position"), self.translated:
+            self.await_collective(group, work)
+        self.on_progress()
 
     def abort(self, generation: int) -> None:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
@@ -175,10 +206,27 @@ class Connections:
     def _drop(self) -> None:
         self.channels = {}
         self.rosters = {}
+        if self._mesh is not None:
+            self._mesh.disconnect()
         if self.small_allreduce is not None:
             self.small_allreduce.close()
             self.small_allreduce = None
         self.transport.close()
+
+    def await_collective(self, group: Any, work: Any) -> None:
+        """Waits for a collective of Gloo's, which may not notice that its sockets are shut down."""
+        while True:
+            aborted = self.is_aborted
+            try:
+                work.wait(LAST_LOOK if aborted else LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait(LOOK)  # raises its own error, or has ended right after the check
+                    return
+                if aborted:
+                    keep_for_ever(group)
+                    self.check()
 
     def prepare_next(self) -> None:
         """The generation goes well: the transport begins what the next one will need, once."""
@@ -212,6 +260,11 @@ class _Translated:
         # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.
         if isinstance(error, (RuntimeError, OSError)) and (isinstance(error, _OF_PEERS) or not is_machine_error(error)):
             raise CommunicationError(f"Generation {self._connections.generation}: {error}") from error
+
+
+def keep_for_ever(group: Any) -> None:
+    """Because its destructor would wait for the thread that is inside a collective."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def tie_name(stages: tuple[int, ...]) -> str:

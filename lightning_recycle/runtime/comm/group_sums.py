@@ -10,16 +10,14 @@ thread, which ends at the timeout; its tensor then belongs to that thread.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
-from lightning_recycle.runtime.comm.connections import LOOK, Connections, tie_name
+from lightning_recycle.runtime.comm.connections import LAST_LOOK, Connections, keep_for_ever, tie_name
 from lightning_recycle.runtime.comm.groups import Group
 
 __all__ = ["GroupSums", "Reduction"]
@@ -27,7 +25,6 @@ __all__ = ["GroupSums", "Reduction"]
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction: a network of 100 Mbit/s takes seconds for it
 _DEVICE_CHUNK_BYTES = 128 * 1024 * 1024  # the same from device to device, where each part costs notes to and fro
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_LAST_LOOK = timedelta(milliseconds=10)  # at a collective of an aborted generation
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +130,10 @@ class GroupSums:
         """
         for part, staged, work in reduction.parts:
             try:
-                work.wait(_LAST_LOOK)
+                work.wait(LAST_LOOK)
             except RuntimeError:  # its own error, or it goes on
                 if not work.is_completed():
-                    _keep_for_ever(reduction.group)
+                    keep_for_ever(reduction.group)
                     if staged is part:
                         return False
         return True
@@ -152,30 +149,10 @@ class GroupSums:
 
     def _end_part(self, group: Any, part: Tensor, staged: Tensor, work: Any) -> None:
         with self._connections.translated:
-            self._wait_for(group, work)
+            self._connections.await_collective(group, work)
             if staged is not part:
                 part.copy_(staged)
         self._connections.on_progress()
-
-    def _wait_for(self, group: Any, work: Any) -> None:
-        """Waits for a collective, which may not notice that its sockets are shut down."""
-        while True:
-            aborted = self._connections.is_aborted
-            try:
-                work.wait(_LAST_LOOK if aborted else LOOK)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait(LOOK)  # raises its own error, or has ended right after the check
-                    return
-                if aborted:
-                    _keep_for_ever(group)
-                    self._connections.check()
-
-
-def _keep_for_ever(group: Any) -> None:
-    """Because its destructor would wait for the thread that is inside a collective."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _parts(tensor: Tensor, most_bytes: int = _CHUNK_BYTES) -> tuple[Tensor, ...]:

@@ -160,6 +160,10 @@ class GroupFactory:
         with contextlib.closing(Gate(self._host)) as gate:
             return self._create_over_links(generation, plans, gate, exchange("gate", gate.address), cancelled, sockets)
 
+    def create_alone(self, loop: int) -> Any:
+        """A process group of this worker alone; ``loop``: the number of its event loop."""
+        return self._devices[loop].create_group(0, 1, {})[0]
+
     def _create_over_links(
         self,
         generation: int,

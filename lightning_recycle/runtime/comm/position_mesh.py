@@ -1,0 +1,293 @@
+"""Device mesh of a position of several processes, whose groups live on from generation to generation.
+
+A position's *members* hold shards of the same layers (tensor parallelism, FSDP2), and the collectives of these layers
+run within the position. torch finds the groups of a mesh by name, and keeps them in modules, parameters and caches. So
+there is one object per group for the life of the process, a :class:`MemberGroup`, and each generation gives it another
+Gloo group to work with. Meshes, DTensors and FSDP's parameter groups notice nothing of that.
+
+Contract: a collective ends within milliseconds with a :class:`CommunicationError` when the generation is aborted, and
+reports its progress like any other wait for peers; therefore it is waited for here, in Python, before it is returned.
+Before the first generation, and in a process that is to join, a member *builds alone*
+(:meth:`PositionMesh.building_alone`): ``parallelize_module`` and ``fully_shard`` run collectives in which the siblings
+do not take part. A member then takes its shards from its own copy of the weights, which all members have.
+
+There is a default process group while a mesh exists, of the members of the position: torch asks it for the rank.
+
+Private API used here: torch's tables of process groups (``_world``), ``_register_process_group`` and its counterpart,
+``_update_default_pg``, ``mesh_scatter`` of ``placement_types``, ``_create_work_from_future``.
+
+Must not know: which layers are sharded, generations other than the current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, placement_types
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan
+
+__all__ = ["DATA_PARALLEL", "TENSOR_PARALLEL", "MemberGroup", "PositionMesh", "ranks_by_group"]
+
+DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
+"""Names of the dimensions of the mesh, as of Lightning's ``ModelParallelStrategy``."""
+
+_WHOLE = "position"
+_PREFIX = "recycle"
+_COLLECTIVES = tuple(
+    name
+    for name in dir(dist.ProcessGroup)
+    if name.startswith(("all", "_all", "reduce", "_reduce", "broadcast", "scatter", "gather", "barrier"))
+)
+
+
+def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ...]]:
+    """The members of each group that ``member`` is in: of all, and of each dimension.
+
+    Args:
+        sizes: the sizes of the dimensions of the mesh, FSDP shards and tensor parallelism.
+        member: the number of the member in row-major order.
+    """
+    shards, tensor = sizes
+    shard, part = divmod(member, tensor)
+    return {
+        _WHOLE: tuple(range(shards * tensor)),
+        DATA_PARALLEL: tuple(other * tensor + part for other in range(shards)),
+        TENSOR_PARALLEL: tuple(shard * tensor + other for other in range(tensor)),
+    }
+
+
+class MemberGroup(dist.ProcessGroup):
+    """A group of members, for torch; :attr:`works_with` is that of the current generation.
+
+    Args:
+        name: its name in torch's tables.
+        rank: the number of this process in it.
+        size: the number of its members.
+        device_type: the type of its tensors' device.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, device_type: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._name, self._device_type = name, device_type
+        self.works_with: dist.ProcessGroup | None = None
+        self.backend: Any = None
+        self.await_work: Callable[[Any, Any], None] = _await_completion
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return "gloo"
+
+    def connect(self, backend: Any, await_work: Callable[[Any, Any], None]) -> None:
+        """From now on collectives run over ``backend``; ``await_work`` waits for each, given
+        ``backend`` and its work.
+        """
+        kinds = dist.ProcessGroup.BackendType
+        is_gloo = isinstance(backend, dist.ProcessGroupGloo)
+        kind = kinds.GLOO if is_gloo else kinds.CUSTOM
+        group = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(self._device_type), kind, backend)
+        self.works_with, self.backend, self.await_work = group, backend, await_work
+
+    def disconnect(self) -> None:
+        """Until the next :meth:`connect` a collective raises a CommunicationError."""
+        self.works_with = None
+
+    def run(self, name: str, *args: Any, **options: Any) -> Any:
+        """Runs the collective ``name`` of :attr:`works_with` and returns its work when it has ended."""
+        if self.works_with is None:
+            raise CommunicationError(f"{name}: the members of this position are not connected.")
+        work = getattr(self.works_with, name)(*args, **options)
+        self.await_work(self.backend, work)
+        return work
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    def run(self: MemberGroup, *args: Any, **options: Any) -> Any:
+        return self.run(name, *args, **options)
+
+    run.__name__ = name
+    return run
+
+
+for _name in _COLLECTIVES:
+    setattr(MemberGroup, _name, _collective(_name))
+
+
+def _await_completion(_: Any, work: Any) -> None:
+    work.wait()
+
+
+class PositionMesh:
+    """The mesh of one position, as one of its members sees it.
+
+    Args:
+        sizes: the sizes of its dimensions, FSDP shards and tensor parallelism.
+        member: the number of this process in it, in row-major order.
+        device_type: of the tensors.
+
+    Attributes:
+        groups: the groups of this member, by name.
+        mesh: torch's mesh over them.
+    """
+
+    def __init__(self, sizes: tuple[int, int], member: int, device_type: str = "cpu") -> None:
+        self.sizes, self.member, self._device_type = sizes, member, device_type
+        self._ranks = ranks_by_group(sizes, member)
+        self.groups = {
+            name: MemberGroup(f"{_PREFIX}-{name}", ranks.index(member), len(ranks), device_type)
+            for name, ranks in self._ranks.items()
+        }
+        for name, group in self.groups.items():
+            _register(group, self._ranks[name])
+        distributed_c10d._update_default_pg(self.groups[_WHOLE])
+        self.mesh = DeviceMesh.from_group(
+            [self.groups[DATA_PARALLEL], self.groups[TENSOR_PARALLEL]],
+            device_type,
+            mesh=torch.arange(sizes[0] * sizes[1]).view(sizes),
+            mesh_dim_names=(DATA_PARALLEL, TENSOR_PARALLEL),
+        )
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Whether this member counts what it holds of ``tensor``: of what several members hold, the first one does."""
+        if not isinstance(tensor, DTensor):
+            return self.member == 0
+        coordinates = tensor.device_mesh.get_coordinate() or ()
+        return not any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinates, strict=True))
+
+    def plans(self, ranks: Sequence[int], loop: int) -> list[GroupPlan]:
+        """The process groups to create in a generation.
+
+        Args:
+            ranks: of the members, in order.
+            loop: the number of their event loop.
+        """
+        found: dict[tuple[int, ...], str] = {}  # dimensions with the same members share a group
+        for members in self._ranks.values():
+            numbers = tuple(ranks[member] for member in members)
+            found.setdefault(numbers, f"{_PREFIX}-{'-'.join(map(str, numbers))}")
+        return [GroupPlan(name, numbers, loop) for numbers, name in found.items() if len(numbers) > 1]
+
+    def connect(
+        self, ranks: Sequence[int], groups: Mapping[str, Group], alone: Any, await_work: Callable[[Any, Any], None]
+    ) -> None:
+        """Begins a generation.
+
+        Args:
+            ranks: of the members, in order.
+            groups: those of :meth:`plans`, by name.
+            alone: a group of this process alone.
+            await_work: waits for a collective: (Gloo's group, its work).
+        """
+        plans = {plan.ranks: plan.name for plan in self.plans(ranks, 0)}
+        for name, members in self._ranks.items():
+            numbers = tuple(ranks[member] for member in members)
+            backend = alone if len(numbers) == 1 else groups[plans[numbers]].whole
+            self.groups[name].connect(backend, await_work)
+
+    def meet(self) -> None:
+        """Returns when all members have called it."""
+        self.groups[_WHOLE].run("barrier")
+
+    def disconnect(self) -> None:
+        """Ends a generation."""
+        for group in self.groups.values():
+            group.disconnect()
+
+    @contextmanager
+    def building_alone(self) -> Iterator[None]:
+        """Within the block, modules are made parallel without the other members, from weights that all of them have.
+
+        Raises:
+            UnsupportedFeatureError: in the block, for a collective that needs what only other members have.
+        """
+        before = {name: (group.works_with, group.await_work) for name, group in self.groups.items()}
+        for group in self.groups.values():
+            group.works_with = _Alone(group.size())  # type: ignore[assignment]
+            group.await_work = _await_completion
+        try:
+            with patch.object(placement_types, "mesh_scatter", _take_own_part):
+                yield
+        finally:
+            for name, (works_with, await_work) in before.items():
+                self.groups[name].works_with, self.groups[name].await_work = works_with, await_work
+
+    def close(self) -> None:
+        """Takes the groups out of torch's tables."""
+        distributed_c10d._update_default_pg(None)
+        for group in self.groups.values():
+            _unregister(group)
+
+
+class _Alone:
+    """What members do who build alone: a broadcast leaves the own value, a barrier is passed."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def broadcast(self, *_: Any, **__: Any) -> Any:
+        return _done()
+
+    def barrier(self, *_: Any, **__: Any) -> Any:
+        return _done()
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise UnsupportedFeatureError(
+                f"configure_model() runs the collective {name!r}, whose result depends on what the other"
+                f" {self._size - 1} members of the position hold. A member builds its layers alone, as one that is"
+                " replaced later does: use parallelize_module, fully_shard and distribute_tensor there, and what asks"
+                " for whole tensors (full_tensor(), redistribute()) in hooks from on_fit_start on."
+            )
+
+        return refuse
+
+
+def _done() -> Any:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result([])
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+def _take_own_part(
+    output: torch.Tensor, parts: Sequence[torch.Tensor], mesh: DeviceMesh, mesh_dim: int = 0, **_: Any
+) -> None:
+    """``mesh_scatter`` of a tensor that all members have."""
+    output.copy_(parts[mesh.get_local_rank(mesh_dim)])
+
+
+def _register(group: MemberGroup, ranks: Sequence[int]) -> None:
+    world: Any = distributed_c10d._world
+    name = group.group_name
+    world.pg_map[group] = ("gloo", None)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = f"{group._device_type}:gloo"
+    world.pg_to_tag[group] = f"user:{name}"
+    world.tags_to_pg.setdefault(f"user:{name}", []).append(group)
+    c10d: Any = distributed_c10d
+    c10d._register_process_group(name, group)
+
+
+def _unregister(group: MemberGroup) -> None:
+    world: Any = distributed_c10d._world
+    c10d: Any = distributed_c10d
+    c10d._unregister_process_group(group.group_name)
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        table.pop(group, None)
+    world.tags_to_pg.pop(f"user:{group.group_name}", None)

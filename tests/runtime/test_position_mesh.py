@@ -1,0 +1,305 @@
+"""The mesh of a position: sharded layers over generations of groups, and what ends their collectives."""
+
+import contextlib
+import itertools
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from communicator_team import HOST, KEY, Meeting
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.runtime.comm.communicator import Communicator
+from lightning_recycle.runtime.comm.gloo import Device
+from lightning_recycle.runtime.comm.groups import CommunicationError, Group
+from lightning_recycle.runtime.comm.position_mesh import PositionMesh, ranks_by_group
+
+WIDTH, ROWS = 8, 4
+Sizes = tuple[int, int]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).double()
+
+
+def batch() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH, dtype=torch.double)
+
+
+def sharded(mesh: PositionMesh) -> nn.Sequential:
+    """The blocks as a user's configure_model makes them parallel."""
+    model = blocks()
+    with mesh.building_alone():
+        if mesh.sizes[1] > 1:
+            for block in model:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, mesh.mesh["tensor_parallel"], plan)
+        if mesh.sizes[0] > 1:
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh.mesh["data_parallel"]).set_gradient_divide_factor(1.0)
+    return model
+
+
+def full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Position:
+    """Links of all members in all generations, made before the members are forked."""
+
+    def __init__(self, sizes: Sizes, generations: int = 3) -> None:
+        self.sizes, self.size = sizes, sizes[0] * sizes[1]
+        groups = {ranks for member in range(self.size) for ranks in ranks_by_group(sizes, member).values()}
+        self._links = [
+            {(ranks, pair): socket.socketpair() for ranks in groups for pair in itertools.combinations(ranks, 2)}
+            for _ in range(generations)
+        ]
+
+    def connect(self, mesh: PositionMesh, generation: int, device: Device) -> list[socket.socket]:
+        """Connects a member; returns what is to be shut down to abort the generation."""
+        groups, cut = {}, []
+        for plan in mesh.plans(range(self.size), 0):
+            own = plan.ranks.index(mesh.member)
+            peers = {}
+            for (ranks, pair), ends in self._links[generation].items():
+                if ranks == plan.ranks and mesh.member in pair:
+                    side = pair.index(mesh.member)
+                    peers[plan.ranks.index(pair[1 - side])] = ends[side]
+                    cut.append(ends[side].dup())
+            whole = device.create_group(own, len(plan.ranks), peers)[0]
+            groups[plan.name] = Group(whole, whole)
+        alone = device.create_group(0, 1, {})[0]
+        mesh.connect(range(self.size), groups, alone, lambda _, work: work.wait())
+        return cut
+
+    def run(self, task: Callable[["Position", PositionMesh], Any], patience: float = 60.0) -> list[Any]:
+        """What ``task`` returns in each member; raises what it raises there."""
+        answers = []
+        for member in range(self.size):
+            readable, writable = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    torch.set_num_threads(1)
+                    answer = (True, task(self, PositionMesh(self.sizes, member)))
+                except BaseException as error:
+                    answer = (False, f"{type(error).__name__}: {error}")
+                os.write(writable, pickle.dumps(answer))
+                os._exit(0)
+            os.close(writable)
+            answers.append((pid, readable))
+        for ends in (ends for links in self._links for ends in links.values()):
+            for end in ends:
+                end.close()
+        results = []
+        for pid, readable in answers:
+            with open(readable, "rb") as file:
+                succeeded, result = pickle.loads(file.read())
+            os.waitpid(pid, 0)
+            assert succeeded, result
+            results.append(result)
+        return results
+
+
+def gradients(position: Position, mesh: PositionMesh) -> list[float]:
+    """The largest error of a gradient, in three generations of one mesh."""
+    reference = blocks()
+    reference(batch()).square().sum().backward()
+    model, device, errors = sharded(mesh), Device(), []
+    for generation in range(3):
+        cut = position.connect(mesh, generation, device)
+        model.zero_grad()
+        part = batch().chunk(position.sizes[0])[mesh.member // position.sizes[1]]
+        model(part).square().sum().backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        errors.append(max(float((full(p.grad) - full(q.grad)).abs().max()) for p, q in pairs))
+        for end in cut:
+            end.close()
+    return errors
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_sharded_layers_live_on_over_generations(sizes: Sizes) -> None:
+    for errors in Position(sizes).run(gradients):
+        assert max(errors) < 1e-12
+
+
+def shards(position: Position, mesh: PositionMesh) -> list[bytes]:
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in sharded(mesh).parameters())
+    return [tensor.detach().numpy().tobytes() for tensor in local]
+
+
+def test_a_member_builds_alone_what_all_build_together() -> None:
+    found = Position((1, 2)).run(shards)
+    names = [name for name, _ in blocks().named_parameters()]
+    whole = dict(blocks().named_parameters())
+    for member, parts in enumerate(found):
+        for name, part in zip(names, parts, strict=True):
+            dimension = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name.split(".", 1)[1])
+            expected = whole[name] if dimension is None else whole[name].chunk(2, dimension)[member]
+            assert part == expected.detach().contiguous().numpy().tobytes()
+
+
+def gather_alone(position: Position, mesh: PositionMesh) -> str:
+    weight = next(p for p in sharded(mesh).parameters() if isinstance(p, DTensor) and p.placements[0].is_shard())
+    with mesh.building_alone(), pytest.raises(UnsupportedFeatureError) as raised:
+        weight.full_tensor()
+    return str(raised.value)
+
+
+def test_what_needs_the_other_members_is_refused_while_a_member_builds_alone() -> None:
+    for message in Position((1, 2)).run(gather_alone):
+        assert "configure_model() runs the collective" in message
+        assert "on_fit_start" in message
+
+
+def unconnected(position: Position, mesh: PositionMesh) -> str:
+    model = sharded(mesh)
+    with pytest.raises(CommunicationError) as raised:
+        model(batch())
+    return str(raised.value)
+
+
+def test_a_collective_without_a_generation_is_a_communication_error() -> None:
+    for message in Position((1, 2)).run(unconnected):
+        assert "not connected" in message
+
+
+def aborted(position: Position, mesh: PositionMesh) -> tuple[float, float]:
+    """Member 1 does not come; the seconds until member 0 notices the end of the generation, and the error after it."""
+    model, device = sharded(mesh), Device()
+    cut = position.connect(mesh, 0, device)
+    seconds = 0.0
+    if mesh.member == 0:
+        moment: list[float] = []
+
+        def abort() -> None:
+            moment.append(time.monotonic())
+            for end in cut:
+                end.shutdown(socket.SHUT_RDWR)
+
+        threading.Timer(0.3, abort).start()
+        with pytest.raises(RuntimeError):
+            model(batch()).square().sum().backward()
+        seconds = time.monotonic() - moment[0]
+    else:
+        time.sleep(1.0)
+    position.connect(mesh, 1, device)
+    reference = blocks()
+    reference(batch()).square().sum().backward()
+    model.zero_grad()
+    model(batch()).square().sum().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return seconds, max(float((full(p.grad) - full(q.grad)).abs().max()) for p, q in pairs)
+
+
+def test_a_wait_for_another_member_ends_when_the_generation_does() -> None:
+    found = Position((1, 2)).run(aborted)
+    assert found[0][0] < 0.25  # the other member comes after 0.7 s
+    assert all(error < 1e-12 for _, error in found)
+
+
+# ---------------------------------------------------------------------- over a worker's own connections
+
+
+def add_up(mesh: PositionMesh, times: int) -> None:
+    for _ in range(times):
+        dist.all_reduce(torch.ones(4_000_000), group=mesh.groups["tensor_parallel"])
+
+
+def communicating(position: Position, mesh: PositionMesh) -> list[float]:
+    """Seconds that an abort took with a large sum under way, and the errors of the generation after it."""
+    meeting = Meeting(os.environ["MEETING"])
+    rank = mesh.member
+    communicator = Communicator(rank, HOST, torch.device("cpu"), meeting, KEY, timeout=60.0, mesh=mesh)
+    model, waits = sharded(mesh), []
+    meeting.generation = 0
+
+    @contextlib.contextmanager
+    def waiting(what: str) -> Iterator[None]:
+        waits.append(what)
+        yield
+
+    communicator.report_waits_to(waiting)
+    communicator.configure(0, (), [rank], position=range(position.size))
+    moment: list[float] = []
+
+    def abort() -> None:
+        moment.append(time.monotonic())
+        communicator.abort(0)
+
+    if rank == 0:
+        threading.Timer(0.3, abort).start()
+    with pytest.raises(CommunicationError):
+        add_up(mesh, 10_000)
+    seconds = time.monotonic() - moment[0] if rank == 0 else 0.0
+    meeting.generation = 1
+    communicator.configure(1, (), [rank], position=range(position.size))
+    reference = blocks()
+    reference(batch()).square().sum().backward()
+    model(batch()).square().sum().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    error = max(float((full(p.grad) - full(q.grad)).abs().max()) for p, q in pairs)
+    assert set(waits) == {"the other members of its position"}
+    communicator.close()
+    return [seconds, error]
+
+
+def late(position: Position, mesh: PositionMesh) -> tuple[str, float]:
+    """The error in a backward whose sibling is gone, as it leaves autograd."""
+    meeting = Meeting(os.environ["MEETING"])
+    communicator = Communicator(mesh.member, HOST, torch.device("cpu"), meeting, KEY, timeout=60.0, mesh=mesh)
+    model = sharded(mesh)
+    meeting.generation = 0
+    communicator.configure(0, (), [mesh.member], position=range(position.size))
+    x = batch().requires_grad_()
+    loss = model(x).square().sum()
+    if mesh.member == 1:
+        communicator.abort(0)
+        return "", 0.0
+    began = time.monotonic()
+    try:
+        loss.backward()
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - began
+    return "none", 0.0
+
+
+def test_an_abort_ends_a_sum_of_members_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    found = Position((1, 2), 0).run(communicating)
+    assert 0 <= found[0][0] < 1.0
+    assert all(error < 1e-12 for _, error in found)
+
+
+def test_a_sibling_that_is_lost_in_a_backward_is_a_communication_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    (name, seconds), _ = Position((1, 2), 0).run(late)
+    assert name == "CommunicationError"
+    assert seconds < 1.0
