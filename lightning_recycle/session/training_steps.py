@@ -36,6 +36,7 @@ from lightning_recycle.session.slot_values import untrained_marks
 from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
+from lightning_recycle.tensor_memory import local_part
 
 __all__ = ["TrainingSteps"]
 
@@ -283,7 +284,7 @@ class TrainingSteps:
         plugin = self._trainer.strategy.precision_plugin
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
         if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
-            torch._foreach_mul_(grads, scale)
+            torch._foreach_mul_([local_part(grad) for grad in grads], scale)
 
     def forget_newest(self) -> None:
         """The layers of this worker have changed: no optimizer steps again."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recycle.tensor_memory import memory_of
+from lightning_recycle.tensor_memory import local_part, memory_of
 
 __all__ = ["checksum"]
 
@@ -64,7 +64,7 @@ def checksum(values: Iterable[Any]) -> bytes:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The tensor's bits as a vector of integers."""
-    tensor = tensor.detach()
+    tensor = local_part(tensor.detach())
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor

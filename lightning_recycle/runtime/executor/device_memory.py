@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recycle.tensor_memory import local_part
+
 __all__ = [
     "device_bytes",
     "device_place",
@@ -52,7 +54,7 @@ def storage_bytes(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:  # others have several storages; dense ones are what networks save
-            storage = tensor.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage.data_ptr() not in excluded:
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

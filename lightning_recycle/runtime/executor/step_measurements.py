@@ -54,6 +54,7 @@ from lightning_recycle.runtime.executor.device_memory import (
 )
 from lightning_recycle.runtime.executor.timings import Timings
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.tensor_memory import local_part
 
 __all__ = ["FirstSteps", "StepMeasurements", "processors_of"]
 
@@ -117,7 +118,7 @@ class FirstSteps:
         self._steps.add(step)
         if self._held is not None and self.count == _MEMORY:
             self._measures, self._may_split = True, split_backward or self.tries_splitting
-            self._own = {tensor.untyped_storage().data_ptr() for tensor in chain(self._held(), buffers)}
+            self._own = {local_part(tensor).untyped_storage().data_ptr() for tensor in chain(self._held(), buffers)}
         if not self.tries_splitting or self.count <= _MEMORY:
             return
         forwards = [task for task in program if task.op.kind is OpKind.FORWARD]

@@ -16,6 +16,9 @@ A parameter that no micro-batch used has no gradient (None), as on one device, s
 buffer holds negative zeros, to which nothing but negative zeros add up to a negative zero: what still holds only those
 after the sum over all workers was never written, or is zero wherever it was.
 
+Of a parameter that is a DTensor the buffers hold the gradient of this process's shard, which may be empty, and
+``parameter.grad`` is a DTensor over it.
+
 With gradient accumulation Lightning counts batches, and so does the schedule: each batch is a step of it, with a
 recovery of its own, and its reduced gradient is added to :class:`AccumulatedGradients`, on every worker of the stage
 alike. So a failure costs one batch, however many are accumulated; what earlier batches have added is held by all peers.
@@ -35,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.tensor_memory import local_part, sharded_like
 
 __all__ = ["AccumulatedGradients", "Bucket", "GradientBuffers", "Share"]
 
@@ -45,20 +49,20 @@ _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """The gradients of some parameters: a part of a flat buffer, and a view into it for each of them.
+    """The gradients of some parameters: a part of a flat buffer, and a ``grad`` for each, a view into it.
 
     ``stages``: those that hold the parameters, if not this one alone. The sum is over all of their workers.
     """
 
     buffer: Tensor
     parameters: tuple[nn.Parameter, ...]
-    views: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
     stages: tuple[int, ...] = ()
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the gradients of the parameters are still those views."""
-        return all(p.grad is view for p, view in zip(self.parameters, self.views, strict=True))
+        """Whether the gradients of the parameters are still those."""
+        return all(p.grad is grad for p, grad in zip(self.parameters, self.grads, strict=True))
 
 
 class _Set:
@@ -80,21 +84,26 @@ class _Set:
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[Tensor] = []
         self.views: list[Tensor] = []
+        self.grads: list[Tensor] = []  # the views, of sharded parameters as DTensors
         self.firsts: list[Tensor] = []  # per buffer, where each view begins
         buckets: list[Bucket] = []
         for stages, dtype in kinds:
             mine = [p for p in ordered if p.dtype == dtype and holders.get(p, ()) == stages]
-            sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in mine]
+            parts = [local_part(p) for p in mine]
+            sizes = [-(-part.numel() // _ALIGNMENT) * _ALIGNMENT for part in parts]
             buffer = torch.empty(sum(sizes), dtype=dtype, device=device)  # filled when a step begins in it
             self.parameters += mine
             self.buffers.append(buffer)
-            self.firsts.append(torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=device))
             offsets = [0, *itertools.accumulate(sizes)]
-            views = [buffer[at : at + p.numel()].view(p.shape) for p, at in zip(mine, offsets, strict=False)]
+            views = [buffer[at : at + part.numel()].view(part.shape) for part, at in zip(parts, offsets, strict=False)]
+            begins = [at for at, part in zip(offsets, parts, strict=False) if part.numel()]
+            self.firsts.append(torch.tensor(begins, dtype=torch.int64, device=device))
+            grads = [sharded_like(p, view) for p, view in zip(mine, views, strict=True)]
             self.views += views
+            self.grads += grads
             for first, end in _ranges([size * buffer.element_size() for size in sizes], bucket_bytes):
                 part = buffer[offsets[first] : offsets[end]]
-                buckets.append(Bucket(part, tuple(mine[first:end]), tuple(views[first:end]), stages))
+                buckets.append(Bucket(part, tuple(mine[first:end]), tuple(grads[first:end]), stages))
         # Each is complete once its first parameter is, which a backward reaches last.
         place = {id(parameter): number for number, parameter in enumerate(ordered)}
         self.buckets = sorted(buckets, key=lambda bucket: (bucket.stages, -place[id(bucket.parameters[0])]))
@@ -188,8 +197,8 @@ class GradientBuffers:
             for parameter in self._attached.parameters:
                 parameter.grad = None
         self._attached = chosen
-        for parameter, view in zip(chosen.parameters, chosen.views, strict=True):
-            parameter.grad = view
+        for parameter, grad in zip(chosen.parameters, chosen.grads, strict=True):
+            parameter.grad = grad
 
     def hand_over(self, step: int, again: bool = False) -> None:
         """Makes each ``parameter.grad`` what it is on one device after a backward of the whole batch of ``step``.
@@ -207,12 +216,11 @@ class GradientBuffers:
             chosen = self._lent
         self._attach(chosen)
         self._versions = [buffer._version for buffer in chosen.buffers]
-        index = 0
+        held = (pair for pair in zip(chosen.parameters, chosen.views, strict=True) if pair[1].numel())
         for buffer, firsts in zip(chosen.buffers, chosen.firsts, strict=True):
-            for suspected in _is_empty(buffer[firsts]).tolist():
-                if suspected and bool(_is_empty(chosen.views[index]).all()):
-                    chosen.parameters[index].grad = None
-                index += 1
+            for suspected, (parameter, view) in zip(_is_empty(buffer[firsts]).tolist(), held, strict=False):
+                if suspected and bool(_is_empty(view).all()):
+                    parameter.grad = None
 
     def _like(self, chosen: _Set, known: _Set | None) -> _Set:
         """Buffers for the same parameters: those that are ``known``, or new ones."""
@@ -230,8 +238,8 @@ class GradientBuffers:
     def check(self, step: int) -> None:
         """Raises UnsupportedFeatureError if a gradient left its buffer (sparse, or replaced by a hook)."""
         chosen = self._sets[step % 2]
-        for parameter, view in zip(chosen.parameters, chosen.views, strict=True):
-            if parameter.grad is not view:
+        for parameter, grad in zip(chosen.parameters, chosen.grads, strict=True):
+            if parameter.grad is not grad:
                 kind = "None" if parameter.grad is None else f"a separate {parameter.grad.layout} tensor"
                 raise UnsupportedFeatureError(
                     f"The gradient of a parameter of shape {tuple(parameter.shape)} became {kind}; the strategy needs"
@@ -244,7 +252,7 @@ class GradientBuffers:
         return next(view for p, view in self.by_parameter(step) if p is parameter)
 
     def by_parameter(self, step: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter, with its gradient in ``step``."""
+        """Each parameter, with its gradient in ``step``, or this process's part of it."""
         chosen = self._sets[step % 2]
         return zip(chosen.parameters, chosen.views, strict=True)
 
@@ -307,7 +315,8 @@ class AccumulatedGradients:
         found = {p: p.grad for p in self._parameters if p.grad is not None}
         known = [p for p in found if p in self._sums]
         if known:
-            torch._foreach_add_([self._sums[p] for p in known], [found[p] for p in known], alpha=1 / share.batches)
+            sums, parts = ([local_part(of[p]) for p in known] for of in (self._sums, found))
+            torch._foreach_add_(sums, parts, alpha=1 / share.batches)
         self._sums.update({p: grad / share.batches for p, grad in found.items() if p not in self._sums})
         self._attach()
 
@@ -343,8 +352,8 @@ class AccumulatedGradients:
         totals = {} if share.begins else dict(self._sums)
         for parameter, gradient in self._gradients.by_parameter(step):
             part = gradient / share.batches
-            totals[parameter] = totals[parameter] + part if parameter in totals else part
-        return totals
+            totals[parameter] = local_part(totals[parameter]) + part if parameter in totals else part
+        return {parameter: local_part(total) for parameter, total in totals.items()}
 
     @property
     def sums(self) -> Mapping[nn.Parameter, Tensor]:

@@ -34,6 +34,7 @@ from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.tensor_memory import local_part
 
 __all__ = ["LayerKeeper", "LayerMoves", "Shadow", "StageBundle", "StageTies"]
 
@@ -48,6 +49,7 @@ class StageBundle:
         gradients: the gradients of these.
         ties: weights that several stages hold.
         accumulated: what the batches since the newest step of the optimizer have added up to.
+        replicated: those of the parameters that another member of the position holds, too, and counts.
     """
 
     stage: Stage
@@ -55,6 +57,12 @@ class StageBundle:
     gradients: GradientBuffers
     ties: StageTies
     accumulated: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    replicated: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def not_counted(self) -> tuple[nn.Parameter, ...]:
+        """Parameters that another stage or member counts."""
+        return (*self.ties.not_counted, *self.replicated)
 
 
 @dataclass(frozen=True)
@@ -109,11 +117,15 @@ class Shadow:
 
     def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
         self._parameters = list(parameters)
-        pinned = on_host and any(p.device.type == "cuda" for p in self._parameters)
+        parts = self._parts()
+        pinned = on_host and any(part.device.type == "cuda" for part in parts)
         self._copies: list[Tensor] = [
-            torch.empty_like(p.detach(), device="cpu" if on_host else p.device, pin_memory=pinned)
-            for p in self._parameters
+            torch.empty_like(part, device="cpu" if on_host else part.device, pin_memory=pinned) for part in parts
         ]
+
+    def _parts(self) -> list[Tensor]:
+        """The parameters, of sharded ones the shards of this process."""
+        return [local_part(p).detach() for p in self._parameters]
 
     def on(self, device: torch.device) -> list[Tensor]:
         """The copies that are in the memory of ``device``."""
@@ -123,25 +135,36 @@ class Shadow:
     def update(self) -> None:
         """Copies the current parameters; called right before they change."""
         if self._copies:  # a stage may have layers without parameters only
-            torch._foreach_copy_(self._copies, [p.detach() for p in self._parameters])
+            torch._foreach_copy_(self._copies, self._parts())
 
     @torch.no_grad()
     def restore(self) -> None:
         """Makes the current parameters those of the previous version again."""
         if self._copies:
-            torch._foreach_copy_([p.detach() for p in self._parameters], self._copies)
+            torch._foreach_copy_(self._parts(), self._copies)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block, the parameters hold the values of the previous version."""
-        newest = [p.data for p in self._parameters]
-        for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            parameter.data = copy.to(parameter.device)
+        with torch.no_grad():
+            newest = [_replaced(p, copy) for p, copy in zip(self._parameters, self._copies, strict=True)]
         try:
             yield
         finally:
-            for parameter, data in zip(self._parameters, newest, strict=True):
-                parameter.data = data
+            with torch.no_grad():
+                for parameter, data in zip(self._parameters, newest, strict=True):
+                    _replaced(parameter, data)
+
+
+def _replaced(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Makes ``value`` what this process holds of ``parameter``; returns what it held."""
+    part = local_part(parameter).detach()
+    if not hasattr(parameter, "to_local"):
+        before, parameter.data = parameter.data, value.to(parameter.device)
+        return before
+    before = part.clone()
+    part.copy_(value)  # a shard stays where it is: FSDP knows it by its memory
+    return before
 
 
 class LayerKeeper(Protocol):
