@@ -7,8 +7,10 @@ the strategy is the user's options and a :class:`~lightning_recycle.launch.launc
 from __future__ import annotations
 
 import gc
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -88,6 +90,7 @@ class ReCycleStrategy(ParallelStrategy):
     strategy_name = "recycle"
     is_distributed = False  # for Lightning's samplers: the data is addressed, nothing may be injected
     owns_layers = True
+    mesh_sizes = (1, 1)
 
     def __init__(
         self,
@@ -287,7 +290,7 @@ class ReCycleStrategy(ParallelStrategy):
         """
         if self._session is not None:
             return self._session.run.batch_pipelines
-        module, devices = self.lightning_module, self.num_devices
+        module, devices = self.lightning_module, self.num_positions
         if module is not None:
             is_cut = is_meant_to_be_cut(module, self.options.layers)
             return self.options.choose_grid(devices, can_be_cut=is_cut).pipelines
@@ -307,6 +310,21 @@ class ReCycleStrategy(ParallelStrategy):
         return len(self.parallel_devices or [0]) * self.num_nodes
 
     @property
+    def num_positions(self) -> int:
+        """The number of positions that these workers hold.
+
+        Raises:
+            ConfigurationError: if the devices cannot be divided into positions.
+        """
+        members = math.prod(self.mesh_sizes)
+        if self.num_devices % members:
+            raise ConfigurationError(
+                f"{self.num_devices} devices cannot be divided into positions of {members} processes: use a multiple"
+                f" of {members}."
+            )
+        return self.num_devices // members
+
+    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -324,6 +342,19 @@ class ReCycleStrategy(ParallelStrategy):
         super().setup_environment()
         self.session.keep_log_files()
         self.session.averages.await_stage()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """The context of ``configure_model``: a position's members make its layers parallel, each by itself."""
+        mesh = None if self._session is None else self._session.mesh
+        if mesh is None:
+            yield
+            return
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = mesh.mesh
+        with mesh.building_alone():
+            yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

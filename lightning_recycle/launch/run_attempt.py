@@ -224,7 +224,9 @@ class RunAttempt:
 
     def _start_workers(self) -> dict[int, WorkerProcess]:
         """The first worker of each position."""
-        return {rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(self._setup.grid.num_workers)}
+        return {
+            rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(self._setup.positions.num_workers)
+        }
 
     def _start_worker(self, rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
         """Starts the worker of position ``rank``; ``device``: the position whose device it gets."""

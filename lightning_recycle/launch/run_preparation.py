@@ -130,6 +130,12 @@ class ConfiguredStrategy(Protocol):
     @property
     def num_devices(self) -> int: ...
 
+    @property
+    def num_positions(self) -> int: ...
+
+    @property
+    def mesh_sizes(self) -> tuple[int, int]: ...
+
     def enter(self, session: Session | None) -> None: ...
 
 
@@ -207,7 +213,7 @@ def prepare(
     sizes = [size for loader in loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
-    grid = options.choose_grid(strategy.num_devices, batch_size, can_be_cut=is_cut)
+    grid = options.choose_grid(strategy.num_positions, batch_size, can_be_cut=is_cut)
     parts = parts_of(module, grid.stages, options.layers)
     parts.check()
     _describe(parts, call, outside is not None)
@@ -248,6 +254,7 @@ def prepare(
         has_run=has_run,
         staggered=options.planning.technique.staggered and (not call.fits or steps_alone(trainer, parts, stages)),
         gathering=Gathering(options.checkpoints.gather_result, FILE_BYTES if local else LARGE_BYTES, local),
+        mesh_sizes=strategy.mesh_sizes,
     )
     return PreparedRun(call, setup, heartbeat, options, strategy.num_devices)
 

@@ -15,6 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, cast
 
@@ -249,7 +250,8 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
         parts.append(part.read() if isinstance(part, StageResultFile) else part)
         extras = found or extras
     assert extras is not None
-    parts.sort(key=lambda part: part.stage)
+    parts.sort(key=lambda part: (part.stage, part.member))
+    parts = [StageResult.merged(list(members)) for _, members in groupby(parts, key=lambda part: part.stage)]
     here = all(part.state is not None for part in parts)
     call.attach_data()
     user = UserObjects(call)

@@ -74,7 +74,7 @@ def worker_main(start: WorkerStart) -> None:
         node=machine_name(),
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
-    worker = start.setup.grid.worker(start.place.rank)
+    worker = start.setup.positions.position(start.place.rank)
     set_title(f"recycle worker {worker} of {Path(sys.argv[0]).name}", f"recycle {worker.pipeline},{worker.stage}")
     with crashes_reported(client):
         call, settings = start.payload.load()
@@ -105,7 +105,7 @@ def run_worker(
         reports: whether there is a launching process that wants the result.
     """
     trainer = call.trainer
-    set_num_threads(setup.grid.num_workers)
+    set_num_threads(setup.positions.num_workers)
     ignore_untrue_warnings()
     strategy = cast(ConfiguredStrategy, trainer.strategy)
     session = Session(strategy.options, setup, place, client, trainer)

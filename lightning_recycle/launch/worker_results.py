@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from lightning_recycle.session.object_graph import LargeData, ObjectGraph, Objec
 from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.user_objects import home_graph, weights_by_name, weights_for
-from lightning_recycle.tensor_memory import to_cpu
+from lightning_recycle.tensor_memory import merge_shards, to_cpu
 
 __all__ = [
     "LOOPS",
@@ -71,12 +71,26 @@ class StageResult:
         optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
             stage does not train, or writes checkpoints of its own because the whole is too large for one place.
         objects: its layers, with what they keep outside of state dicts.
+        member: the number of the member of its position that it is of; it has that one's shards.
     """
 
     stage: int
     state: dict[str, Tensor] | None
     optimizers: StageOptimizers | None
     objects: CarriedObjects
+    member: int = 0
+
+    @classmethod
+    def merged(cls, members: Sequence[StageResult]) -> StageResult:
+        """The result of a stage from those of the members of a position, in order."""
+        first = members[0]
+        states = [part.state for part in members if part.state is not None]
+        optimizers = [part.optimizers for part in members if part.optimizers is not None]
+        return replace(
+            first,
+            state=merge_shards(states) if len(states) == len(members) else None,
+            optimizers=merge_shards(optimizers) if len(optimizers) == len(members) else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -219,7 +233,8 @@ def stage_result(
 ) -> StageResult | StageResultFile:
     """The part of this worker's stage, as it comes home: in a message, or in a new file of ``folder``."""
     if way is ResultRoute.STAYS:
-        return StageResult(session.worker.stage, None, None, user.pack(session.parts.is_of_layer, shared=False))
+        layers = user.pack(_carried_layers(session), shared=False)
+        return StageResult(session.worker.stage, None, None, layers, _member(session))
     if way is ResultRoute.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
@@ -238,8 +253,18 @@ def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
     module, optimizers = session.module, None
     if _brings_optimizers(session):
         optimizers = [(to_cpu(o.state_dict(), copies), group_names(module, o)) for o in session.trainer.optimizers]
-    layers = user.pack(session.parts.is_of_layer, shared=False)
-    return StageResult(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers)
+    layers = user.pack(_carried_layers(session), shared=False)
+    return StageResult(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers, _member(session))
+
+
+def _carried_layers(session: Session) -> Callable[[str], bool]:
+    """The submodules that come home as objects; not those that are parallel over the mesh of this position."""
+    return session.parts.is_of_layer if session.mesh is None else lambda name: False
+
+
+def _member(session: Session) -> int:
+    """The number of this worker in its position."""
+    return session.run.positions.member(session.place.rank)
 
 
 def leader_result(
@@ -247,8 +272,10 @@ def leader_result(
 ) -> LeaderResult:
     """The common part, from this worker, the leader; ``most_bytes``: as in :meth:`UserObjects.pack`."""
     trainer, is_of_layer = session.trainer, session.parts.is_of_layer
-    whole = session.grid.stages == 1 and way is not ResultRoute.STAYS
-    objects = user.pack(None if whole else lambda name: not is_of_layer(name), True, most_bytes)
+    whole = session.grid.stages == 1 and way is not ResultRoute.STAYS and session.mesh is None
+    # What makes layers parallel stays: it belongs to the mesh of this position.
+    is_carried = (lambda name: not is_of_layer(name)) if session.mesh is None else (lambda name: not name)
+    objects = user.pack(None if whole else is_carried, True, most_bytes)
     loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
     return LeaderResult(
         returned=to_cpu(returned),

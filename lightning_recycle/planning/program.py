@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -288,6 +288,15 @@ class Program:
     split_backward: bool = False
     checks: WorkerChecks | None = None
     all_checks: tuple[int, ...] = ()
+
+    def renamed(self, rank: Callable[[int], int]) -> Program:
+        """The same program between workers of other ranks, for one that checks no peer; ``rank``: old -> new."""
+
+        def of(old: int | None) -> int | None:
+            return None if old is None else rank(old)
+
+        tasks = tuple(replace(t, source=of(t.source), destination=of(t.destination)) for t in self.tasks)
+        return replace(self, tasks=tasks, neighbours=tuple(map(rank, self.neighbours)))
 
     def has_checks(self, step: int) -> bool:
         """Whether workers of any stage check each other in ``step``."""

@@ -21,6 +21,7 @@ from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
@@ -39,10 +40,11 @@ from lightning_recycle.session.optimizer_states import (
     group_names,
     merge_optimizer_states,
     parameter_numbers,
+    sharded_optimizer_state,
     split_optimizer_state,
     stage_optimizer_state,
 )
-from lightning_recycle.tensor_memory import to_cpu
+from lightning_recycle.tensor_memory import part_like, to_cpu
 
 __all__ = ["Checkpoints"]
 
@@ -172,6 +174,8 @@ class Checkpoints:
         own = self.own_part(checkpoint["state_dict"])
         if self.take_objects is not None and self.restored_objects is not None:
             self.take_objects(self.restored_objects, own)
+        held = weights_of(self.module)
+        own = {key: part_like(value, held[key]) if key in held else value for key, value in own.items()}
         self.module.load_state_dict(own, strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
@@ -183,7 +187,8 @@ class Checkpoints:
             return
         for optimizer, whole in zip(self.module.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
             names = self._all_parameter_names(optimizer)
-            optimizer.load_state_dict(split_optimizer_state(whole, names, self.copies, self._stage))
+            state = split_optimizer_state(whole, names, self.copies, self._stage)
+            optimizer.load_state_dict(sharded_optimizer_state(state, optimizer))
 
     def _load_sharded(self, path: Any) -> dict[str, Any]:
         """This worker's part of a sharded checkpoint."""
@@ -305,13 +310,14 @@ class Checkpoints:
             raise CheckpointError(failure.text)
 
     def deliver_result(self, part: Callable[[], Any], extras: Callable[[], Any]) -> None:
-        """Delivers the result: of each stage its ``part()``, with the leader's ``extras()``."""
-        grid = self.collectives.grid
+        """Delivers the result: of each stage and member its ``part()``, with the leader's ``extras()``."""
+        positions, rank = self.collectives.positions, self.collectives.rank
         while True:
             result = None
             leads = self.collectives.leads
-            if leads or (self.collectives.speaks and self._stage < grid.stages - 1):  # the leader has the last stage
+            is_leaders = positions.column(rank) == positions.column(self.collectives.leader)
+            if leads or (self.collectives.speaks and not is_leaders):
                 result = (part(), extras() if leads else None)
-            delivered = self.collectives.gather(RESULT, result)
-            if {grid.worker(rank).stage for rank, yes in delivered.items() if yes} == set(range(grid.stages)):
+            delivered = self.collectives.gather_all(RESULT, result)
+            if {positions.column(rank) for rank, yes in delivered.items() if yes} == set(range(positions.columns)):
                 return

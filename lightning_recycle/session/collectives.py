@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,12 +21,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.state import leader, stage_leads
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.control.protocol.state import leader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
-from lightning_recycle.tensor_memory import to_cpu
+from lightning_recycle.tensor_memory import merge_shards, to_cpu
+
+if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
+    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
 __all__ = ["ALONE", "WorkerCollectives", "WorkerContext", "watch_process_group"]
 
@@ -72,13 +76,19 @@ class WorkerCollectives:
     Args:
         grid: the grid of the run.
         client: the connection to the coordinator.
+        positions: which worker is which member of which position.
+
+    Attributes:
+        place: the position of this worker as a number: d * S + s.
     """
 
-    def __init__(self, grid: Grid, client: ControlClient) -> None:
+    def __init__(self, grid: Grid, client: ControlClient, positions: Positions | None = None) -> None:
         self.grid = grid
         self.client = client
         self.rank = client.rank
-        self.worker = grid.worker(client.rank)
+        self.positions = Positions(grid) if positions is None else positions
+        self.worker = self.positions.position(client.rank)
+        self.place = grid.rank(self.worker)
         self.is_in_step: Callable[[], bool] = lambda: False
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
         self.settle: Callable[[], None] = lambda: None
@@ -92,13 +102,15 @@ class WorkerCollectives:
     @property
     def live_workers(self) -> tuple[int, ...]:
         """The ranks of the live workers of the current generation."""
-        return self.client.roster or tuple(range(self.grid.num_workers))
+        return self.client.roster or tuple(range(self.positions.num_workers))
 
     @property
     def leader(self) -> int:
         """Rank of the worker that speaks for the run."""
         known = self.client.leader
-        return leader(self.grid, range(self.grid.num_workers)) if known < 0 else known
+        if known >= 0:
+            return known
+        return self.positions.rank(self.grid.worker(leader(self.grid, range(self.grid.num_workers))))
 
     @property
     def leads(self) -> bool:
@@ -107,12 +119,29 @@ class WorkerCollectives:
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker speaks for its stage."""
-        return stage_leads(self.grid, self.live_workers)[self.worker.stage] == self.rank
+        """Whether this worker speaks for its stage, or for its part of that."""
+        return self.positions.leads(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
     # ------------------------------------------------------------------ collectives
 
     def gather(self, name: str, value: Any) -> Mapping[int, Any]:
+        """The values of one worker of each live position, by the position's number: of those workers that are the same
+        member of their position as this one.
+
+        Raises:
+            UnsupportedFeatureError: in code that sees one micro-batch.
+        """
+        positions, member = self.positions, self.positions.member(self.rank)
+        found = self.gather_all(name, value)
+        if positions.members == 1:
+            return found
+        return {
+            self.grid.rank(positions.position(rank)): part
+            for rank, part in sorted(found.items())
+            if positions.member(rank) == member
+        }
+
+    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all live workers, by rank.
 
         Raises:
@@ -140,7 +169,7 @@ class WorkerCollectives:
         """
         if self.is_in_step() and isinstance(obj, str) and obj in self._answers:
             return self._answers[obj]
-        payloads = self.gather("broadcast", to_cpu(obj))
+        payloads = self.gather_all("broadcast", to_cpu(obj))
         source = self.rank
         if len(payloads) > 1:
             source = src if src != 0 and src in payloads else self.leader
@@ -192,7 +221,7 @@ class WorkerCollectives:
 
     def decide(self, decision: bool, all_agree: bool = True) -> bool:
         """Whether all workers agree; with ``all_agree=False``, whether any does."""
-        decisions = [bool(d) for d in self.gather("decision", bool(decision)).values()]
+        decisions = [bool(d) for d in self.gather_all("decision", bool(decision)).values()]
         return all(decisions) if all_agree else any(decisions)
 
     def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
@@ -205,15 +234,27 @@ class WorkerCollectives:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
         self.settle()
         while True:
-            payloads = self.gather(name, (part(),) if self.speaks else None)
+            payloads = self.gather_all(name, (part(),) if self.speaks else None)
             parts = {
-                self.grid.worker(rank).stage: value[0] for rank, value in sorted(payloads.items()) if value is not None
+                self.positions.column(rank): value[0] for rank, value in sorted(payloads.items()) if value is not None
             }
-            if len(parts) == self.grid.stages:
-                return [parts[stage] for stage in range(self.grid.stages)]
+            if len(parts) == self.positions.columns:
+                members = self.positions.members
+                return [
+                    merge_shards([parts[stage * members + member] for member in range(members)])
+                    for stage in range(self.grid.stages)
+                ]
 
 
 # ---------------------------------------------------------------------- context
+
+
+def _mesh_of(run: RunSetup, rank: int, trainer: pl.Trainer) -> PositionMesh | None:
+    if run.positions.members == 1:
+        return None
+    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+
+    return PositionMesh(run.mesh_sizes, run.positions.member(rank), trainer.strategy.root_device.type)
 
 
 @dataclass(frozen=True)
@@ -228,6 +269,7 @@ class WorkerContext:
         trainer: the Trainer of this process.
         collectives: this worker's collectives.
         fitting: whether the Trainer's function is ``fit``.
+        mesh: that of this worker's position, if it has several members.
     """
 
     options: Options
@@ -237,6 +279,7 @@ class WorkerContext:
     trainer: pl.Trainer
     collectives: WorkerCollectives
     fitting: bool
+    mesh: PositionMesh | None = None
 
     @classmethod
     def of(
@@ -244,7 +287,8 @@ class WorkerContext:
     ) -> WorkerContext:
         """The context of a worker whose Trainer is about to run."""
         fitting = trainer.state.fn == TrainerFn.FITTING
-        return cls(options, run, place, client, trainer, WorkerCollectives(run.grid, client), fitting)
+        collectives = WorkerCollectives(run.grid, client, run.positions)
+        return cls(options, run, place, client, trainer, collectives, fitting, _mesh_of(run, client.rank, trainer))
 
     @property
     def grid(self) -> Grid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import LayerPaths
@@ -237,6 +239,7 @@ class RunSetup:
         staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
             must know something of each other first.
         gathering: where the weights go in the end.
+        mesh_sizes: the sizes of the mesh of a position, FSDP shards and tensor parallelism.
     """
 
     grid: Grid
@@ -250,6 +253,12 @@ class RunSetup:
     restarts: bool = False
     staggered: bool = True
     gathering: Gathering = field(default_factory=Gathering)
+    mesh_sizes: tuple[int, int] = (1, 1)
+
+    @property
+    def positions(self) -> Positions:
+        """Which rank is which member of which position."""
+        return Positions(self.grid, math.prod(self.mesh_sizes))
 
 
 @dataclass(frozen=True)

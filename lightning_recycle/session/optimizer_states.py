@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.tensor_memory import part_like
 
 __all__ = [
     "Copies",
@@ -26,6 +27,7 @@ __all__ = [
     "merge_optimizer_states",
     "merged_names",
     "parameter_numbers",
+    "sharded_optimizer_state",
     "split_optimizer_state",
     "stage_optimizer_state",
 ]
@@ -105,6 +107,24 @@ def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]
         ]
         merged.append(_interleaved(parts))
     return merged
+
+
+def sharded_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """``state`` of whole parameters, whose tensors are sharded as the parameters of ``optimizer`` are."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    own = {
+        number: {
+            name: part_like(value, parameters[number]) if _is_like(value, parameters[number]) else value
+            for name, value in values.items()
+        }
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": own}
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:

@@ -71,6 +71,7 @@ class Session:
 
     Attributes:
         collectives: this worker's collectives.
+        mesh: that of this worker's position, if it has several members.
         callbacks: the Trainer's callbacks when this worker began.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
         loaders: the sources of steps.
@@ -97,6 +98,7 @@ class Session:
     ) -> None:
         self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
         self._context = context = WorkerContext.of(options, run, place, client, trainer)
+        self.mesh = context.mesh
         self.collectives = context.collectives
         self.grid, self.worker = context.grid, context.worker
         self.at_point: list[Callable[[str, int], None]] = []

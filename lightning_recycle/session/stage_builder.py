@@ -110,7 +110,8 @@ class StageBuilder:
         lends_copies = several and context.fitting and may_change_gradients(context.trainer, module)
         buckets = context.options.communication.bucket_bytes
         gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders)
-        return StageBundle(runs, parameters, gradients, ties, accumulated)
+        replicated = () if context.mesh is None else tuple(p for p in parameters if not context.mesh.counts(p))
+        return StageBundle(runs, parameters, gradients, ties, accumulated, replicated)
 
     def _among(
         self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
@@ -189,6 +190,7 @@ class StageBuilder:
             measurements,
             shadow_on_host=options.recovery.shadow == "host",
             device_name=context.device_name,
+            members=context.run.positions.members,
         )
         return Executor(runner, layers)
 
@@ -241,5 +243,6 @@ class StageBuilder:
             context.client,
             context.client.key_for("connections"),
             transport=transport_for(context.options.communication, rank, context.device),
+            mesh=context.mesh,
         )
         return context.worker, context.grid, context.client, communicator, bundle, callbacks

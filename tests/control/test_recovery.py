@@ -275,9 +275,9 @@ def test_a_worker_never_applies_a_gradient_that_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("version", "reduced", "expected"),
     [
-        (T, False, Part(reduces=True, buffers=T, applies=True, awaits_peers=True)),
-        (T, True, Part(reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
-        (T + 1, False, Part(reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
+        (T, False, Part(computes_weights=True, reduces=True, buffers=T, applies=True, awaits_peers=True)),
+        (T, True, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
+        (T + 1, False, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
     ],
 )
 def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version: int, reduced: bool, expected: Part) -> None:

@@ -279,8 +279,9 @@ class Part:
     """The part of a step that a worker does.
 
     Args:
-        reduces: whether it computes weight gradients and reduces them; one that is done with that runs only F and B,
-            for the others.
+        computes_weights: whether it computes weight gradients; one that is done with them runs only F and B, for the
+            others. If a member of its position is not, it computes them for that one's collectives, and drops them.
+        reduces: whether it reduces them.
         buffers: the step whose gradient buffers it writes to. There are two sets, for even and odd steps: a finished
             result must not change, so a worker that is done writes to the other one.
         applies: whether it steps its optimizer.
@@ -289,13 +290,14 @@ class Part:
             reduction, nobody could bring it there once its peers are gone.
     """
 
+    computes_weights: bool
     reduces: bool
     buffers: int
     applies: bool
     awaits_peers: bool
 
 
-def part_of(step: int, version: int, reduced: bool, idle_peer: bool) -> Part:
+def part_of(step: int, version: int, reduced: bool, idle_peer: bool, siblings_done: bool = True) -> Part:
     """The part of ``step`` that a worker does.
 
     Args:
@@ -303,6 +305,7 @@ def part_of(step: int, version: int, reduced: bool, idle_peer: bool) -> Part:
         version: the number of steps that the worker has applied.
         reduced: whether it holds the complete reduced gradient of step ``version``.
         idle_peer: whether the plan leaves a worker of its stage without micro-batches.
+        siblings_done: whether the columns of the other members of its position are done with the step.
     """
     done = step < version or reduced
-    return Part(not done, step + 1 if done else step, step == version, idle_peer)
+    return Part(not (done and siblings_done), not done, step + 1 if done else step, step == version, idle_peer)

@@ -11,7 +11,7 @@ does the same again, is evicted, or the exception is the user's own and is raise
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from lightning_recycle.control.client import Interrupted
@@ -32,10 +32,10 @@ from lightning_recycle.control.protocol.recovery import (
     WorkerStatus,
     actions,
 )
-from lightning_recycle.control.protocol.state import stage_leads
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Op, OpKind
+from lightning_recycle.planning.program import Program
 from lightning_recycle.runtime.comm.communicator import CommunicationError, UnreachableError
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, StepResult
@@ -67,7 +67,7 @@ class Executor:
     """
 
     def __init__(self, runner: StepRunner, layers: LayerKeeper | None = None) -> None:
-        self.worker, self.grid = runner.worker, runner.grid
+        self.worker, self.grid, self._positions = runner.worker, runner.grid, runner.positions
         self._runner, self._forwards = runner, Forwards(runner)
         self._client, self._communicator, self._callbacks = runner.client, runner.communicator, runner.callbacks
         tied = {tie.stages for tie in runner.ties.ties}
@@ -75,6 +75,7 @@ class Executor:
         self._joining = False
         self._has_own_exception = False  # an exception was judged to be the user's own
         self._communicator.report_progress_to(self._client.progressed)
+        self._communicator.report_waits_to(self._client.waiting)
         self._client.on_interrupt = self._communicator.abort  # ends whatever the main thread exchanges with others
         self._client.regroup = self.regroup
 
@@ -144,7 +145,7 @@ class Executor:
             if self.version == number:  # otherwise a recovery has applied it
                 program = self._client.begin_step(number)
                 if program is not None:
-                    self._runner.follow(program)
+                    self._runner.follow(self._in_plane(program))
                 self._runner.run_program(number)
 
         self._retried(run)
@@ -343,10 +344,14 @@ class Executor:
         runner = self._runner
         runner.before_recovery()
         announced = self._client.enter_generation()
+        if self._client.rank not in announced.roster:
+            self._client.doing(self.version, "parked")
+            self._client.await_announcement(None)
+            raise Interrupted
         version = -1 if self._joining else self.version
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
             runner.forget()
-        status = WorkerStatus(self.worker.stage, version, runner.reduced, not self.is_settled)
+        status = WorkerStatus(self._column, version, runner.reduced, not self.is_settled)
         self._client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
         resume = self._client.report(status, runner.payload, self._moving.cuts)
@@ -360,7 +365,9 @@ class Executor:
         if resume.generation == 0:
             runner.measure_links()
         ahead = frozenset() if runner.redoes_whole_steps else resume.decision.ahead
-        runner.ahead = resume.decision.version, ahead
+        runner.ahead = resume.decision.version, self._stages_in_plane(ahead)
+        siblings = self._positions.siblings(self._client.rank)
+        runner.siblings_done = all(self._positions.column(sibling) in resume.decision.ahead for sibling in siblings)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if runner.guesses is not None and commits:
             runner.guesses.known = commits
@@ -377,6 +384,23 @@ class Executor:
             runner.guesses.tell(self.version - 1, runner.payload, guesses=True)
         if resume.becomes:
             self._get_ready(resume)
+
+    @property
+    def _column(self) -> int:
+        return self._positions.column(self._client.rank)
+
+    def _stages_in_plane(self, columns: Collection[int]) -> frozenset[int]:
+        """The stages whose column in this worker's plane is among ``columns``."""
+        members = self._positions.members
+        plane = self._column % members
+        return frozenset(column // members for column in columns if column % members == plane)
+
+    def _in_plane(self, program: Program) -> Program:
+        """``program``, which is that of a position, between the members of this worker's plane."""
+        positions, plane = self._positions, self._positions.member(self._client.rank)
+        if positions.members == 1:
+            return program
+        return program.renamed(lambda place: positions.rank(self.grid.worker(place), plane))
 
     def _get_ready(self, resume: messages.Resume) -> None:
         """Exchanges layers with the workers of other stages; ends with another generation, which has the layout that
@@ -395,9 +419,12 @@ class Executor:
         """Connects this worker with those that it needs in the generation; from now on its schedule holds."""
         program = resume.program
         assert program is not None, "the coordinator adds it"
-        stages = {rank: self.grid.worker(rank).stage for rank in resume.roster}
+        positions, plane = self._positions, self._positions.member(self._client.rank)
+        stages = {rank: positions.stage(rank) for rank in resume.roster if positions.member(rank) == plane}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
-        self._runner.leads = stage_leads(self.grid, resume.roster)
+        leads = positions.leads(resume.roster)
+        self._runner.leads = {column // positions.members: rank for column, rank in leads.items() if rank in stages}
+        program = self._in_plane(program)
         tie_rosters = {
             tied: [rank for rank, stage in stages.items() if stage in tied]
             for tied in self._moving.tied_stages(resume.cuts)
@@ -410,7 +437,12 @@ class Executor:
         transfers = {other for pair in exchanges if rank in pair for other in pair} | self._moving.partners(resume)
         with self._client.waiting("connections"):
             self._communicator.configure(
-                resume.generation, {*program.neighbours, *transfers}, peers, tie_rosters, announced.check_links
+                resume.generation,
+                {*program.neighbours, *transfers},
+                peers,
+                tie_rosters,
+                announced.check_links,
+                positions.ranks(self.worker),
             )
             self._runner.drop_reductions()
         self._runner.follow(program)

@@ -67,28 +67,29 @@ class SpeculativeCommits:
 
     Args:
         client: the connection to the coordinator.
-        stage: the stage of this worker.
-        num_stages: how many there are.
+        column: the column of this worker: its stage, and its member of that
+            (:mod:`~lightning_recycle.control.protocol.positions`).
+        columns: how many there are.
         hold: norm of all gradients -> whether a step is what it is without knowing the norm.
 
     Attributes:
         unsettled: whether the newest step was made on a guess that nothing has confirmed yet.
-        known: the reports of all stages, by stage, of the newest step that all have reported.
+        known: the reports of all stages, by column, of the newest step that all have reported.
     """
 
-    def __init__(self, client: ControlClient, stage: int, num_stages: int, hold: Callable[[float], bool]) -> None:
+    def __init__(self, client: ControlClient, column: int, columns: int, hold: Callable[[float], bool]) -> None:
         self.unsettled = False
         self.known: Mapping[int, CommitPayload] = {}
-        self._client, self._stage, self._num_stages, self._hold = client, stage, num_stages, hold
+        self._client, self._column, self._columns, self._hold = client, column, columns, hold
         self._told_in = (-1, -1)  # the generation and the step in which this worker has told
 
     def is_likely(self, own: CommitPayload) -> bool:
         """Whether a guess will hold, by the reports of other stages of the step before; the same in all workers of a
-        stage.
+        column.
         """
-        others = {stage: payload for stage, payload in self.known.items() if stage != self._stage}
-        enough = len(others) == self._num_stages - 1
-        return enough and self._hold(_GROWTH * norm_of({**others, self._stage: own}))
+        others = {column: payload for column, payload in self.known.items() if column != self._column}
+        enough = len(others) == self._columns - 1
+        return enough and self._hold(_GROWTH * norm_of({**others, self._column: own}))
 
     def are_right(self, known: Mapping[int, CommitPayload]) -> bool:
         """Whether guesses about a step that all have reported were right."""

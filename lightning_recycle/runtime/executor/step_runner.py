@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import part_of
 from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
@@ -95,8 +96,10 @@ class StepRunner:
         measurements: of the operations; by default only their seconds.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
         device_name: the name of its device, by which its machine knows it.
+        members: the number of workers in a position.
 
     Attributes:
+        positions: which worker is which member of which position.
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
         reduced: whether the gradient of step :attr:`version` is reduced.
         payload: what other stages must know of it; that of an unsettled step stays.
@@ -105,6 +108,7 @@ class StepRunner:
         attempt: how far this worker has come.
         leads: the rank that speaks for each stage.
         ahead: a step that is run again, and the stages that are done with it.
+        siblings_done: whether the other members of this worker's position are done with that step, too.
         before_operation: called with (step, operation) before each operation.
         after_operation: called with (step, operation) after each operation.
         stretch_operation: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes
@@ -123,8 +127,9 @@ class StepRunner:
         measurements: StepMeasurements | None = None,
         shadow_on_host: bool = False,
         device_name: str = "",
+        members: int = 1,
     ) -> None:
-        self.worker, self.grid = worker, grid
+        self.worker, self.grid, self.positions = worker, grid, Positions(grid, members)
         self.client, self.communicator, self.callbacks = client, communicator, callbacks
         self.version = 0
         self.reduced = False
@@ -133,6 +138,7 @@ class StepRunner:
         self.attempt = Attempt()
         self.leads: dict[int, int] = {}
         self.ahead: tuple[int, frozenset[int]] = (-1, frozenset())
+        self.siblings_done = True
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
         self.stretch_operation: Callable[[float], None] | None = None
@@ -144,7 +150,7 @@ class StepRunner:
         self.guesses = (
             None
             if waits or rules.presumes is None
-            else SpeculativeCommits(client, worker.stage, grid.stages, rules.presumes)
+            else SpeculativeCommits(client, self.positions.column(client.rank), self.positions.columns, rules.presumes)
         )
         self.commits = waits or (rules.norm and rules.presumes is None)
         self.redoes_whole_steps = has_ties  # what is REDUCED, but not applied, cannot be kept for a redo
@@ -162,11 +168,11 @@ class StepRunner:
     def _hold(self, bundle: StageBundle) -> None:
         """From now on this worker has these layers. Nothing is under way."""
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
-        self._parameters = bundle.parameters
+        self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
         self._reduction = BucketedReduction(self.communicator.sums, self.gradients, self.stage, lambda: self.is_settled)
         self.accumulated = AccumulatedGradients(self.gradients, self._parameters, bundle.accumulated)
-        # A single stage is never ahead of others: what it has applied is what is committed.
-        is_ahead = not self.commits and (self.grid.stages > 1 or self.guesses is not None)
+        # A single column is never ahead of others: what it has applied is what is committed.
+        is_ahead = not self.commits and (self.positions.columns > 1 or self.guesses is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
         self._measurements.hold(self._held)
         # A guess, or the user's own backward, may differ.
@@ -205,12 +211,15 @@ class StepRunner:
 
     def run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
-        part = part_of(step, self.version, self.reduced, self._idle_peer)
+        self.communicator.meet_siblings()  # none of them is left behind in a step that others can complete
+        siblings_done = self.siblings_done if step == self.ahead[0] else False
+        part = part_of(step, self.version, self.reduced, self._idle_peer, siblings_done)
         givers = self._givers(step)
         self.verifier.begin(step, part.reduces and step == self.version)
         program = self.verifier.tasks
         if not part.reduces:
-            left_out = [OpKind.BACKWARD_WEIGHT, *([] if givers else [OpKind.REDUCE])]
+            weights = [] if part.computes_weights else [OpKind.BACKWARD_WEIGHT]
+            left_out = [*weights, *([] if givers else [OpKind.REDUCE])]
             program = tuple(t for t in program if t.op.kind not in left_out)
         self.stage.clear()
         self._losses, self._outputs = {}, {}
@@ -256,7 +265,7 @@ class StepRunner:
                 self._recompute(step, task)
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
                 self._backward(step, task)
-                if not part.reduces:  # there is no W that would free what it waits with
+                if not part.computes_weights:  # there is no W that would free what it waits with
                     self.stage.forget(task.index)
             elif kind is OpKind.BACKWARD_WEIGHT:
                 for watcher in self._watchers:
@@ -360,7 +369,7 @@ class StepRunner:
         """The report of this stage's reduced gradient of ``step`` to other stages."""
         totals = (step, self.steps[step].share)
         return CommitPayload(
-            self.accumulated.squared_norm(*totals, without=self.ties.not_counted) if self._rules.norm else math.nan,
+            self.accumulated.squared_norm(*totals, without=self._not_counted) if self._rules.norm else math.nan,
             self._rules.overflow and not self.accumulated.is_finite(*totals),
         )
 
