@@ -17,7 +17,7 @@ from lightning_recycle.commands.application import bad_input_ends
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.report.page import render_report
-from lightning_recycle.visualize.report.records import load_results
+from lightning_recycle.visualize.report.records import load_results, missing_results
 
 __all__ = ["main"]
 
@@ -39,13 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     with bad_input_ends(_NAME):
         results = load_results(chosen.folder)
-        page = render_report(results, chosen.title)
+        missing = missing_results(chosen.folder)
+        page = render_report(results, chosen.title, missing)
         try:
             write_atomically(chosen.output, page)
         except OSError as error:
             raise ConfigurationError(f"cannot write {chosen.output}: {error.strerror or error}.") from error
         size = len(page.encode()) / 1e6
-        Console(soft_wrap=True).print(f"wrote {chosen.output}: {len(results)} results, {size:.1f} MB", highlight=False)
+        count = f"{len(results)} of {len(results) + missing}" if missing else f"{len(results)}"
+        Console(soft_wrap=True).print(f"wrote {chosen.output}: {count} results, {size:.1f} MB", highlight=False)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,13 @@ from lightning_recycle.commands.application import run_command
 from lightning_recycle.commands.scenario import result_of, scenario_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import write_atomically
-from lightning_recycle.visualize.report.records import assumptions_text, duration_text, failures_text, policy_text
+from lightning_recycle.visualize.report.records import (
+    EXPERIMENT_FILE,
+    assumptions_text,
+    duration_text,
+    failures_text,
+    policy_text,
+)
 from lightning_recycle.visualize.timeline import timeline_trace
 
 __all__ = ["Point", "main", "points_of"]
@@ -142,6 +148,11 @@ def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[
 def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Path, console: Console) -> float:
     """All points of an experiment, each in a folder of its own; returns their number."""
     points = points_of(experiment, given)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / EXPERIMENT_FILE, json.dumps({"results": len(points)}) + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}.") from error
     for number, point in enumerate(points):
         config = hydra.compose(_CONFIG, overrides=[*point.overrides, "timeline=false", "output=."])
         result, _ = _simulated(config, list(point.overrides), folder / point.name / f"{number:03d}")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shutil
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from command_driver import run, run_all
+from command_driver import check_refused, run, run_all
 
 from lightning_recycle import __version__
 from lightning_recycle.traces import load_trace
@@ -155,9 +156,12 @@ def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
     compared = [ratios for ratios in scenes.values() if len(ratios) >= 3]
     assert len(compared) == 9
     entered = Counter(name for ratios in compared for name in ratios)
-    for name, count in Counter(max(ratios, key=ratios.__getitem__) for ratios in compared).items():
+    leads = Counter(max(ratios, key=ratios.__getitem__) for ratios in compared).most_common()
+    for place, (name, count) in enumerate(leads):
         some = "" if entered[name] == 9 else f" of the {entered[name]} with it"
-        assert re.search(f"{name.replace('Recycle', 'ReCycle')} in {count}{some}[,;]", shown)
+        first = " is fastest" * (place == 0)
+        ends = ",? of 9 comparisons" if place == 0 else "[,;]"
+        assert re.search(f"{name.replace('Recycle', 'ReCycle')}{first} in {count}{some}{ends}", shown)
     gains = [
         100 * (ratios["Recycle"] - ratios["Merge"])
         for (*_, schedule), ratios in scenes.items()
@@ -172,7 +176,7 @@ def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
         if (model, failures, "1f1b") in scenes and name in scenes[model, failures, "1f1b"]
     ]
     assert f"is worth +{number(fmean(planned), 1)} points" in shown
-    assert re.search(r"in [0-9]+ of them by less than half a point", shown)
+    assert re.search(r"; [0-9]+ of these leads (is|are) below half a point", shown)
     assert shown.count(". ") == 2
 
 
@@ -198,6 +202,17 @@ def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> No
 def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
     cut = Counter(section for tag, attributes, section in page.elements if attributes.get("class") == "tick cut")
     assert cut == {"intervals": 4, "fractions": 2}
+
+
+def test_the_page_of_an_interrupted_experiment_says_how_much_is_there(folder: Path, tmp_path: Path) -> None:
+    part = tmp_path / "results"
+    shutil.copytree(folder / "results" / "quick", part)
+    for file in sorted(part.rglob("result.json"))[-7:]:
+        file.unlink()
+    assert "44 of 51 results" in run("recycle-report", tmp_path, "results")
+    assert "44 of 51 results (the experiment was interrupted)" in (tmp_path / "report.html").read_text()
+    (part / "experiment.json").write_text("[]")
+    check_refused("recycle-report", tmp_path, [(["results"], "cannot read results/experiment.json")])
 
 
 def test_bands_are_drawn_from_ten_runs_on(tmp_path: Path, records: list[dict[str, Any]]) -> None:

@@ -32,18 +32,19 @@ Scenes = Mapping[str, Mapping[tuple[str, str], Record]]
 """By everything but the policy: results by (policy, schedule)."""
 
 
-def render_report(records: Sequence[Record], title: str = "ReCycle simulation report") -> str:
+def render_report(records: Sequence[Record], title: str = "ReCycle simulation report", missing: int = 0) -> str:
     """The page of ``records`` as HTML.
 
     Args:
         records: the results of a folder.
         title: title of the page.
+        missing: number of results that an interrupted experiment lacks.
     """
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
         title=title,
-        summary=_summary(records),
+        summary=_summary(records, missing),
         conclusion=_conclusion(records),
         sections=sections_of(records),
         swatch=swatch,
@@ -51,12 +52,15 @@ def render_report(records: Sequence[Record], title: str = "ReCycle simulation re
     )
 
 
-def _summary(records: Sequence[Record]) -> str:
+def _summary(records: Sequence[Record], missing: int) -> str:
     runs = sum(len(record["runs"]) for record in records)
     hours = sum(len(record["runs"]) * record["duration"] for record in records) / 3600
     models = len({record["model"]["name"] for record in records})
     policies = len({record["policy"]["name"] for record in records})
-    parts = [_count(len(records), "result"), f"{_count(runs, 'simulated run')}, {hours:,.0f} hours of training"]
+    results = _count(len(records), "result")
+    if missing:
+        results = f"{len(records):,} of {len(records) + missing:,} results (the experiment was interrupted)"
+    parts = [results, f"{_count(runs, 'simulated run')}, {hours:,.0f} hours of training"]
     parts += [_count(models, "model"), f"{policies} {'policy' if policies == 1 else 'policies'}"]
     return " \N{MIDDLE DOT} ".join(parts)
 
@@ -104,14 +108,19 @@ def _leaders(scenes: Scenes) -> str:
     if not leads:
         return "No three policies have run with the same schedule, so these results do not say which policy is best."
     total = sum(leads.values())
-    names = ", ".join(
+    total = sum(leads.values())
+    (first, most), *others = leads.most_common()
+    leader = f"{POLICIES.get(first, first)} is fastest in {most}"
+    if entered[first] < total:
+        leader += f" of the {entered[first]} with it, of {_count(total, 'comparison')}"
+    else:
+        leader += f" of {_count(total, 'comparison')}"
+    rest = [
         f"{POLICIES.get(name, name)} in {count}" + (f" of the {entered[name]} with it" if entered[name] < total else "")
-        for name, count in leads.most_common()
-    )
-    return (
-        f"With the same schedule for all, of {_count(total, 'comparison')} the fastest is {names}; in "
-        f"{narrow} of them by less than half a point."
-    )
+        for name, count in others
+    ]
+    close = f"{narrow} of these leads {'is' if narrow == 1 else 'are'} below half a point"
+    return f"With the same schedule for all, {', '.join([leader, *rest])}; {close}."
 
 
 def _re_routing(scenes: Scenes) -> str:

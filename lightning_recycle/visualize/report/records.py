@@ -21,6 +21,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.visualize.report.charts import Series
 
 __all__ = [
+    "EXPERIMENT_FILE",
     "LEAST_RUNS",
     "POLICIES",
     "RESULT_SCHEMA",
@@ -32,6 +33,7 @@ __all__ = [
     "error",
     "failures_text",
     "load_results",
+    "missing_results",
     "model_text",
     "models_of",
     "number",
@@ -44,6 +46,8 @@ Record = Mapping[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 
 RESULT_SCHEMA = 3
+EXPERIMENT_FILE = "experiment.json"
+"""In the folder of an experiment, with the number of results it is to have."""
 _PARTS = (
     "command", "model", "cluster", "policy", "failures", "duration", "throughput", "fault_free_throughput", "ratio",
     "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "node_failures", "note",
@@ -264,6 +268,18 @@ def _load(file: Path) -> Record:
     if missing := [part for part in _PARTS if part not in record]:
         raise ConfigurationError(f"{file} is incomplete ({', '.join(missing)} missing): run recycle-simulate again.")
     return record
+
+
+def missing_results(folder: str | Path) -> int:
+    """How many results the experiments below ``folder`` still lack because they were interrupted."""
+    missing = 0
+    for file in Path(folder).rglob(EXPERIMENT_FILE):
+        try:
+            expected = int(json.loads(file.read_text(encoding="utf-8"))["results"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"cannot read {file}: {error}.") from error
+        missing += max(0, expected - sum(1 for _ in file.parent.rglob("result.json")))
+    return missing
 
 
 def by(records: Iterable[Record], key: Callable[[Record], _Key]) -> dict[_Key, list[Record]]:
