@@ -1,6 +1,6 @@
-"""What mkdocs is told besides mkdocs.yml: pages that lie elsewhere, and a check that the site loads nothing.
+"""A hook of mkdocs: pages that lie elsewhere, pictures to enlarge, and a check that the site loads nothing.
 
-A hook of mkdocs, named in mkdocs.yml.
+Named in mkdocs.yml.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-__all__ = ["on_files", "on_page_markdown", "on_post_build"]
+__all__ = ["on_files", "on_page_content", "on_page_markdown", "on_post_build"]
 
 _ROOT = Path(__file__).parents[1]
 _ELSEWHERE = {
@@ -21,6 +21,7 @@ _ELSEWHERE = {
 }
 """Pages of the site whose source is not in docs/, by their name in the site."""
 
+_LONG_NAME = re.compile(r"(?<=<code>)[^<]{20,}(?=</code>)")
 _LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
 
 
@@ -39,6 +40,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in _ELSEWHERE:
         markdown = markdown.replace("](docs/", "](").replace("](../docs/", "](")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let each picture lead to its file, where it has its full size, and break long names in tables at underscores."""
+    html = re.sub(r'(<img [^>]*?src="([^"]+)"[^>]*>)', r'<a class="enlarge" href="\2" title="Enlarge">\1</a>', html)
+    return re.sub(r"<td.*?</td>", lambda cell: _LONG_NAME.sub(_breakable, cell[0]), html, flags=re.S)
+
+
+def _breakable(name: re.Match[str]) -> str:
+    return re.sub(r"(_|::|/|=|,)(?=\w)", r"\1<wbr>", name[0])
 
 
 class _Loads(HTMLParser):
