@@ -21,7 +21,7 @@ FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-oldest test-newest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
+.PHONY: help install demo test test-long test-all test-oldest test-newest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -41,6 +41,9 @@ test: $(STAMP) ## run the tests, JOBS files at a time, 3 by default (ARGS are pa
 
 test-long: $(STAMP) ## run all tests that take long, 15 minutes; `make test` has a sample of them
 	$(PYTEST_JOBS) -m "long and not exhaustive" $(ARGS)
+
+test-all: $(STAMP) ## run what test and test-long run, each test once
+	$(PYTEST_JOBS) --long $(ARGS)
 
 test-ray: $(STAMP) ## run the tests on Ray clusters of several nodes, some minutes; needs the extra ray
 	$(BIN)/python -m pytest -q -m ray_cluster tests/raylets $(ARGS)

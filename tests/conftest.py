@@ -22,6 +22,10 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"lightning_r
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run all tests marked long, not a sample of them")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collecting tests imports millions of objects that stay: the garbage collector looks through none of them."""

@@ -13,9 +13,9 @@ LONG_SAMPLE = 20
 
 
 def chooses_by_default(config: pytest.Config) -> bool:
-    """Whether the command line leaves it to pyproject.toml which marked tests run."""
+    """Whether the command line leaves it to pyproject.toml which marked tests run, without ``--long``."""
     options = config.getini("addopts")
-    return bool(config.getoption("markexpr") == options[options.index("-m") + 1])
+    return not config.getoption("long") and bool(config.getoption("markexpr") == options[options.index("-m") + 1])
 
 
 def sampled(cases: Iterable[Any], count: int, seed: int = 0) -> list[Any]:
