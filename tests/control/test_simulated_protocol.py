@@ -32,8 +32,8 @@ from lightning_recycle.control.protocol import fault_attribution as attribution
 from lightning_recycle.control.protocol.coordinator_restart import MessageRecord
 from lightning_recycle.control.protocol.member import Member
 
-SAMPLE = 1000  # histories in the ordinary run
-SAMPLE_WHEN_KILLED = 1500  # what the coordinator's death does to who is leaving is rare
+SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
+SAMPLE_WHEN_KILLED = (range(400), range(400, 1500))  # what the coordinator's death does to who is leaving is rare
 HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
     "a worker forgets what a recovery told of a commit": 1_500,
@@ -73,30 +73,40 @@ MEETS = {  # what the sample must have met, or it says nothing about it
 }
 
 
-def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble() -> None:
-    met = check_histories(range(SAMPLE))
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
-    assert met["Failed"] < SAMPLE / 25, "that takes a link that nobody can do without"
+def over(sample: tuple[range, range]) -> pytest.MarkDecorator:
+    """``histories``: few in the ordinary run, further ones in a long one."""
+    few, more = sample
+    return pytest.mark.parametrize("histories", [few, pytest.param(more, marks=pytest.mark.long)], ids=["few", "more"])
+
+
+@over(SAMPLE)
+def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble(histories: range) -> None:
+    met = check_histories(histories)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    assert met["Failed"] < len(histories) / 25, "that takes a link that nobody can do without"
     assert not {kind for kind in MEETS if not met[kind]}
 
 
-def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers() -> None:
-    met = check_histories(range(SAMPLE), ends=True)
-    assert met["Ended"] > SAMPLE / 3
-    assert met["Finished"] + met["Ended"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
+@over(SAMPLE)
+def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories: range) -> None:
+    met = check_histories(histories, ends=True)
+    assert met["Ended"] > len(histories) / 3
+    assert met["Finished"] + met["Ended"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_workers_that_want_to_stop_all_stop_at_the_same_place(ends: bool) -> None:
-    met = check_histories(range(SAMPLE), ends=ends, stops=True)
-    assert met["stopped at once"] > SAMPLE / 20
-    assert met["stop_requested"] > SAMPLE / 20
+@over(SAMPLE)
+def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, ends: bool) -> None:
+    met = check_histories(histories, ends=ends, stops=True)
+    assert met["stopped at once"] > len(histories) / 20
+    assert met["stop_requested"] > len(histories) / 20
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(kills: bool) -> None:
-    met = check_histories(range(SAMPLE // 2), kills=kills, plans_late=True)
-    assert met["held"] > SAMPLE / 4
+@over(SAMPLE)
+def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories: range, kills: bool) -> None:
+    met = check_histories(histories, kills=kills, plans_late=True)
+    assert met["held"] > len(histories) / 2
 
 
 MEETS_WHEN_KILLED = {
@@ -106,7 +116,6 @@ MEETS_WHEN_KILLED = {
     "LOST returns",
     "STARTER returns",
     "StepLoss told again",
-    "StopVerdict told again",
     "coordinator killed again",
     "coordinator killed during a pause",
     "did not return",
@@ -115,27 +124,31 @@ MEETS_WHEN_KILLED = {
 }
 
 
-def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment() -> None:
-    met = check_histories(range(SAMPLE_WHEN_KILLED), kills=True)
-    met += check_histories(range(SAMPLE_WHEN_KILLED), kills=True, stops=True)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == 2 * SAMPLE_WHEN_KILLED
-    assert met["Finished"] > SAMPLE_WHEN_KILLED
-    assert not {kind for kind in MEETS_WHEN_KILLED if not met[kind]}
+@pytest.mark.parametrize("stops", [False, True])
+@over(SAMPLE_WHEN_KILLED)
+def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histories: range, stops: bool) -> None:
+    met = check_histories(histories, kills=True, stops=stops)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    assert met["Finished"] > len(histories) / 2
+    assert histories.start or not {kind for kind in MEETS_WHEN_KILLED if not met[kind]}
+    assert bool(met["StopVerdict told again"]) == stops
 
 
-@pytest.mark.parametrize("more", ["stops", "layouts", "checks", "strays"])
-def test_every_promise_holds_when_what_the_coordinator_wrote_is_lost_with_it(more: str) -> None:
-    met = check_histories(range(SAMPLE // 2), kills=True, loses_file=True, **{more: True})
-    assert met["file lost"] > SAMPLE / 8
+@pytest.mark.parametrize("also", ["stops", "layouts", "checks", "strays"])
+@over(SAMPLE)
+def test_every_promise_holds_when_what_the_coordinator_wrote_is_lost_with_it(histories: range, also: str) -> None:
+    met = check_histories(histories, kills=True, loses_file=True, **{also: True})
+    assert met["file lost"] > len(histories) / 4
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_every_promise_holds_when_layers_move(kills: bool) -> None:
-    met = check_histories(range(SAMPLE), kills=kills, layouts=True)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
-    assert met["layers_moved"] > SAMPLE / 10
+@over(SAMPLE)
+def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> None:
+    met = check_histories(histories, kills=kills, layouts=True)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    assert met["layers_moved"] > len(histories) / 10
     assert met["layers under way"] > met["layers_moved"], "none was undone"
-    assert met["stranger"]
+    assert met["stranger"] or not histories.start, "rare"
 
 
 @pytest.mark.exhaustive
@@ -148,17 +161,19 @@ def test_every_promise_holds_in_100_000_histories_in_which_layers_move(tens_of_t
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_no_stage_keeps_what_it_made_of_a_wrong_result(kills: bool) -> None:
-    met = check_histories(range(SAMPLE // 2), kills=kills, checks=True)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE // 2
-    assert met["evicted after an error"] > SAMPLE / 20
+@over(SAMPLE)
+def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories: range, kills: bool) -> None:
+    met = check_histories(histories, kills=kills, checks=True)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    assert met["evicted after an error"] > len(histories) / 10
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(kills: bool) -> None:
-    met = check_histories(range(SAMPLE), kills=kills, strays=True)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == SAMPLE
-    assert met["outvoted"] > SAMPLE / 100
+@over(SAMPLE)
+def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(histories: range, kills: bool) -> None:
+    met = check_histories(histories, kills=kills, strays=True)
+    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    assert met["outvoted"] > len(histories) / 100
 
 
 @pytest.mark.exhaustive
