@@ -7,7 +7,6 @@ from support.sampling import sampled
 
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", sampled([False, True], 1))
-@pytest.mark.timeout(600)
 def test_a_run_whose_processes_are_all_killed_while_it_writes_resumes_from_a_whole_checkpoint(
     sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -19,7 +19,6 @@ def run(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_what_is_measured_on_the_processor_says_that_it_is_nothing_of_a_device() -> None:
     shown = run("gpu.py", "--device", "cpu", "--quick")
     assert shown.count("NOT figures of a GPU") == 2

@@ -18,7 +18,6 @@ def test_the_transport_of_a_device_is_made(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_messages_and_a_failure_are_measured_over_nccl(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

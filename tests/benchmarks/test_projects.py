@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_model_without_a_checkout_is_compared_with_ddp(tmp_path: Path) -> None:
     """In a process of its own: the other side forks."""
     command = [sys.executable, "benchmarks/projects.py", str(tmp_path), "--only", "Hugging Face GPT-2", "--stages", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     found = re.search(r"^Hugging Face GPT-2, 2 stages: (\S+), (\S+)$", done.stdout, re.M)
     assert found is not None, done.stdout

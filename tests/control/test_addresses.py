@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from control_plane import together
 from support.thread_client import ThreadClient
+from support.waiting import PATIENCE, next_line
 
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.addresses import address_from, listen_at, shown
@@ -112,7 +113,7 @@ def coordinator(listen: str) -> subprocess.Popen[str]:
 def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None:
     with listen_at(("127.0.0.1", 0), 1) as other:
         place = shown(other.getsockname()) if problem == "in use" else "no-such-machine.invalid:0"
-        _, said = coordinator(place).communicate(timeout=60)
+        _, said = coordinator(place).communicate(timeout=PATIENCE)
     assert "Traceback" not in said
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
 
@@ -122,8 +123,7 @@ def test_workers_meet_over_ipv6() -> None:
     process = coordinator("[::1]:0")
     clients: list[ThreadClient] = []
     try:
-        assert process.stdout is not None
-        address = address_from(process.stdout.readline().split()[-1], "address")
+        address = address_from(next_line(process).split()[-1], "address")
         assert address[0] == "::1"
         clients += [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(2)]
         assert sorted(found.rank for found in together(*(c.await_assignment for c in clients))) == [0, 1]

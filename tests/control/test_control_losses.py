@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from control_plane import GRID, PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Member
 
@@ -16,8 +15,6 @@ from lightning_recycle.control.protocol.messages import Activity, Broken, Crash,
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.program import Programs
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_process_exit_is_a_loss_with_its_cause(plane: ControlPlane) -> None:

@@ -21,8 +21,6 @@ from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.program import Programs
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_workers_that_joined_get_the_same_roster_and_each_its_program(plane: ControlPlane) -> None:
     members = plane.members()

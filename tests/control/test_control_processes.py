@@ -10,13 +10,12 @@ from multiprocessing.connection import wait
 
 import pytest
 from control_plane import PATIENCE, SILENCE, ControlPlane, beat, in_thread
+from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
 from lightning_recycle.control.protocol.messages import Alive, Arrive, Hello, Regroup, Report, Stop
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import StageLost
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("beats", [1, 0], ids=["after a heartbeat", "before its first heartbeat"])
@@ -128,8 +127,7 @@ def test_a_worker_that_does_not_read_is_evicted_and_the_others_go_on(strict: Con
 
 
 def line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
+    return str(next_line(child).strip())
 
 
 def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(plane: ControlPlane) -> None:

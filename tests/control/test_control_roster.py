@@ -15,8 +15,6 @@ from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Hello
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def run_to(version: int, members: list[Member]) -> list[Future[Any]]:
     """Lets each of ``members`` step up to ``version``, in a thread of its own."""

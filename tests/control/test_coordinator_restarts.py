@@ -13,6 +13,7 @@ import pytest
 from control_plane import in_thread
 from control_worker import Member
 from support.thread_client import ThreadClient
+from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
@@ -38,8 +39,7 @@ class Restarted:
             self.process = subprocess.Popen(
                 command, env={**os.environ, "RECYCLE_KEY": KEY}, stdout=subprocess.PIPE, stderr=record, text=True
             )
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
+        next_line(self.process)
 
     def kill(self) -> None:
         assert self.process is not None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.waiting import next_line
 
 from lightning_recycle.control.coordinator import journal as journal_module
 from lightning_recycle.control.coordinator.journal import Journal, Process, default_path
@@ -104,8 +105,7 @@ def test_a_second_coordinator_is_refused_while_the_first_one_lives(
     path = tmp_path / "state"
     holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE)
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline()
+        next_line(holder)
         holder.send_signal(signal.SIGSTOP)  # it may wake up at any time
         with monkeypatch.context() as patch:
             patch.setattr(journal_module, "_LOCK_SECONDS", 0.1)

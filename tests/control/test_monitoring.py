@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane, die, together
+from support.waiting import PATIENCE, next_line, wait_for
 
 from lightning_recycle.control.monitoring import run_sockets, status_command, status_server
 from lightning_recycle.control.monitoring.history import Event
@@ -29,8 +30,6 @@ from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def seen(plane: ControlPlane) -> Status:
@@ -440,12 +439,8 @@ def test_a_standalone_coordinator_is_seen_before_its_first_worker(how: str, caps
     told: Any = {"RECYCLE_HTTP": str(port)} if how == "environment" else {}
     with coordinator(*([] if told else ["--http", str(port)]), **told) as process:
         try:
-            assert process.stdout is not None
-            assert "listening on" in process.stdout.readline()
-            deadline = time.monotonic() + 20
-            while not answers(port, "/healthz"):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            assert "listening on" in next_line(process)
+            assert wait_for(lambda: answers(port, "/healthz"), pause=0.05)
             assert get(port, "/readyz")[0] == get(port, "/healthz")[0] == 200
             assert get(port, "/training")[0] == 503
             for address in (str(process.pid), f"127.0.0.1:{port}", f"http://localhost:{port}/"):
@@ -461,7 +456,7 @@ def test_a_standalone_coordinator_refuses_an_address_for_its_status_that_cannot_
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = "nowhere" if wrong == "nowhere" else str(other.getsockname()[1])
         process = coordinator("--http", address)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert "recycle-coordinator: " in said
     assert ("--http='nowhere': give host:port" if wrong == "nowhere" else "another process listens there") in said

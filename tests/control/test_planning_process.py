@@ -13,7 +13,7 @@ import pytest
 from control_plane import GRID, PATIENCE, ControlPlane, die, in_thread
 from slow_planners import Exiting, Failing, Gated, Heavy, Modules, Unpicklable
 from support.process_tree import is_alive
-from support.waiting import wait_for
+from support.waiting import next_line, wait_for
 
 from lightning_recycle.control.plans import planning_process
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
@@ -22,8 +22,6 @@ from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, solve
 from lightning_recycle.planning.child_process import Cancelled
-
-pytestmark = pytest.mark.timeout(60)
 
 LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 
@@ -221,8 +219,7 @@ def test_it_ends_with_the_process_that_asks() -> None:
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as asking:
-        assert asking.stdout is not None
-        pid = int(asking.stdout.readline())
+        pid = int(next_line(asking))
         asking.kill()
         asking.wait()
         assert wait_for(lambda: not is_alive(pid), PATIENCE)

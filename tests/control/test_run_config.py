@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from control_plane import PATIENCE, together
 from support.thread_client import ThreadClient
-from support.waiting import wait_for
+from support.waiting import next_line, wait_for
 
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import GROUPS, Overrides, difference, settle
@@ -153,8 +153,7 @@ def coordinator(*options: str) -> Iterator[tuple[subprocess.Popen[str], tuple[st
         text=True,
     )
     try:
-        assert process.stdout is not None
-        yield process, address_from(process.stdout.readline().split()[-1], "address")
+        yield process, address_from(next_line(process).split()[-1], "address")
     finally:
         process.kill()
         process.communicate()

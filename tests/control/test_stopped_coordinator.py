@@ -8,18 +8,16 @@ import sys
 import time
 from collections.abc import Iterator
 
-import pytest
 from control_plane import PATIENCE, in_thread, together
 from control_worker import Member
 from support.thread_client import ThreadClient
+from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
 KEY = "the key of this test"
 STOPPED = 4.0  # seconds
 QUIET = 3.0  # seconds of silence until workers give a coordinator up
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @contextlib.contextmanager
@@ -33,8 +31,7 @@ def coordinator(*further: str) -> Iterator[tuple[subprocess.Popen[str], tuple[st
         text=True,
     )
     try:
-        assert process.stdout is not None
-        host, _, port = process.stdout.readline().split()[-1].rpartition(":")
+        host, _, port = next_line(process).split()[-1].rpartition(":")
         yield process, (host, int(port))
     finally:
         process.kill()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.process_tree import is_alive
-from support.waiting import wait_for
+from support.waiting import next_line, wait_for
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -375,8 +375,7 @@ def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
     worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WORKER)], stdout=subprocess.PIPE, text=True)
     readers: list[int] = []
     try:
-        assert worker.stdout is not None
-        readers = [int(pid) for pid in worker.stdout.readline().split()]
+        readers = [int(pid) for pid in next_line(worker).split()]
         assert len(readers) == 2
         assert all(map(is_alive, readers))
         worker.send_signal(signal.SIGKILL)

@@ -57,7 +57,6 @@ for script in sys.argv[1:]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_complete_scripts_run(tmp_path: Path) -> None:
     for block in blocks("python"):
         if block.title:

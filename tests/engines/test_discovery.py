@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 from lightning_recycle.control.network.addresses import machine_name
 from lightning_recycle.engines.discovery import check_copies, discover
@@ -92,7 +93,7 @@ def test_a_device_that_the_trainer_does_not_have_is_an_error_at_once(tmp_path: P
         env={**os.environ, **MINIMAL, "RECYCLE_COORDINATOR": "127.0.0.1:9", "LOCAL_RANK": "4"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     assert "LOCAL_RANK=4 does not fit Trainer(devices=4)" in done.stderr
@@ -169,7 +170,7 @@ def test_under_torchrun_nothing_is_trained_twice(tmp_path: Path) -> None:
         env={**os.environ, "DEVICES": "2"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     assert f"recycle-run --nproc-per-node=2 engine_script.py {output}" in done.stderr

@@ -16,7 +16,7 @@ from engine_script import Paced
 from support.models import GLOBAL_BATCH, dataset
 from support.process_tree import is_alive
 from support.training import TOLERANCE, difference, plain_loop
-from support.waiting import wait_for
+from support.waiting import PATIENCE, line_with, next_line, wait_for
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ def running(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subp
 def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     """The exit status, and what it printed on both streams."""
     with running(*arguments, env={**ELSEWHERE, **(env or {})}) as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=PATIENCE)
         return process.returncode, output, errors
 
 
@@ -119,7 +119,7 @@ def test_a_program_that_does_not_exist_is_an_error() -> None:
     ],
 )
 def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -> None:
-    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("recycle-run: ")
     assert words in done.stderr
@@ -138,22 +138,20 @@ def test_a_signal_reaches_every_worker_once_and_ends_the_run(number: signal.Sign
         "while True: time.sleep(0.1)\n"  # a handler of a signal that comes right before a sleep runs after it
     )
     with running("--nproc-per-node", "2", "--", sys.executable, "-c", script, env=ELSEWHERE) as process:
-        assert process.stdout is not None
         for _ in range(2):
-            assert "ready" in process.stdout.readline()
+            assert "ready" in next_line(process)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
         assert output.count("got it") == 2
         assert process.returncode == 128 + number
 
 
 def test_workers_that_do_not_end_are_killed() -> None:
     with running("--grace", "0.5", *shell("trap '' TERM; echo ready; sleep 100 & wait"), env=ELSEWHERE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+        next_line(process)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 143
         assert "did not end and is killed" in errors
         assert wait_for(lambda: not any(is_alive(child.pid) for child in children), 10)
@@ -169,10 +167,8 @@ def test_nothing_outlives_it_even_if_it_is_killed() -> None:
         "print('ready', flush=True); input or 0\nimport time; time.sleep(100)",
     ]
     with running(*arguments) as process:
-        assert process.stdout is not None
-        seen = 0
-        while seen < 2:
-            seen += "ready" in process.stdout.readline()
+        for _ in range(2):
+            line_with(process, lambda line: "ready" in line)
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == 3  # with the coordinator
         process.kill()
@@ -192,18 +188,17 @@ def coordinator_of(process: subprocess.Popen[str]) -> psutil.Process | None:
 
 def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
     with running(*shell('echo "$RECYCLE_COORDINATOR"; exec sleep 100')) as process:
-        assert process.stdout is not None
-        first = wait_for(lambda: coordinator_of(process), 30)
+        first = wait_for(lambda: coordinator_of(process), PATIENCE)
         assert first
         address = first.cmdline()[first.cmdline().index("--listen") + 1]
         first.kill()
-        second = wait_for(lambda: (c := coordinator_of(process)) and c.pid != first.pid and c, 30)
+        second = wait_for(lambda: (c := coordinator_of(process)) and c.pid != first.pid and c, PATIENCE)
         assert address in second.cmdline()
 
 
 def test_a_coordinator_that_cannot_listen_ends_everything() -> None:
     with running("--coordinator", "192.0.2.1:29400", *shell("exec sleep 100")) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert "this machine has no address 192.0.2.1" in errors
 
@@ -217,19 +212,13 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
 ) -> None:
     output, steps = tmp_path / "weights.pt", 30
     script = [str(HERE / "engine_script.py"), str(output), str(steps), "0.2"]
-    said: list[str] = []
     with running("--nproc-per-node", "4", *script) as process:
-        assert process.stdout is not None
         pids: dict[int, int] = {}
-        for line in process.stdout:
-            said.append(line)
-            words = line.split()
+        while (words := next_line(process).split())[1:3] != ["step", "3"]:
             if words[1:2] == ["rank"]:
                 pids[int(words[2])] = int(words[4])
-            if words[1:3] == ["step", "3"]:
-                break
         os.kill(pids[2], signal.SIGKILL)
-        rest, errors = process.communicate(timeout=100)
+        rest, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "was killed by SIGKILL; it is started again" in errors
     assert "[worker" in rest

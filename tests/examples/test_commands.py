@@ -20,8 +20,6 @@ ROOT = Path(__file__).parents[2]
 SMALL_GPT = ["model.width=32", "model.blocks=2", "model.heads=2", "data.context=32", "data.max_bytes=50000"]
 QUIET = "trainer.enable_progress_bar=false"
 
-pytestmark = pytest.mark.timeout(300)  # a process of its own with several runs each, on a machine that may be busy
-
 
 def run(directory: Path, script: str, *arguments: str, code: int = 0, **environment: str) -> str:
     """What ``python examples/<script> <arguments>`` prints in ``directory``, errors included."""

@@ -14,8 +14,6 @@ KILL = (
     " [{_target_: lightning_recycle.callbacks.Fault, kind: kill, pipeline: 1, stage: 0, step: 10}]}"
 )
 
-pytestmark = pytest.mark.timeout(300)  # a process of its own with several runs each, on a machine that may be busy
-
 
 def run(directory: Path, *arguments: str) -> tuple[str, dict[str, float], list[dict[str, Any]]]:
     """What the project prints, the metrics of its last line, and its log."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE, line_with
 
 HERE = Path(__file__).parent
 PORT = 29417
@@ -98,7 +99,7 @@ def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[
         "--listen",
         f"{machine.address}:{PORT}",
     ]
-    grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", "40"]
+    grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", str(PATIENCE)]
     process = machine.start(*command, *grid, "--runs", str(runs), *options)
     await_listening(process)
     return process
@@ -106,11 +107,7 @@ def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[
 
 def await_listening(process: subprocess.Popen[str]) -> None:
     """Reads until a coordinator says that it listens."""
-    assert process.stdout is not None
-    said = []
-    while "listening" not in (line := process.stdout.readline()):
-        said.append(line)
-        assert line, "".join(said)
+    line_with(process, lambda line: "listening" in line)
 
 
 def worker(machine: Machine, at: str, steps: int, seconds: float, output: Path, *options: str) -> subprocess.Popen[str]:
@@ -121,13 +118,8 @@ def worker(machine: Machine, at: str, steps: int, seconds: float, output: Path, 
 
 def await_line(process: subprocess.Popen[str], word: str, least: int = 0) -> int:
     """Reads until a line says ``word`` and a number of at least ``least``; returns it."""
-    assert process.stdout is not None
-    said = []
-    for line in process.stdout:
-        said.append(line)
-        if line.startswith(f"{word} ") and (number := int(line.split()[1])) >= least:
-            return number
-    raise AssertionError("".join(said))
+    found = line_with(process, lambda line: line.startswith(f"{word} ") and int(line.split()[1]) >= least)
+    return int(found.split()[1])
 
 
 def join(hub: Machine, spokes: Sequence[Machine]) -> None:

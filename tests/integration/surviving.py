@@ -15,6 +15,7 @@ import torch
 from outside_worker import Slow
 from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
+from support.waiting import PATIENCE
 
 HERE = Path(__file__).parent
 KEY = "the key of this test"
@@ -94,7 +95,7 @@ class Cluster:
         steps = [int(line.split()[1]) for _, line in self.said[worker] if line.startswith("step ")]
         return steps[-1] if steps else -1
 
-    def await_step(self, step: int, worker: int = 0, seconds: float = 240.0) -> None:
+    def await_step(self, step: int, worker: int = 0, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while self.begun(worker) < step:
             assert self.workers[worker].poll() is None, self.words()
@@ -105,7 +106,7 @@ class Cluster:
         said = ["".join(line for _, line in lines) for lines in self.said]
         return "\n----\n".join([*said, *(record.read_text() for record in self.records)])
 
-    def end(self, *killed: int, seconds: float = 240.0) -> None:
+    def end(self, *killed: int, seconds: float = PATIENCE) -> None:
         """Waits for the end of all but the workers ``killed``; they and the coordinator say that it is well."""
         deadline = time.monotonic() + seconds
         for number, process in enumerate(self.workers):
@@ -117,7 +118,7 @@ class Cluster:
                 raise AssertionError(self.words()) from error
             assert process.returncode == 0, self.words()
         assert self.coordinator is not None
-        assert self.coordinator.wait(30) == 0, self.words()
+        assert self.coordinator.wait(PATIENCE) == 0, self.words()
 
     def difference(self) -> float:
         """From the undisturbed training."""

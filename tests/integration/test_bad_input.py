@@ -16,6 +16,7 @@ import torch
 from support.models import Regression, dataset
 from support.options import recycle_strategy
 from support.training import fit, on_one_device, trainer
+from support.waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -217,7 +218,7 @@ def test_a_script_that_trains_outside_of_its_main_guard_is_told_so_once(tmp_path
         "from support.models import Regression\nfrom support.training import fit\n"
         "fit(Regression().double(), 2, 2)\nif __name__ == '__main__':\n    print('done')\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
     assert done.stderr.count("Traceback") == 1

@@ -16,12 +16,13 @@ from machines import Machine, await_line, coordinator, join, namespaces, worker
 from outside_worker import Slow
 from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
+from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
 STEPS = 40
 TIMEOUT = 4.0  # seconds; it is noticed after twice that that everybody waits
-PATIENCE = 30.0  # seconds until the others go on
+GO_ON = 30.0  # seconds until the others go on
 
 
 @dataclass
@@ -41,12 +42,12 @@ class Cluster:
 
     def end(self, evicted: int, others: tuple[int, ...]) -> str:
         """Waits for the end; ``evicted`` must have been told, and ``others`` have trained. Returns the record."""
-        said = {rank: self.workers[rank].communicate(timeout=90)[0] for rank in (*others, evicted)}
+        said = {rank: self.workers[rank].communicate(timeout=PATIENCE)[0] for rank in (*others, evicted)}
         codes = {rank: self.workers[rank].returncode for rank in (*others, evicted)}
         assert codes == {evicted: EXIT_LOST_COORDINATOR, **dict.fromkeys(others, 0)}, said
         weights, _ = torch.load(self.output, weights_only=True)
         assert difference(weights, plain_loop(Slow().double(), dataset(GLOBAL_BATCH * STEPS), STEPS)) < 1e-10
-        record = self.coordinator.communicate(timeout=20)[0]
+        record = self.coordinator.communicate(timeout=PATIENCE)[0]
         assert self.coordinator.returncode == 0, record
         return record
 
@@ -81,7 +82,7 @@ def test_peers_that_lose_each_other_in_the_middle_of_the_network(cluster: Cluste
     """Nothing passes between the workers of stage 0, and nobody is told: their packets are lost."""
     cluster.drop(0, 2)
     cluster.drop(2, 0)
-    assert seconds_until_they_go_on(cluster.workers[0]) < PATIENCE
+    assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
     record = cluster.end(evicted=2, others=(0, 1, 3))
     assert "it and worker (0, 0) cannot reach each other" in record
 
@@ -90,7 +91,7 @@ def test_peers_that_lose_each_other_in_the_middle_of_the_network(cluster: Cluste
 def test_a_worker_without_a_route_to_the_next_stage(cluster: Cluster) -> None:
     """One way only: worker (1, 0) has no way to worker (1, 1)."""
     cluster.machines[2].ip("route", "add", "blackhole", cluster.machines[3].address)
-    assert seconds_until_they_go_on(cluster.workers[0]) < PATIENCE
+    assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
     record = cluster.end(evicted=3, others=(0, 1, 2))
     assert "it and worker (1, 0) cannot reach each other" in record
 
@@ -102,6 +103,6 @@ def test_a_link_that_nobody_used_is_missed_when_another_worker_dies(cluster: Clu
     cluster.drop(3, 0)
     await_line(cluster.workers[0], "step", await_line(cluster.workers[0], "step") + 3)
     cluster.workers[2].send_signal(signal.SIGKILL)
-    assert seconds_until_they_go_on(cluster.workers[0]) < PATIENCE
+    assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
     record = cluster.end(evicted=3, others=(0, 1))
     assert "it and worker (0, 0) cannot reach each other" in record

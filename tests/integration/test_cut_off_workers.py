@@ -12,6 +12,7 @@ from machines import HERE, PORT, Machine, await_line, coordinator, with_a_cable
 from outside_worker import Slow
 from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
+from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
@@ -43,11 +44,11 @@ class Cluster:
     def end(self, *processes: subprocess.Popen[str]) -> str:
         """Waits for the end of the training; returns the coordinator's record."""
         for process in processes:
-            said, _ = process.communicate(timeout=120)
+            said, _ = process.communicate(timeout=PATIENCE)
             assert process.returncode == 0, said
         weights, _ = torch.load(self.output, weights_only=True)
         assert difference(weights, plain_loop(Slow().double(), dataset(GLOBAL_BATCH * STEPS), STEPS)) < 1e-10
-        record, _ = self.coordinator.communicate(timeout=30)
+        record, _ = self.coordinator.communicate(timeout=PATIENCE)
         assert self.coordinator.returncode == 0, record
         return record
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.scripts import consolidated
 from support.training import difference, exact_fit, fit, plain_loop
+from support.waiting import PATIENCE
 from test_workers_from_outside import port, spare, train  # noqa: F401 - the fixture
 from torch.utils.data import DataLoader
 
@@ -147,7 +148,7 @@ def test_a_worker_that_was_started_by_hand_keeps_its_stage_and_says_so(port: int
     )
     with spare(port, script=script) as process:
         model, run = train(Fault("kill", 1, 0, step=2), strategy={"gather_result": False})
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "stays True" in output
     assert "UnsupportedFeatureError After fit this Regression is one stage of the model" in output

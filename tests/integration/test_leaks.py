@@ -121,7 +121,6 @@ def test_five_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(600)
 def test_fifty_regroupings_leave_no_descriptor_and_no_thread(tmp_path: Path) -> None:
     check(50, tmp_path)
 

@@ -21,7 +21,7 @@ import lightning as L
 import pytest
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import difference, failures, fit, plain_loop
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
@@ -29,7 +29,6 @@ from lightning_recycle.callbacks import Fault
 LENGTH, KILL_AT, PAUSE_AT = 24, 4, 12
 DATA = dataset(GLOBAL_BATCH * LENGTH)
 MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
-pytestmark = pytest.mark.timeout(300)
 
 
 class Until(L.Callback):
@@ -69,7 +68,7 @@ def trained_while(look: Callable[[], None], tmp_path: Path, **strategy: Any) -> 
 def status_of(*arguments: str) -> dict[str, Any]:
     """What ``recycle-status --json`` prints; nothing if there is no such run."""
     command = [sys.executable, "-m", "lightning_recycle.control.monitoring.status_command", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
@@ -149,7 +148,7 @@ def test_the_page_shows_the_run_in_a_real_browser(tmp_path: Path, port: int, mon
         kill_from_outside(tmp_path)
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
         command += ["--virtual-time-budget=8000", "--dump-dom", f"http://127.0.0.1:{port}/"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
         page.feed(done.stdout)
 
     monkeypatch.setenv("RECYCLE_HTTP", str(port))
@@ -302,4 +301,4 @@ def scraped_by(prometheus: str, port: int, folder: Path) -> dict[str, list[str]]
         return {query: ask(query) for query in [*queries, "sum by (cause) (recycle_worker_seconds_total)"]}
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE)

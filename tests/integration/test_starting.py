@@ -16,7 +16,6 @@ from support.sampling import sampled
 
 TESTS = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.timeout(300)  # each starts three runs and a replacement, one after the other
 
 DEFINITIONS = """
 import enum

@@ -19,7 +19,7 @@ from support.growth import AwaitReplacement, Marks, Meanwhile, happened, mark_of
 from support.hostile import assault, hostile_inputs
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import committed_steps, difference, failures, fit, plain_loop, undisturbed
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
@@ -75,7 +75,7 @@ def spare(port: int, key: str = "the key of this test", script: str = SCRIPT) ->
 def test_a_worker_from_outside_takes_the_place_of_a_lost_one(port: int) -> None:
     with spare(port) as process:
         model, run = train(Fault("kill", 1, 0, step=2))
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert rejoined(run) == failures(run) == [(1, 0)]
     assert not happened(run, "restarting")
     assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < 1e-10
@@ -95,7 +95,7 @@ def connections(port: int) -> int:
 def spares(coordinator: int) -> int:
     """How many wait, by the run of the process ``coordinator``."""
     command = [str(Path(sys.executable).with_name("recycle-status")), "--json", str(coordinator)]
-    return len(json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["spares"])
+    return len(json.loads(subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE).stdout)["spares"])
 
 
 class AwaitSpare(L.Callback):
@@ -112,7 +112,7 @@ class AwaitSpare(L.Callback):
 def test_a_spare_that_nobody_needed_ends_with_the_run(port: int) -> None:
     with spare(port) as process:
         _, run = train(callbacks=[AwaitSpare()])
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert undisturbed(run)
     assert process.returncode == 0, errors
 
@@ -125,7 +125,7 @@ def test_an_evicted_worker_from_outside_that_wakes_up_is_fenced(port: int, tmp_p
     with spare(port) as process, Meanwhile(lambda: mark_of(tmp_path, 2, 1), lambda pid: os.kill(pid, signal.SIGSTOP)):
         model, run = train(Fault("kill", 1, 0, step=2), callbacks=callbacks, data=data, max_steps=30)
         os.kill(process.pid, signal.SIGCONT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert [event.worker for event in happened(run, "evicted")] == [(1, 0)]
     assert difference(model.state_dict(), plain_loop(Regression().double(), data, 30)) < 1e-10
     assert process.returncode > 0

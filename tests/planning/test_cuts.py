@@ -140,7 +140,6 @@ def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple
     return found
 
 
-@pytest.mark.timeout(60)
 def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
     found = fastest_cut(Stages([0.0, 0.0], [1.0, 3.0], [[(1, 1.0)], [(1, 1.0)]], 2))
     assert found is not None

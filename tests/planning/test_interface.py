@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from support.waiting import PATIENCE
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
@@ -182,7 +183,7 @@ def test_planning_loads_neither_torch_nor_lightning() -> None:
         "heavy = {'torch', 'lightning', 'numpy', 'matplotlib'} & set(sys.modules);"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 0, result.stderr
 
 

@@ -70,7 +70,6 @@ print("ANSWER", json.dumps([off, lost, kinds.count("step"), trainer.global_step]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(500)
 def test_weights_are_exact_after_a_worker_on_ray_was_killed(tmp_path: Path) -> None:
     off, lost, steps, returned = answer(script(KILL, tmp_path))
     assert off < 1e-10
@@ -91,7 +90,6 @@ except (KeyboardInterrupt, SystemExit):
 
 
 @pytest.mark.ray_cluster
-@pytest.mark.timeout(500)
 def test_ctrl_c_leaves_nothing_on_the_cluster(tmp_path: Path) -> None:
     process = script(INTERRUPTED, tmp_path)
     try:
@@ -113,7 +111,6 @@ except WorkerStartError as error:
 
 
 @pytest.mark.ray_cluster
-@pytest.mark.timeout(500)
 def test_a_cluster_without_room_is_an_error_that_says_what_was_wanted_and_what_is_free() -> None:
     told = answer(script(NO_ROOM))
     assert "no room for 4 workers with {'CPU': 1.5} each within 10 s (start_timeout); the cluster has {" in told
@@ -136,7 +133,6 @@ print("ANSWER", json.dumps(found))
 
 
 @pytest.mark.ray_cluster
-@pytest.mark.timeout(600)
 def test_a_driver_whose_workers_are_on_ray_gets_all_that_local_workers_would_bring() -> None:
     off, lost, rejoined, steps, optimizers, raised = answer(script(FROM_DRIVER), 500)
     assert off < 1e-10
@@ -157,7 +153,6 @@ print("ANSWER", json.dumps([difference(model.state_dict(), expected()), sorted(g
 
 
 @pytest.mark.ray_cluster
-@pytest.mark.timeout(600)
 def test_after_the_loss_of_all_workers_at_once_the_run_starts_again_where_the_cluster_has_room(tmp_path: Path) -> None:
     off, grids, lost = answer(script(ALL_LOST, tmp_path), 500)
     assert off < 1e-10

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from support.process_tree import worker_processes
+from support.waiting import PATIENCE
 
 __all__ = ["KINDS", "Address", "attack", "knock", "listening", "sequence_numbers", "strangers_at"]
 
@@ -142,7 +143,7 @@ def strangers_at(root: int, seed: int, count: int = 1) -> Iterator[list[Tally]]:
         yield tallies
     finally:
         for process in processes:
-            said, _ = process.communicate(timeout=60)
+            said, _ = process.communicate(timeout=PATIENCE)
             tallies.append(Tally(*map(int, said.split())))
 
 
