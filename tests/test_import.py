@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.sampling import sampled
 
 
 def run(code: str, *arguments: str) -> str:
@@ -73,7 +74,12 @@ def test_trainer_accepts_the_name() -> None:
     assert trainer.world_size == 2
 
 
-@pytest.mark.parametrize("first", ["import lightning_recycle", "import pytorch_lightning", "import lightning.pytorch"])
+@pytest.mark.parametrize(
+    "first",
+    sampled(
+        ["import lightning_recycle", "import pytorch_lightning", "import lightning.pytorch"], 1, rest=pytest.mark.long
+    ),
+)
 def test_both_names_of_lightning_mean_the_same_modules(first: str) -> None:
     code = f"""
 {first}
@@ -123,7 +129,7 @@ sys.meta_path.insert(0, Alias())
 """
 
 
-@pytest.mark.parametrize("ours_first", [False, True])
+@pytest.mark.parametrize("ours_first", sampled([False, True], 1, rest=pytest.mark.long))
 def test_pytorch_lightning_as_another_name_of_lightning_has_the_strategy(ours_first: bool) -> None:
     both = ["import lightning_recycle", ALIAS]
     code = """

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
+from support.sampling import sampled
 
 from lightning_recycle.option_table import OptionGroup
 from lightning_recycle.planning import ExactPlanner, Grid, Worker
@@ -54,7 +55,7 @@ def test_the_groups_are_those_that_are_documented() -> None:
     assert GROUPS == ["callbacks", "data", "experiment", "faults", "logger", "model", "planner", "strategy", "trainer"]
 
 
-@pytest.mark.parametrize(("application", "option"), OPTIONS)
+@pytest.mark.parametrize(("application", "option"), sampled(OPTIONS, 20, rest=pytest.mark.long))
 def test_option_composes_and_its_targets_take_their_arguments(application: str, option: str) -> None:
     config = OmegaConf.to_container(composed(option, application=application), resolve=True, throw_on_missing=True)
     found = targets(config)

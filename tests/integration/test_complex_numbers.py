@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import Regression, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, failures, fit, plain_loop
 from torch import Tensor, nn
 
@@ -32,12 +33,16 @@ class Complex(Regression):
 
 @pytest.mark.parametrize(
     ("grid", "options"),
-    [
-        ((2, 2), {}),
-        ((3, 1), {"strategy": {"verify": 1.0, "checksum_every": 1}}),
-        ((3, 1), {"gradient_clip_val": 0.05}),
-        ((2, 2), {"gradient_clip_val": 0.05}),
-    ],
+    sampled(
+        [
+            ((2, 2), {}),
+            ((3, 1), {"strategy": {"verify": 1.0, "checksum_every": 1}}),
+            ((3, 1), {"gradient_clip_val": 0.05}),
+            ((2, 2), {"gradient_clip_val": 0.05}),
+        ],
+        2,
+        rest=pytest.mark.long,
+    ),
 )
 def test_complex_parameters(grid: tuple[int, int], options: dict[str, Any]) -> None:
     model = Complex().double()

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 from surviving import cluster
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.long
 
 
 def test_a_coordinator_killed_between_two_steps_goes_on(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_without_the_file_and_without_all_workers_it_says_why_the_run_does_not_g
         run.workers[2].kill()
         run.state.unlink()
         run.start_coordinator()
-        codes = [worker.wait(60) for number, worker in enumerate(run.workers) if number != 2]
+        codes = [worker.wait(PATIENCE) for number, worker in enumerate(run.workers) if number != 2]
         assert codes == [EXIT_LOST_COORDINATOR] * 3, run.words()
         assert "have not returned. They end. Start the run again from its newest checkpoint" in run.words()
 
@@ -107,7 +107,7 @@ def test_workers_whose_coordinator_does_not_come_back_end(tmp_path: Path) -> Non
             run.start_worker(RECYCLE_CONNECT_SECONDS="2")
         run.await_step(2)
         run.kill_coordinator()
-        assert [worker.wait(60) for worker in run.workers] == [EXIT_LOST_COORDINATOR] * 4, run.words()
+        assert [worker.wait(PATIENCE) for worker in run.workers] == [EXIT_LOST_COORDINATOR] * 4, run.words()
         assert "looks for another one" in run.words()
 
 
@@ -136,7 +136,7 @@ def test_workers_that_have_given_up_a_stopped_coordinator_go_on_with_another_one
         run.await_step(4)
         assert run.coordinator is not None
         run.coordinator.send_signal(signal.SIGSTOP)
-        assert wait_for(lambda: run.words().count("looks for another one") == 4, 30), run.words()
+        assert wait_for(lambda: run.words().count("looks for another one") == 4, PATIENCE), run.words()
         run.kill_coordinator()
         run.start_coordinator()
         run.end()

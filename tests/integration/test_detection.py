@@ -28,7 +28,7 @@ def watched(model: Regression, *faults: Fault, **arguments: Any) -> L.Trainer:
     return run
 
 
-@pytest.mark.parametrize("at", sampled(["forward", "backward_input", "backward_weight", "reduce", "optimizer"], 2))
+@pytest.mark.parametrize("at", sampled(["forward", "backward_input", "backward_weight", "reduce", "optimizer"], 1))
 def test_a_worker_that_is_stuck_is_found_although_its_heartbeat_goes_on(at: str) -> None:
     run = watched(Regression().double(), Fault("deadlock", 1, 1, 4, at))
     assert failures(run) == [(1, 1)]
@@ -43,11 +43,13 @@ def test_a_worker_that_is_stuck_in_a_recovery_is_found() -> None:
     assert "without waiting for anybody" in causes(run)[1]
 
 
+@pytest.mark.long
 def test_two_workers_that_are_stuck_at_once_are_found() -> None:
     run = watched(Regression().double(), Fault("deadlock", 1, 0, 4), Fault("deadlock", 0, 1, 4, "reduce"))
     assert sorted(failures(run)) == [(0, 1), (1, 0)]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stuck_in_an_operation_that_is_new_to_the_plan_is_found() -> None:
     """With 1F1B the backward is fused; the plan for a failure splits it, and nobody has measured a W before."""
     faults = [Fault("kill", 0, 0, 4), Fault("deadlock", 0, 1, 4, "backward_weight")]
@@ -121,13 +123,14 @@ class LongEvaluation(Regression):
         super().on_validation_output(output, target)
 
 
+@pytest.mark.long
 def test_a_slow_first_step_is_no_fault() -> None:
     started = time.monotonic()
     assert undisturbed(watched(LongFirstStep().double()))
     assert time.monotonic() - started > LONG  # it really was slow
 
 
-@pytest.mark.parametrize("pause", sampled(["hook", "data", "checkpoint", "validation"], 2))
+@pytest.mark.parametrize("pause", sampled(["hook", "data", "checkpoint", "validation"], 1))
 def test_a_long_pause_outside_the_schedule_is_no_fault(pause: str, tmp_path: Any) -> None:
     arguments: dict[str, Any] = {}
     model = Regression().double()

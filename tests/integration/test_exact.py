@@ -40,7 +40,7 @@ def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -
     ("grid", "worker", "step", "at", "technique"),
     sampled(
         [(*kill, how) for kill in SAMPLE for how in TECHNIQUES],
-        12,
+        8,
     ),
 )
 def test_weights_equal_after_a_kill(
@@ -87,7 +87,7 @@ def with_dropout_on_one_worker(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("faults", [(), (Fault("kill", 0, 0, step=3, at="backward_weight"),)])
-@pytest.mark.parametrize(("pipelines", "stages"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("pipelines", "stages"), sampled([(2, 2), (3, 2), (2, 3)], 1, rest=pytest.mark.long))
 def test_dropout_and_augmentation_do_not_depend_on_grid_or_failure(
     pipelines: int, stages: int, faults: tuple[Fault, ...]
 ) -> None:
@@ -104,6 +104,7 @@ def test_shuffled_data_of_two_epochs_is_the_same_on_every_grid() -> None:
     assert difference(models[0].state_dict(), models[1].state_dict()) < TOLERANCE
 
 
+@pytest.mark.long
 def test_layer_specs_train_like_modules_built_in_one_process() -> None:
     model = Regression(specs=True)
     model.materialize(seed=3)

@@ -67,7 +67,7 @@ def kill_at_random(seed: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("seed", sampled(range(6), 3))
+@pytest.mark.parametrize("seed", sampled(range(6), 2))
 def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed: int) -> None:
     thread = kill_at_random(seed)
     run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60)
@@ -80,6 +80,7 @@ def test_the_loss_of_a_stage_is_one_clear_error() -> None:
         fit(Regression().double(), 2, 2, [Fault("kill", 0, 1, step=2), Fault("kill", 1, 1, step=5, at="reduce")])
 
 
+@pytest.mark.long
 def test_the_loss_of_the_only_pipeline_is_one_clear_error() -> None:
     with pytest.raises(StageLostError, match="stage 0"):
         fit(Regression().double(), 1, 2, [Fault("kill", 0, 0, step=2)])
@@ -95,6 +96,7 @@ def test_a_users_exception_surfaces_once_as_itself_and_quickly() -> None:
     assert time.monotonic() - started < 15
 
 
+@pytest.mark.long
 def test_an_exception_whose_init_takes_other_arguments_surfaces_as_itself() -> None:
     with pytest.raises(Unpicklable, match="1 and 2"):
         fit(BrokenLoss("unpicklable").double(), 2, 2)

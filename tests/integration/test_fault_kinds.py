@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import AwaitReplacement, causes, happened, rejoined
 from support.models import Regression, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop, undisturbed
 from torch.utils.data import DataLoader
 
@@ -73,21 +74,21 @@ def check_fault(kind: str, at: str, when: str) -> None:
     assert failure.seconds < 10
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", sampled(["before", "after"], 1, rest=pytest.mark.long))
 def test_a_slow_worker_is_no_failed_worker(when: str) -> None:
     run = train(Fault("slow", 1, 0, 4, factor=5.0, steps=3, when=when))
     assert not failures(run)
     assert undisturbed(run)
 
 
-@pytest.mark.parametrize("at", ["backward_weight", "optimizer"])
+@pytest.mark.parametrize("at", sampled(["backward_weight", "optimizer"], 1, rest=pytest.mark.long))
 def test_a_preempted_worker_ends_its_step_and_leaves(at: str) -> None:
     run = train(Fault("preempt", 1, 0, 4, at, when="after"), callbacks=[])
     assert [event.worker for event in happened(run, "left")] == [(1, 0)]
     assert not failures(run)
 
 
-@pytest.mark.parametrize("kind", ["kill", "hang"])
+@pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
 def test_a_whole_node_may_fail_at_once(kind: str) -> None:
     assert sorted(failures(train(*(Fault(kind, 1, stage, 4) for stage in (0, 1))))) == [(1, 0), (1, 1)]
 
@@ -95,12 +96,12 @@ def test_a_whole_node_may_fail_at_once(kind: str) -> None:
 # ---------------------------------------------------------------------- points of the run
 
 
-@pytest.mark.parametrize("kind", ["kill", "exception", "hang"])
+@pytest.mark.parametrize("kind", sampled(["kill", "exception", "hang"], 1, rest=pytest.mark.long))
 def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(kind: str) -> None:
     assert failures(train(Fault("kill", 1, 0, 4), Fault(kind, 0, 1, at="recovery"))) == [(1, 0), (0, 1)]
 
 
-@pytest.mark.parametrize("kind", ["kill", "exception"])
+@pytest.mark.parametrize("kind", sampled(["kill", "exception"], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_worker_may_fail_before_the_first_generation(kind: str, restart: bool) -> None:
     callbacks = [AwaitReplacement([7])] if restart else []
@@ -109,7 +110,9 @@ def test_a_worker_may_fail_before_the_first_generation(kind: str, restart: bool)
     assert rejoined(run) == ([(0, 1)] if restart else [])
 
 
-@pytest.mark.parametrize(("kind", "worker"), [("kill", (0, 1)), ("exception", (0, 1)), ("hang", (1, 0))])
+@pytest.mark.parametrize(
+    ("kind", "worker"), sampled([("kill", (0, 1)), ("exception", (0, 1)), ("hang", (1, 0))], 1, rest=pytest.mark.long)
+)
 def test_a_worker_may_fail_after_the_last_step(kind: str, worker: tuple[int, int]) -> None:
     run = train(Fault(kind, *worker, at="end"))
     assert failures(run) == [worker]
@@ -117,7 +120,7 @@ def test_a_worker_may_fail_after_the_last_step(kind: str, worker: tuple[int, int
     assert run.global_step == 10
 
 
-@pytest.mark.parametrize("kind", ["kill", "exception", "hang"])
+@pytest.mark.parametrize("kind", sampled(["kill", "exception", "hang"], 1, rest=pytest.mark.long))
 def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind: str, tmp_path: Path) -> None:
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     fault = Fault(kind, 0, 1, step=4, at="checkpoint")
@@ -129,7 +132,7 @@ def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind: s
     assert [event.step for event in happened(run, "saved")] == [4, 8]
 
 
-@pytest.mark.parametrize("kind", ["kill", "hang"])
+@pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
 def test_a_worker_may_fail_in_a_validation(kind: str) -> None:
     loader = DataLoader(dataset(48), batch_size=12)
     values = []

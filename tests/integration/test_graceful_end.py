@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from support.growth import Meanwhile
 from support.models import GLOBAL_BATCH, Scheduled, dataset
 from support.process_tree import worker_processes
+from support.sampling import sampled
 from support.training import difference, fit, plain_loop, trainer
 from torch.utils.data import DataLoader
 
@@ -86,7 +87,7 @@ def send(signum: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), signum)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("signum", sampled([signal.SIGTERM, signal.SIGINT], 1), ids=["SIGTERM", "SIGINT"])
 def test_the_checkpoint_is_where_lightning_looks_for_that_of_a_preempted_job(
     signum: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from support.growth import AwaitReplacement, Marks, Meanwhile, happened, kill, mark_of, rejoined
 from support.models import GLOBAL_BATCH, Noisy, Regression, Scheduled, dataset
+from support.sampling import sampled
 from support.training import committed_steps, difference, failures, fit, plain_loop
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -58,7 +59,7 @@ def check_complete(run: L.Trainer, steps: int = LENGTH) -> None:
     assert committed_steps(run) == list(range(steps))
 
 
-@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 def test_a_killed_worker_comes_back_and_the_weights_are_those_of_a_plain_loop(staggered: bool) -> None:
     model = Regression().double()
     run = grow(model, [Fault("kill", 1, 0, step=2)], strategy={"staggered": staggered, **ONE_PLAN})
@@ -86,6 +87,7 @@ def test_the_survivors_train_while_the_replacement_starts(tmp_path: Path) -> Non
     assert [event.step for event in happened(run, "redone")] == [2]
 
 
+@pytest.mark.long
 def test_the_leader_comes_back_and_does_not_take_the_lead_again() -> None:
     model = Regression().double()
     run = grow(model, [Fault("kill", 0, 1, step=2), Fault("kill", 1, 0, step=LENGTH - 1)])
@@ -94,6 +96,7 @@ def test_the_leader_comes_back_and_does_not_take_the_lead_again() -> None:
     assert "train_loss" in run.callback_metrics
 
 
+@pytest.mark.long
 def test_clipping_dropout_and_augmentation_are_the_same_with_a_replacement() -> None:
     reference, model = (Regression(dropout=0.5, clip_scale=100.0).double() for _ in range(2))
     arguments: dict[str, Any] = {"gradient_clip_val": 0.5, "max_steps": 10}
@@ -105,7 +108,7 @@ def test_clipping_dropout_and_augmentation_are_the_same_with_a_replacement() -> 
 
 @pytest.mark.parametrize(
     ("pipelines", "stages", "lost"),
-    [(3, 2, [(0, 1), (2, 1)]), (2, 2, [(0, 0), (1, 1)]), (2, 2, [(1, 0), (1, 1)])],
+    sampled([(3, 2, [(0, 1), (2, 1)]), (2, 2, [(0, 0), (1, 1)]), (2, 2, [(1, 0), (1, 1)])], 1, rest=pytest.mark.long),
     ids=["two-of-a-stage", "two-stages", "whole-pipeline"],
 )
 def test_several_workers_lost_at_once_all_come_back(pipelines: int, stages: int, lost: list[tuple[int, int]]) -> None:
@@ -116,7 +119,7 @@ def test_several_workers_lost_at_once_all_come_back(pipelines: int, stages: int,
     check_complete(run)
 
 
-@pytest.mark.parametrize("point", ["setup", "recovery"])
+@pytest.mark.parametrize("point", sampled(["setup", "recovery"], 1, rest=pytest.mark.long))
 def test_a_replacement_killed_before_it_has_its_state_is_replaced_again(point: str, tmp_path: Path) -> None:
     model = Regression().double()
     with Meanwhile(lambda: mark_of(tmp_path, 2, 1), kill):
@@ -128,6 +131,7 @@ def test_a_replacement_killed_before_it_has_its_state_is_replaced_again(point: s
     check_complete(run)
 
 
+@pytest.mark.long
 def test_a_worker_lost_in_the_middle_of_a_recovery_comes_back_like_the_first() -> None:
     model = Regression().double()
     run = grow(model, [Fault("kill", 1, 0, step=2), Fault("kill", 0, 1, at="recovery")], strategy=ONE_PLAN)
@@ -136,6 +140,7 @@ def test_a_worker_lost_in_the_middle_of_a_recovery_comes_back_like_the_first() -
     check_complete(run)
 
 
+@pytest.mark.long
 def test_a_second_worker_may_die_while_the_first_replacement_enters(tmp_path: Path) -> None:
     def kill_other(_: int) -> None:
         other = mark_of(others, 1, 0)
@@ -170,7 +175,7 @@ class PerEpoch(Regression):
     "entry",
     [
         pytest.param(9, id="last-step"),
-        pytest.param(10, id="first-step"),
+        pytest.param(10, id="first-step", marks=pytest.mark.long),
         pytest.param(11, id="second-step", marks=pytest.mark.exhaustive),
     ],
 )
@@ -188,6 +193,7 @@ def test_a_replacement_may_enter_around_the_end_of_an_epoch(entry: int) -> None:
         torch.testing.assert_close(run.callback_metrics[name], expected.callback_metrics[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.long
 def test_a_scheduler_that_steps_every_step_goes_on_in_a_replacement() -> None:
     model = Scheduled().double()
     run = grow(model, [Fault("kill", 1, 1, step=2)])
@@ -249,7 +255,9 @@ def test_the_loss_of_a_stage_before_a_replacement_has_come_is_an_error() -> None
 # ---------------------------------------------------------------------- planned departures
 
 
-@pytest.mark.parametrize("worker", [(1, 0), (0, 1)], ids=["a-worker", "the-leader"])
+@pytest.mark.parametrize(
+    "worker", [(1, 0), pytest.param((0, 1), marks=pytest.mark.long)], ids=["a-worker", "the-leader"]
+)
 def test_a_worker_told_to_end_leaves_between_two_steps_and_nothing_is_redone(worker: tuple[int, int]) -> None:
     model = Regression().double()
     run = fit(model, 2, 2, [Fault("preempt", *worker, step=3)])
@@ -269,6 +277,7 @@ def test_a_worker_told_to_end_is_replaced() -> None:
     check_complete(run)
 
 
+@pytest.mark.long
 def test_the_last_holder_of_a_stage_stays_until_it_is_replaced() -> None:
     model = Regression().double()
     run = grow(model, [Fault("kill", 1, 1, step=2), Fault("preempt", 0, 1, step=3)], strategy=ONE_PLAN)

@@ -136,7 +136,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(("worker", "step", "at"), sampled(KILLS, 5))
+@pytest.mark.parametrize(("worker", "step", "at"), sampled(KILLS, 3))
 def test_weights_are_the_same_after_a_kill_around_a_wrong_guess(
     waiting: Any, worker: tuple[int, int], step: int, at: str
 ) -> None:

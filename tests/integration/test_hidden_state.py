@@ -103,7 +103,7 @@ def expected(model: L.LightningModule) -> L.LightningModule:
 
 
 @pytest.mark.parametrize(
-    ("kind", "automatic", "dies"), sampled(itertools.product([Recurrent, OneTensor], [True, False], [True, False]), 4)
+    ("kind", "automatic", "dies"), sampled(itertools.product([Recurrent, OneTensor], [True, False], [True, False]), 2)
 )
 def test_each_place_of_the_batch_has_a_state_of_its_own(kind: Any, automatic: bool, dies: bool) -> None:
     faults = [Fault("kill", 1, 0, step=3, at="reduce")] if dies else []

@@ -26,7 +26,7 @@ from manifests import container, environment, of_kind
 HERE = Path(__file__).parent
 STEPS = 30
 KEY = "a secret of 16 bytes or more"
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 class Names:

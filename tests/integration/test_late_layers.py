@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from support.models import GLOBAL_BATCH, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, difference, on_one_device, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -80,7 +81,7 @@ class Wrong(Late):
         return [nn.Linear(8, self.widht)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", sampled([1, 2], 1, rest=pytest.mark.long))
 def test_what_is_wrong_after_setup_too_is_raised_as_it_is(devices: int) -> None:
     run = on_one_device() if devices == 1 else trainer(1, 2)
     with pytest.raises(AttributeError, match="widht"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from support.sampling import sampled
 from test_ordinary_modules import Classifier, data, on_grid
 from torch.utils.data import DataLoader
 
@@ -20,7 +21,7 @@ class LogsImages(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("pipeline", [0, 1])  # the leader, and another
+@pytest.mark.parametrize("pipeline", sampled([0, 1], 1, rest=pytest.mark.long))  # the leader, and another
 def test_an_image_of_a_step_is_written_once(tmp_path: Path, pipeline: int) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -119,7 +119,7 @@ def eio() -> OSError:
 # ---------------------------------------------------------------------- once: the machine's
 
 
-@pytest.mark.parametrize("place", sampled(["split", "loss", "backward", "optimizer", "hook"], 3))
+@pytest.mark.parametrize("place", sampled(["split", "loss", "backward", "optimizer", "hook"], 2))
 def test_an_error_of_one_machine_costs_that_worker_and_changes_nothing(tmp_path: Path, place: str) -> None:
     run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 3, 2)
     assert len(failures(run)) == 1
@@ -181,7 +181,7 @@ class KillReaders(L.Callback):
                 os.kill(reader.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", sampled([0, 3], 1))
 def test_a_killed_dataloader_process_costs_its_worker(rank: int) -> None:
     run = exact_fit(Regression().double(), 2, 2, callbacks=[KillReaders(rank)], loader={"num_workers": 2})
     assert failures(run) == [divmod(rank, 2)]
@@ -224,7 +224,7 @@ def test_a_worker_that_cannot_connect_to_the_others_any_more_is_the_one_that_goe
 # ---------------------------------------------------------------------- by the last holder of a stage
 
 
-@pytest.mark.parametrize("place", sampled(["split", "loss", "backward"], 2))
+@pytest.mark.parametrize("place", sampled(["split", "loss", "backward"], 1))
 def test_the_only_replica_does_the_work_again_itself(tmp_path: Path, place: str) -> None:
     run = exact_fit(Troubled(Trouble(tmp_path, eio()), place).double(), 1, 2)
     assert failures(run) == []
@@ -232,7 +232,7 @@ def test_the_only_replica_does_the_work_again_itself(tmp_path: Path, place: str)
     assert "OSError" in event.details["cause"]
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", sampled([0, 1], 1))
 def test_the_only_replica_reads_again_itself(tmp_path: Path, processes: int) -> None:
     data = Files(Trouble(tmp_path, eio()))
     run = exact_fit(Regression().double(), 1, 2, data=data, loader={"num_workers": processes})
@@ -258,7 +258,7 @@ def test_what_the_only_replica_cannot_do_again_ends_the_run(tmp_path: Path, erro
 # ---------------------------------------------------------------------- again: the user's
 
 
-@pytest.mark.parametrize(("processes", "pipelines", "most"), sampled([(0, 1, 4), (0, 3, 4), (1, 1, 4), (1, 3, 4)], 2))
+@pytest.mark.parametrize(("processes", "pipelines", "most"), sampled([(0, 1, 4), (0, 3, 4), (1, 1, 4), (1, 3, 4)], 1))
 def test_a_file_that_nobody_finds_ends_the_run_as_itself(
     tmp_path: Path, pipelines: int, most: int, processes: int
 ) -> None:
@@ -272,7 +272,7 @@ def test_a_file_that_nobody_finds_ends_the_run_as_itself(
     assert 2 <= len(trouble.processes) <= most  # of each stage that reads one worker, and then a peer or the same
 
 
-@pytest.mark.parametrize("place", sampled(["loss", "optimizer", "hook"], 2))
+@pytest.mark.parametrize("place", sampled(["loss", "optimizer", "hook"], 1))
 def test_an_error_that_a_peer_meets_too_ends_the_run_as_itself(tmp_path: Path, place: str) -> None:
     trouble = Trouble(tmp_path, eio(), once=False)
     with pytest.raises(OSError, match="Input/output error") as caught:

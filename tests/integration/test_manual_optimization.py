@@ -221,7 +221,9 @@ def test_a_gan_trains_as_under_ddp(ddp: dict[str, Any]) -> None:
     assert [group["lr"] for o in trainer.optimizers for group in o.param_groups] == [0.005, 0.025]
 
 
-@pytest.mark.parametrize("place", ["start", "between", "after the last backward", "end", "commit"])
+@pytest.mark.parametrize(
+    "place", sampled(["start", "between", "after the last backward", "end", "commit"], 2, rest=pytest.mark.long)
+)
 def test_a_worker_dies_in_a_step(ddp: dict[str, Any], place: str) -> None:
     model, returned = GAN(dies=(1, 3, place)).double(), Returned()
     trainer = on_grid(model, callbacks=[returned])
@@ -231,7 +233,7 @@ def test_a_worker_dies_in_a_step(ddp: dict[str, Any], place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "when"), sampled(itertools.product(["forward", "reduce", "optimizer"], ["before", "after"]), 2)
+    ("at", "when"), sampled(itertools.product(["forward", "reduce", "optimizer"], ["before", "after"]), 1)
 )
 def test_a_worker_dies_at_an_operation(ddp: dict[str, Any], at: str, when: str) -> None:
     model = GAN().double()
@@ -241,7 +243,9 @@ def test_a_worker_dies_at_an_operation(ddp: dict[str, Any], at: str, when: str) 
     assert_equal(seen(trainer, model), ddp)
 
 
-@pytest.mark.parametrize("faults", [[], [Fault("kill", 1, 0, step=3)]], ids=["", "kill"])
+@pytest.mark.parametrize(
+    "faults", sampled([[], [Fault("kill", 1, 0, step=3)]], 1, rest=pytest.mark.long), ids=["", "kill"]
+)
 def test_several_microbatches_of_a_worker_take_turns(ddp: dict[str, Any], faults: list[Fault]) -> None:
     model = GAN().double()
     trainer = on_grid(model, faults, {"num_microbatches": 2}, PIPELINES - 1)
@@ -397,7 +401,7 @@ class Counts(L.Callback):
     "kind",
     sampled(
         [PlainBackward, TorchsOptimizer, Accumulates, Closure, ChangesGradients, GradientPenalty, StepsSchedulers],
-        4,
+        2,
         seed=13,
     ),
 )
@@ -468,7 +472,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "microbatches"), sampled(itertools.product(REFUSED, [1, 2]), 4, seed=7))
+@pytest.mark.parametrize(("kind", "microbatches"), sampled(itertools.product(REFUSED, [1, 2]), 2, seed=7))
 def test_what_cannot_work_is_refused_by_name(kind: Any, microbatches: int) -> None:
     with pytest.raises(ReCycleError) as caught:
         on_grid(kind().double(), strategy={"num_microbatches": microbatches}, pipelines=2)

@@ -100,12 +100,13 @@ def moves(run: L.Trainer) -> list[tuple[int, ...]]:
     return [tuple(event.details["cuts"]) for event in strategy.history if event.kind == "layers_moved"]
 
 
-@pytest.mark.parametrize("model", [Regression(), Scheduled()])
+@pytest.mark.parametrize("model", sampled([Regression(), Scheduled()], 1, rest=pytest.mark.long))
 def test_layers_move_between_two_stages(model: Regression) -> None:
     run = exact_fit(model.double(), 2, 2, callbacks=[Move({2: (1, 5), 5: (4, 2)})])
     assert moves(run) == [(0, 1, 6), (0, 4, 6)]
 
 
+@pytest.mark.long
 def test_layers_that_were_recipes_move() -> None:
     still, moved = Regression(specs=True).double(), Regression(specs=True).double()
     fit(still, 2, 2)
@@ -114,6 +115,7 @@ def test_layers_that_were_recipes_move() -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
+@pytest.mark.long
 def test_layers_that_draw_move_among_three_stages() -> None:
     still, moved = Regression(dropout=0.2).double(), Regression(dropout=0.2).double()
     fit(still, 2, 3)
@@ -122,7 +124,7 @@ def test_layers_that_draw_move_among_three_stages() -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-@pytest.mark.parametrize("culprit", [(1, 0), (1, 1)])
+@pytest.mark.parametrize("culprit", [(1, 0), pytest.param((1, 1), marks=pytest.mark.long)])
 def test_computations_are_checked_after_layers_have_moved(culprit: tuple[int, int]) -> None:
     run = exact_fit(
         Regression().double(),
@@ -156,13 +158,13 @@ def test_a_worker_that_joins_gets_the_layers_of_its_stage() -> None:
     assert kinds.count("rejoined") >= 1
 
 
-@pytest.mark.parametrize("clip", [0.05, 1.0])
+@pytest.mark.parametrize("clip", sampled([0.05, 1.0], 1, rest=pytest.mark.long))
 def test_with_clipping_by_norm(clip: float) -> None:
     run = exact_fit(Scheduled().double(), 2, 3, callbacks=[Move({2: (1, 1, 4), 5: (3, 2, 1)})], gradient_clip_val=clip)
     assert len(moves(run)) == 2
 
 
-@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 def test_between_the_batches_of_one_step(staggered: bool) -> None:
     still, moved = Scheduled().double(), Scheduled().double()
     options: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 4, "strategy": {"staggered": staggered}}
@@ -178,7 +180,7 @@ MOMENTS = (56, 66, 58) * 2
 
 @pytest.mark.parametrize(
     ("rank", "moment"),
-    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 6),
+    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 3),
 )
 def test_a_worker_may_be_killed_at_any_moment_of_a_move(rank: int, moment: int) -> None:
     run = exact_fit(
@@ -239,6 +241,7 @@ def test_layers_move_to_where_they_take_less_time() -> None:
     )
 
 
+@pytest.mark.long
 def test_layers_stay_where_they_are_wanted() -> None:
     strategy = {"partition": [1, 5], "rebalance": "never"}
     run = exact_fit(Lopsided().double(), 2, 2, data=dataset(24 * 16), max_steps=16, strategy=strategy)

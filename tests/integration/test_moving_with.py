@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device, trainer
 from test_moving_layers import Lopsided, Move, moves
 from test_ordinary_stages import BATCH, Gpt, Vision, gpt_alone, images, on_grid, text, train, vision_alone
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.long
 EPOCH = 4  # steps
 
 
-@pytest.mark.parametrize("faults", [[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], ids=str)
+@pytest.mark.parametrize(
+    "faults", sampled([[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], 2), ids=str
+)
 def test_tied_weights(faults: list[Fault]) -> None:
     model = AutoEncoder().double()
     run = exact_fit(model, 2, 2, faults, gradient_clip_val=0.05, callbacks=[Move({2: (1, 5), 6: (4, 2)})])
@@ -79,8 +82,8 @@ def test_layers_between_what_is_outside_of_the_chain(clip: float | None) -> None
     assert model.head.weight is model.embed.weight
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", ["grouped", "tied", "scheduled"])
+@pytest.mark.parametrize("sharded", sampled([False, True], 1))
+@pytest.mark.parametrize("name", sampled(["grouped", "tied", "scheduled"], 2))
 def test_checkpoints_of_any_layout_go_on_with_any(tmp_path: Path, name: str, sharded: bool) -> None:
     data = dataset(GLOBAL_BATCH * EPOCH)
 

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from support.models import Regression, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, committed_steps, difference, fit, plain_loop
 from torch import Tensor, nn
 
@@ -71,7 +72,7 @@ def test_one_that_does_not_come_again_leaves_nothing_behind() -> None:
     assert difference(model.state_dict(), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("backwards", sampled([False, True], 1, rest=pytest.mark.long))
 def test_a_device_that_makes_them_is_evicted_because_its_peer_does_not(backwards: bool) -> None:
     model = Wrong((1, 1), 1000, backwards).double()
     expected = plain_loop(model, dataset())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import DataLoader, Dataset
@@ -198,7 +199,7 @@ def _assert_same_after_a_replacement(
     return module, trainer
 
 
-@pytest.mark.parametrize("kind", [Hooked, Replaced, SharedMemory])
+@pytest.mark.parametrize("kind", sampled([Hooked, Replaced, SharedMemory], 1, rest=pytest.mark.long))
 def test_a_replacement_has_what_hooks_have_put_into_odd_places(kind: type[L.LightningModule]) -> None:
     module, trainer = _assert_same_after_a_replacement(kind, Samples())
     if isinstance(module, Replaced):  # settings and callbacks come home
@@ -231,7 +232,7 @@ class Late(Plain):
         return (output * self.late if self.current_epoch else output).pow(2).mean()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("kind", [Late, SharedMemory])
+@pytest.mark.parametrize("kind", sampled([Late, SharedMemory], 1, rest=pytest.mark.long))
 def test_stages_bring_home_what_hooks_have_made(kind: type[L.LightningModule]) -> None:
     expected, module = kind(), kind()
     _fit(expected, Samples(), 1)

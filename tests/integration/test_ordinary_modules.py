@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import AwaitReplacement, rejoined
 from support.options import recycle_strategy
+from support.sampling import sampled
 from support.training import QUIET, difference, failures, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -129,7 +130,7 @@ def alone() -> tuple[dict[str, Any], Returned]:
     return everything(on_one_device(max_epochs=EPOCHS, callbacks=[returned]), BATCH), returned
 
 
-@pytest.mark.parametrize("microbatches", [None, 2])
+@pytest.mark.parametrize("microbatches", sampled([None, 2], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("faults", [[], [Fault("kill", 1, 0, step=3), Fault("kill", 2, 0, step=8)]], ids=["", "kills"])
 def test_all_that_a_user_sees_is_that_of_one_device(alone: Any, microbatches: int | None, faults: list[Fault]) -> None:
     expected, seen = alone
@@ -166,7 +167,7 @@ def test_dropout_is_the_same_whoever_computes() -> None:
     assert difference(weights([]), weights([Fault("kill", 0, 0, step=2)])) < 1e-10
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", sampled([False, True], 1, rest=pytest.mark.long))
 def test_a_checkpoint_resumes_on_another_grid_and_on_one_device(alone: Any, sharded: bool, tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=4, filename="{step}")
     run = on_grid(
@@ -311,6 +312,7 @@ class SavesImages(Classifier):
         return batch_idx if batch_idx < 2 else None
 
 
+@pytest.mark.long
 def test_a_step_knows_where_to_save_images(tmp_path: Path) -> None:
     model = SavesImages().double()
     run = on_grid(2, [Fault("kill", 0, 0, step=1)], max_epochs=1, default_root_dir=tmp_path)
@@ -319,7 +321,9 @@ def test_a_step_knows_where_to_save_images(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {f"{step}.png" for step in range(STEPS)}
 
 
-@pytest.mark.parametrize(("pipelines", "expected"), [(1, [0, 1, None]), (2, [[0, 0], [1, 1], None])])
+@pytest.mark.parametrize(
+    ("pipelines", "expected"), sampled([(1, [0, 1, None]), (2, [[0, 0], [1, 1], None])], 1, rest=pytest.mark.long)
+)
 def test_predictions_may_be_anything(pipelines: int, expected: Any) -> None:
     loader = DataLoader(data(24), 8 // pipelines)
     assert on_grid(pipelines).predict(SavesImages().double(), loader) == expected

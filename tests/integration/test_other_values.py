@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import committed_steps, difference, failures, fit, plain_loop
 
 from lightning_recycle import ReCycleError
@@ -45,7 +46,7 @@ def grow(model: Regression, pipelines: int, stages: int, wrong: int) -> L.Traine
     )
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", sampled([1, 2], 1, rest=pytest.mark.long))
 def test_a_replacement_with_another_learning_rate_is_evicted_and_the_weights_are_exact(stages: int) -> None:
     model = Regression().double()
     run = grow(model, 3, stages, wrong=1)
@@ -58,6 +59,7 @@ def test_a_replacement_with_another_learning_rate_is_evicted_and_the_weights_are
     assert committed_steps(run) == list(range(LENGTH))
 
 
+@pytest.mark.long
 def test_after_two_such_evictions_the_position_stays_empty() -> None:
     model = Regression().double()
     run = grow(model, 3, 1, wrong=100)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
+from support.sampling import sampled
 from support.scripts import consolidated
 from support.training import difference, on_one_device, trainer
 from test_ties import AutoEncoder
@@ -70,17 +71,21 @@ def uninterrupted(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "writer", "step", "reader"),
-    [
-        ("plain", (2, 2), EPOCH, ONE_DEVICE),
-        ("plain", (2, 2), 6, (1, 3)),
-        ("scheduled", ONE_DEVICE, 2, (2, 2)),
-        ("scheduled", (2, 2), 6, (2, 2)),
-        ("grouped", (1, 2), 2, (2, 3)),
-        ("grouped", (2, 3), EPOCH, ONE_DEVICE),
-        ("grouped", ONE_DEVICE, EPOCH, (2, 2)),
-        ("tied", (2, 2), EPOCH, ONE_DEVICE),
-        ("tied", ONE_DEVICE, 6, (1, 3)),
-    ],
+    sampled(
+        [
+            ("plain", (2, 2), EPOCH, ONE_DEVICE),
+            ("plain", (2, 2), 6, (1, 3)),
+            ("scheduled", ONE_DEVICE, 2, (2, 2)),
+            ("scheduled", (2, 2), 6, (2, 2)),
+            ("grouped", (1, 2), 2, (2, 3)),
+            ("grouped", (2, 3), EPOCH, ONE_DEVICE),
+            ("grouped", ONE_DEVICE, EPOCH, (2, 2)),
+            ("tied", (2, 2), EPOCH, ONE_DEVICE),
+            ("tied", ONE_DEVICE, 6, (1, 3)),
+        ],
+        4,
+        rest=pytest.mark.long,
+    ),
 )
 def test_resuming_from_any_grids_checkpoint_on_any_other_equals_the_uninterrupted_run(
     name: str, writer: tuple[int, int], step: int, reader: tuple[int, int], tmp_path: Path
@@ -141,7 +146,9 @@ def test_a_sharded_checkpoint_resumes_on_another_grid_and_consolidated_on_one_de
     "faults",
     [
         (Fault("kill", 0, 1, at="checkpoint", step=4),),
-        (Fault("kill", 0, 0, 3, at="optimizer", when="after"), Fault("kill", 1, 1, 5)),
+        pytest.param(
+            (Fault("kill", 0, 0, 3, at="optimizer", when="after"), Fault("kill", 1, 1, 5)), marks=pytest.mark.long
+        ),
     ],
     ids=["the leader while it writes", "others"],
 )

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
 from support.growth import AwaitReplacement, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import difference, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -224,7 +225,11 @@ def test_who_joins_holds_what_its_peers_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "averaging",
-    [EMAWeightAveraging(decay=0.8), StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=3)],
+    sampled(
+        [EMAWeightAveraging(decay=0.8), StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=3)],
+        1,
+        rest=pytest.mark.long,
+    ),
     ids=["EMAWeightAveraging", "StochasticWeightAveraging"],
 )
 def test_who_joins_holds_the_averages_of_its_peers(averaging: L.Callback, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], hooks: Se
         assert torch.allclose(found[name], answer, rtol=0, atol=TOLERANCE), name
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", sampled([2, 3], 1, rest=pytest.mark.long))
 def test_every_hook_on_every_worker_gets_what_one_device_gives(
     tmp_path: Path, alone: dict[str, Tensor], stages: int
 ) -> None:
@@ -149,7 +149,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(("victim", "hook", "step", "in_layer"), sampled(KILLS, 3))
+@pytest.mark.parametrize(("victim", "hook", "step", "in_layer"), sampled(KILLS, 1))
 def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
     tmp_path: Path, alone: dict[str, Tensor], victim: int, hook: str, step: int, in_layer: bool
 ) -> None:
@@ -172,7 +172,9 @@ class Alone(Callback):
             module(torch.zeros(1, 8, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end", "on_train_end"])
+@pytest.mark.parametrize(
+    "hook", sampled(["on_train_batch_end", "on_validation_batch_end", "on_train_end"], 1, rest=pytest.mark.long)
+)
 def test_an_evaluation_that_only_one_worker_wants_is_an_error_that_names_the_remedy(hook: str) -> None:
     with pytest.raises(ReCycleError, match=r"self\(x\).*must be called on all.*is_global_zero"):
         fit(Regression().double(), 2, 2, [Alone(hook)])
@@ -276,6 +278,7 @@ class Drawing(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+@pytest.mark.long
 def test_a_callback_that_shows_images_is_as_on_one_device(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     log = TensorBoardLogger(tmp_path / "logs")
@@ -354,7 +357,7 @@ class CallsLayers(Regression):
             (InOptimizers, [], r"self\(x\), when this worker had one stage .* as in configure_optimizers\(\)"),
             (CallsLayers, [], r"a layer of another stage.*self\(x\)"),
         ],
-        3,
+        1,
     ),
 )
 def test_what_cannot_be_evaluated_is_an_error_that_names_the_remedy(
@@ -376,7 +379,7 @@ class AsksEarly(Callback):
             module(torch.zeros(1, 8, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluates", sampled([False, True], 1, rest=pytest.mark.long))
 def test_a_hook_that_a_replacement_runs_alone_does_not_confuse_the_others(evaluates: bool) -> None:
     model = Regression().double()
     fit_alone(expected := Regression().double(), [])

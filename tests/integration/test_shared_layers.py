@@ -38,7 +38,11 @@ MOMENTS = (48, 56, 40) * 2
 SHARED = {1: (2.4, 2.1, 1.5)}  # of six layers the third and the fifth, which have weights
 
 
-@pytest.mark.parametrize("model", [Regression(), Scheduled(), Regression(specs=True)], ids=["adamw", "sgd", "specs"])
+@pytest.mark.parametrize(
+    "model",
+    sampled([Regression(), Scheduled(), Regression(specs=True)], 1, rest=pytest.mark.long),
+    ids=["adamw", "sgd", "specs"],
+)
 def test_layers_are_shared_and_no_longer(model: Regression) -> None:
     still, moved = model.double(), type(model)(specs=model.specs).double()
     fit(still, 2, 2, strategy=STAY)
@@ -60,7 +64,7 @@ def layouts(seed: int, layers: int, stages: int, count: int) -> list[tuple[float
     return found
 
 
-@pytest.mark.parametrize(("seed", "stages"), sampled([(seed, stages) for seed in range(20) for stages in (2, 3, 4)], 4))
+@pytest.mark.parametrize(("seed", "stages"), sampled([(seed, stages) for seed in range(20) for stages in (2, 3, 4)], 2))
 def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
     still, moved = Regression(dropout=0.2).double(), Regression(dropout=0.2).double()
     fit(still, 2, stages, strategy=STAY)
@@ -81,7 +85,7 @@ def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
             for at in ("forward", "backward_input", "reduce", "optimizer")
             for when in ("before", "after")
         ],
-        8,
+        3,
     ),
     ids=str,
 )
@@ -95,7 +99,7 @@ def test_a_worker_dies_while_stages_share_layers(fault: Fault, staggered: bool) 
 
 @pytest.mark.parametrize(
     ("rank", "moment"),
-    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 5),
+    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 2),
 )
 def test_a_worker_dies_at_any_moment_of_a_move(rank: int, moment: int) -> None:
     run = exact_fit(
@@ -126,13 +130,15 @@ def test_a_worker_that_joins_shares_the_layers_of_its_stage() -> None:
     assert [event.kind for event in run.strategy.history].count("rejoined") == 2
 
 
-@pytest.mark.parametrize("clip", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "clip", sampled([{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1.0}], 1, rest=pytest.mark.long), ids=str
+)
 def test_norms_count_shared_layers_once(clip: dict[str, Any]) -> None:
     faults = [Fault("kill", 1, 1, 6, at="optimizer")]
     exact_fit(Scheduled().double(), 2, 3, faults, callbacks=[Move(SHARED)], strategy=STAY, **clip)
 
 
-@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 def test_between_the_batches_of_one_step(staggered: bool) -> None:
     still, moved = Scheduled().double(), Scheduled().double()
     options: dict[str, Any] = {
@@ -148,7 +154,9 @@ def test_between_the_batches_of_one_step(staggered: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("faults", [[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], ids=str)
+@pytest.mark.parametrize(
+    "faults", sampled([[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], 2), ids=str
+)
 def test_with_weights_that_distant_layers_share(faults: list[Fault]) -> None:
     model = AutoEncoder().double()
     moving = Move({2: (2.5, 3.5), 6: (4, 2)})
@@ -158,8 +166,8 @@ def test_with_weights_that_distant_layers_share(faults: list[Fault]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", ["grouped", "tied", "scheduled"])
+@pytest.mark.parametrize("sharded", sampled([False, True], 1))
+@pytest.mark.parametrize("name", sampled(["grouped", "tied", "scheduled"], 2))
 def test_checkpoints_go_on_on_any_grid(tmp_path: Path, name: str, sharded: bool) -> None:
     data = dataset(GLOBAL_BATCH * 4)
 
@@ -264,7 +272,7 @@ def ways(seed: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["staggered", "together", "clipped"])
-@pytest.mark.parametrize("seed", sampled(range(16), 3))
+@pytest.mark.parametrize("seed", sampled(range(16), 1))
 def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int, kind: str) -> None:
     killed, lack = ways(seed)
     run = exact_fit(
@@ -289,7 +297,7 @@ def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int,
             for number in range(2 if worker[1] == 1 else 1)
             for moment in MOMENTS_OF_A_SUM
         ],
-        4,
+        2,
     ),
 )
 def test_a_worker_dies_while_gradients_are_summed(
@@ -341,7 +349,7 @@ class WaitsBeforeItsLastGradients(Callback):
         executor.before_operation.append(begins)
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
 def test_nobody_waits_for_gradients_of_micro_batches_that_run_a_shared_layer_elsewhere(
     tmp_path: Path, pipelines: int
 ) -> None:
@@ -451,7 +459,7 @@ def _lies_in(part: Tensor, whole: Tensor) -> bool:
     return begin <= part.data_ptr() < end
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
 def test_each_gradient_is_summed_once(tmp_path: Path, pipelines: int) -> None:
     exact_fit(Scheduled().double(), pipelines, 3, callbacks=[Move(SHARED), CountsSums(tmp_path, 6)], strategy=STAY)
     shared = {"layers.2.": (0, 1), "layers.4.": (1, 2)}

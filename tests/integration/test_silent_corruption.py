@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.checks import checked_microbatch
 from support.models import Regression, dataset
+from support.sampling import sampled
 from support.training import TOLERANCE, difference, fit, plain_loop
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_
     assert len([event for event in run.strategy.history if event.kind == "step"]) == 9
 
 
+@pytest.mark.long
 def test_with_raise_the_run_ends_and_names_the_worker() -> None:
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
     with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) holds wrong bits.*parameters"):
@@ -68,7 +70,7 @@ def disputed(run: L.Trainer) -> list[Event]:
     return [event for event in run.strategy.history if event.kind == "disputed"]
 
 
-@pytest.mark.parametrize("grid", [(3, 1), (2, 2)])
+@pytest.mark.parametrize("grid", [(3, 1), pytest.param((2, 2), marks=pytest.mark.long)])
 def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
     model, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
     run = fit(model, *grid, [Fault("kill", 1, 0, step=4)], strategy=VERIFY)
@@ -80,14 +82,18 @@ def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [
-        (Fault("bitflip", 1, 0, 3, microbatch=CHECKED[3], target="activation"), "output"),
-        (
-            Fault("bitflip", 1, 0, 3, "backward_weight", when="after", microbatch=CHECKED[3], target="gradient"),
-            "weight gradient",
-        ),
-        (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
-    ],
+    sampled(
+        [
+            (Fault("bitflip", 1, 0, 3, microbatch=CHECKED[3], target="activation"), "output"),
+            (
+                Fault("bitflip", 1, 0, 3, "backward_weight", when="after", microbatch=CHECKED[3], target="gradient"),
+                "weight gradient",
+            ),
+            (Fault("bitflip", 1, 0, step=3, target="matmul", every=2), "weight gradient"),
+        ],
+        2,
+        rest=pytest.mark.long,
+    ),
 )
 def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault, kind: str) -> None:
     model, right = Regression().double(), Regression().double()
@@ -135,8 +141,8 @@ class Late(Regression):
             self.layers[0].left = 4  # micro-batches of a worker
 
 
-@pytest.mark.parametrize("staggered", [True, False])
-@pytest.mark.parametrize("wrong", [(1, 0), (1, 1)])
+@pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
+@pytest.mark.parametrize("wrong", [(1, 0), pytest.param((1, 1), marks=pytest.mark.long)])
 def test_no_stage_keeps_what_it_made_of_a_wrong_result_of_another_one(wrong: tuple[int, int], staggered: bool) -> None:
     model, right = Late().double(), Regression().double()
     fault = Fault("bitflip", *wrong, step=3, target="matmul", every=1)
@@ -156,6 +162,7 @@ def test_a_message_that_is_damaged_on_its_way_is_sent_again() -> None:
     assert difference(model.state_dict(), expected) < TOLERANCE
 
 
+@pytest.mark.long
 def test_in_a_pipeline_with_a_loss_at_the_same_time_a_broken_device_is_found() -> None:
     faults = [
         Fault("bitflip", 2, 1, step=2, target="matmul", every=1, bit=0),
@@ -213,6 +220,7 @@ class Normalized(Regression):
         return [first, nn.BatchNorm1d(16), Remembering(), *layers]
 
 
+@pytest.mark.long
 def test_buffers_that_each_worker_has_its_own_of_are_no_difference() -> None:
     model, other = Normalized().double(), Normalized().double()
     run = fit(model, 3, 1, strategy=VERIFY)

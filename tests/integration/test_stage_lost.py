@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import Marks, Meanwhile, happened, kill, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import exact_fit, failures, fit
 
 from lightning_recycle import StageLostError
@@ -60,7 +61,9 @@ def lose_stage(directory: Path, how: str, pipelines: int = 2, stage: int = 0) ->
     return exact_fit(Regression().double(), pipelines, 2, faults, DATA, max_steps=LENGTH, strategy=strategy, **options)
 
 
-@pytest.mark.parametrize(("how", "step"), [("intact", 8), ("removed", 4), ("cut", 4), ("overwritten", 4)])
+@pytest.mark.parametrize(
+    ("how", "step"), sampled([("intact", 8), ("removed", 4), ("cut", 4), ("overwritten", 4)], 2, rest=pytest.mark.long)
+)
 def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str, step: int, tmp_path: Path) -> None:
     run = lose_stage(tmp_path, how)
     (lost,) = happened(run, "stage_lost")
@@ -73,7 +76,7 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str
     assert [event.step for event in happened(run, "saved")] == ([4, 8, 12] if step == 8 else [4, 8, 8, 12])
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
 def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines: int, tmp_path: Path) -> None:
     """As the OOM killer does, or somebody who ends all processes of a user."""
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")

@@ -75,7 +75,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("who", KILLS)
+@pytest.mark.parametrize("who", sampled(KILLS, 2, rest=pytest.mark.long))
 def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_killed(who: str) -> None:
     weights, run = train(Stream(SAMPLES), KILLS[who])
     assert len(failures(run)) == len(KILLS[who])
@@ -83,7 +83,9 @@ def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_
     assert difference(weights, to_the_end()) < TOLERANCE
 
 
-@pytest.mark.parametrize("who", ["nobody", "a first stage", "the leader, then a first stage"])
+@pytest.mark.parametrize(
+    "who", sampled(["nobody", "a first stage", "the leader, then a first stage"], 1, rest=pytest.mark.long)
+)
 def test_a_limited_epoch_begins_where_the_one_before_stopped(who: str) -> None:
     stream = Stream(GLOBAL_BATCH * 3 + 5, endless=True)
     weights, run = train(stream, KILLS[who], limit_train_batches=EPOCH)
@@ -92,7 +94,7 @@ def test_a_limited_epoch_begins_where_the_one_before_stopped(who: str) -> None:
     assert difference(weights, to_the_end()) > 1e-4
 
 
-@pytest.mark.parametrize("stream", [Stream, WithoutState])
+@pytest.mark.parametrize("stream", sampled([Stream, WithoutState], 1, rest=pytest.mark.long))
 def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream: Any) -> None:
     expected = one_device(loader(stream(SAMPLES), 1, num_workers=2))
     weights, run = train(stream(SAMPLES), KILLS["a first stage"], num_workers=2)
@@ -100,7 +102,7 @@ def test_processes_that_read_in_turns_give_the_batches_of_one_device(stream: Any
     assert difference(weights, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", sampled([0, 2], 1, rest=pytest.mark.long))
 def test_a_stream_without_state_trains_the_weights_of_one_device_whoever_dies_joins_or_resumes(
     num_workers: int, tmp_path: Path
 ) -> None:
@@ -135,7 +137,7 @@ def test_a_stream_that_gives_each_process_other_samples_is_an_error() -> None:
         trainer(1, 2).validate(Regression().double(), loader(ByProcess(SAMPLES), 1), verbose=False)
 
 
-@pytest.mark.parametrize(("enters_at", "num_workers"), sampled(itertools.product([EPOCH, EPOCH + 2], [0, 2]), 2))
+@pytest.mark.parametrize(("enters_at", "num_workers"), sampled(itertools.product([EPOCH, EPOCH + 2], [0, 2]), 1))
 def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_workers: int) -> None:
     stream = Stream(GLOBAL_BATCH * 8 + 5, endless=True)
     expected = one_device(loader(stream, 1, num_workers), limit_train_batches=EPOCH)
@@ -171,7 +173,10 @@ def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: 
 @pytest.mark.parametrize(
     ("step", "callbacks"),
     # Right after the end of an epoch Lightning, on one device too, leaves the next epoch's start hook out.
-    [pytest.param(EPOCH + 2, [AnotherOrder()], id="mid-epoch"), pytest.param(EPOCH, [], id="end of an epoch")],
+    [
+        pytest.param(EPOCH + 2, [AnotherOrder()], id="mid-epoch"),
+        pytest.param(EPOCH, [], id="end of an epoch", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Callback], tmp_path: Path) -> None:
     expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=callbacks)
@@ -183,7 +188,7 @@ def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Call
 
 
 @pytest.mark.parametrize(
-    ("step", "limit"), sampled(itertools.product([EPOCH - 2, EPOCH, EPOCH + 1], [None, EPOCH]), 3, seed=1)
+    ("step", "limit"), sampled(itertools.product([EPOCH - 2, EPOCH, EPOCH + 1], [None, EPOCH]), 2, seed=1)
 )
 def test_another_grid_resumes_at_the_exact_sample(step: int, limit: int | None, tmp_path: Path) -> None:
     def stream() -> Stream:
@@ -197,7 +202,11 @@ def test_another_grid_resumes_at_the_exact_sample(step: int, limit: int | None, 
     assert difference(weights, going_on() if limit else to_the_end()) < TOLERANCE
 
 
-@pytest.mark.parametrize("ends", [{}, {"max_epochs": None, "max_steps": 2 * EPOCH}], ids=["max_epochs", "max_steps"])
+@pytest.mark.parametrize(
+    "ends",
+    sampled([{}, {"max_epochs": None, "max_steps": 2 * EPOCH}], 1, rest=pytest.mark.long),
+    ids=["max_epochs", "max_steps"],
+)
 def test_a_checkpoint_from_the_end_of_an_epoch_goes_on_in_the_next(ends: dict[str, Any], tmp_path: Path) -> None:
     def stream() -> Stream:
         return Stream(GLOBAL_BATCH * 3 + 5, endless=True)
@@ -216,7 +225,11 @@ def uneven(pipelines: int) -> DataLoader[Any]:
     return DataLoader(Stream(2 * GLOBAL_BATCH + 7), batch_size=GLOBAL_BATCH // pipelines)
 
 
-@pytest.mark.parametrize("faults", [(), (Fault("kill", 1, 1, step=2, at="validation"),)], ids=["nobody", "one dies"])
+@pytest.mark.parametrize(
+    "faults",
+    [(), pytest.param((Fault("kill", 1, 1, step=2, at="validation"),), marks=pytest.mark.long)],
+    ids=["nobody", "one dies"],
+)
 def test_the_metrics_of_a_stream_with_an_uneven_end_are_those_of_one_device(faults: tuple[Fault, ...]) -> None:
     options: dict[str, Any] = {"max_epochs": 1, "max_steps": -1, "val_check_interval": 2}
     losses = []

@@ -20,7 +20,7 @@ from support.models import GLOBAL_BATCH, Regression, dataset
 from support.process_tree import descendants, is_alive, worker_processes
 from support.sampling import sampled
 from support.training import exact_fit, trainer, undisturbed
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 from test_failures import Slow
 from torch.utils.data import DataLoader
 
@@ -40,7 +40,7 @@ def supervised(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]
         env={**os.environ, "TMPDIR": str(directory.parent)},
     )
     try:
-        wait_for(lambda: process.poll() is not None or len(list(directory.glob("*.ckpt"))) >= 2, 90)
+        wait_for(lambda: process.poll() is not None or len(list(directory.glob("*.ckpt"))) >= 2, PATIENCE)
         assert process.poll() is None, process.communicate()[1]
         yield process
     finally:
@@ -70,6 +70,7 @@ def test_a_killed_launching_process_takes_its_workers_with_it(tmp_path: Path) ->
         check_end(workers, directory)
 
 
+@pytest.mark.long
 def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     with supervised(directory, "impatient") as process:
@@ -79,7 +80,7 @@ def test_a_launching_process_that_stays_stopped_does_not_hold_its_workers(tmp_pa
         assert wait_for(lambda: not any(map(is_alive, workers)), 30)
         assert IMPATIENCE / 2 < time.monotonic() - began < 4 * IMPATIENCE
         process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1
     assert "StageLostError" in errors
 
@@ -97,7 +98,7 @@ def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_p
     with supervised(directory) as process:
         workers = worker_processes(process.pid)
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == (143 if signum == signal.SIGTERM else 1)
         check_end(workers, directory, seconds=1.0)
     assert "Traceback" not in errors
@@ -113,11 +114,11 @@ def test_ctrl_c_in_a_terminal_tells_no_failures(at: str, tmp_path: Path) -> None
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(script, **pipes, start_new_session=True) as process:
         if at == "start":
-            assert wait_for(lambda: descendants(process.pid) or any_fork_server(process.pid), 60)
+            assert wait_for(lambda: descendants(process.pid) or any_fork_server(process.pid), PATIENCE)
         else:
-            assert wait_for(lambda: len(list(directory.glob("*.ckpt"))) >= 2, 60)
+            assert wait_for(lambda: len(list(directory.glob("*.ckpt"))) >= 2, PATIENCE)
         os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     for words in ("Traceback", "lost", "could not be started", "connection", "failure"):
         assert words not in output, output
@@ -133,12 +134,12 @@ def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, str(HERE / "supervised.py"), str(directory)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert wait_for(lambda: len(list(directory.glob("*.ckpt"))) >= 2, 60)
+        assert wait_for(lambda: len(list(directory.glob("*.ckpt"))) >= 2, PATIENCE)
         os.killpg(process.pid, signal.SIGINT)
         newest = max(directory.iterdir())
         assert wait_for(lambda: max(directory.iterdir()) != newest, 30), "it goes on"
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import Decode, Encode
+from support.sampling import sampled
 from support.training import exact_fit, failures
 from torch import Tensor, nn
 
@@ -27,15 +28,19 @@ class AutoEncoder(PipelineModule):
 
 @pytest.mark.parametrize(
     ("grid", "faults", "clip"),
-    [
-        ((2, 2), [], None),
-        ((1, 3), [], 0.05),
-        ((2, 2), [Fault("kill", 0, 0, 3, at="reduce", when="after")], None),
-        ((2, 2), [Fault("kill", 1, 1, 3, at="reduce")], 0.05),
-        ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer"), Fault("kill", 1, 0, 4, at="backward_weight")], None),
-        ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
-        ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
-    ],
+    sampled(
+        [
+            ((2, 2), [], None),
+            ((1, 3), [], 0.05),
+            ((2, 2), [Fault("kill", 0, 0, 3, at="reduce", when="after")], None),
+            ((2, 2), [Fault("kill", 1, 1, 3, at="reduce")], 0.05),
+            ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer"), Fault("kill", 1, 0, 4, at="backward_weight")], None),
+            ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
+            ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
+        ],
+        3,
+        rest=pytest.mark.long,
+    ),
     ids=str,
 )
 def test_copies_on_two_stages_train_as_one_parameter(

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 from support.models import Regression
+from support.sampling import sampled
 from support.training import exact_fit, failures, fit
 
 from lightning_recycle.errors import ReCycleError, StageLostError
@@ -24,8 +25,8 @@ class Leaves(L.Callback):
             self._leave(self._code)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("code", [0, None])
+@pytest.mark.parametrize("everywhere", sampled([False, True], 1, rest=pytest.mark.long))
+@pytest.mark.parametrize("code", sampled([0, None], 1, rest=pytest.mark.long))
 def test_sys_exit_without_an_error_is_one(code: Any, everywhere: bool) -> None:
     with pytest.raises(ReCycleError, match=r"Worker \(., .\) called sys\.exit\(0?\) before .*should_stop"):
         fit(Regression().double(), 2, 2, callbacks=[Leaves(sys.exit, code, everywhere)])

@@ -80,7 +80,9 @@ def but_the_mean(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if name != "net.1.mean"}
 
 
-@pytest.mark.parametrize(("grid", "killed"), [((3, 1), False), ((3, 1), True), ((2, 2), True)])
+@pytest.mark.parametrize(
+    ("grid", "killed"), sampled([((3, 1), False), ((3, 1), True), ((2, 2), True)], 1, rest=pytest.mark.long)
+)
 def test_a_step_of_an_ordinary_module_that_is_checked_leaves_nothing_behind(
     grid: tuple[int, int], killed: bool
 ) -> None:
@@ -96,7 +98,7 @@ def test_a_step_of_an_ordinary_module_that_is_checked_leaves_nothing_behind(
     assert logged(run) == pytest.approx(logged(plain), abs=1e-12)
 
 
-@pytest.mark.parametrize("grid", [(3, 1), (3, 2)])
+@pytest.mark.parametrize("grid", [(3, 1), pytest.param((3, 2), marks=pytest.mark.long)])
 def test_a_wrong_result_of_an_ordinary_module_is_not_committed(grid: tuple[int, int]) -> None:
     model, right = Ordinary().double(), Ordinary().double()
     run = fit(model, *grid, [Fault("bitflip", 1, 0, step=3, target="matmul", every=1)], strategy=VERIFY)
@@ -118,7 +120,7 @@ class Unlike(Regression):
         verification._machine = lambda: kind
 
 
-@pytest.mark.parametrize("fault", [WRONG, Fault("kill", 1, 0, step=3)])
+@pytest.mark.parametrize("fault", sampled([WRONG, Fault("kill", 1, 0, step=3)], 1, rest=pytest.mark.long))
 def test_a_machine_of_its_own_kind_finds_the_errors_that_do_not_come_again_itself(fault: Fault) -> None:
     model, right = Unlike({0: "a", 1: "b", 2: "c"}).double(), Regression().double()
     run = fit(model, 3, 1, [fault], strategy=VERIFY)
@@ -131,6 +133,7 @@ def test_a_machine_of_its_own_kind_finds_the_errors_that_do_not_come_again_itsel
     assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
 
 
+@pytest.mark.long
 def test_machines_of_other_kinds_have_no_say() -> None:
     model, right = Unlike({0: "a", 1: "a", 2: "b", 3: "b"}).double(), Regression().double()
     run = fit(model, 4, 1, [replace(WRONG, microbatch=checked_microbatch(3, 4))], strategy=VERIFY)
@@ -175,7 +178,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("module", "kind"), sampled(itertools.product((Regression, Ordinary), KINDS), 3))
+@pytest.mark.parametrize(("module", "kind"), sampled(itertools.product((Regression, Ordinary), KINDS), 2))
 def test_a_broken_device_is_found_in_whatever_kind_of_training(module: Any, kind: str) -> None:
     options = KINDS[kind]
     is_half = "precision" in options

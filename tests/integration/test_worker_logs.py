@@ -4,15 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
+from support.sampling import sampled
 from support.scripts import output_of
+from support.waiting import PATIENCE
 
 SCRIPT = Path(__file__).parent / "logging_script.py"
 
 
-@pytest.mark.parametrize("kind", ["basic", "hydra"])
+@pytest.mark.parametrize("kind", sampled(["basic", "hydra"], 1, rest=pytest.mark.long))
 def test_records_of_workers_reach_handlers_configured_under_the_main_guard(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "job.log"
-    printed = output_of(SCRIPT, kind, file, timeout=200)
+    printed = output_of(SCRIPT, kind, file, timeout=PATIENCE)
     written = file.read_text()
     for step in range(4):  # a step that is interrupted is computed, and logged, again
         assert f"step {step} of worker 0\n" in written

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement, rejoined
 from support.options import recycle_strategy
+from support.sampling import sampled
 from support.training import QUIET, difference, failures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -94,7 +95,9 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
 KILL = Fault("kill", 0, 0, step=3)
 
 
-@pytest.mark.parametrize(("way", "at"), [("assigned", 0), ("data", 0), ("in place", 3)])
+@pytest.mark.parametrize(
+    ("way", "at"), sampled([("assigned", 0), ("data", 0), ("in place", 3)], 1, rest=pytest.mark.long)
+)
 def test_a_survivor_writes_what_each_would_have(way: str, at: int) -> None:
     calm, killed = SelfSupervised(way), SelfSupervised(way)
     on_grid(calm)

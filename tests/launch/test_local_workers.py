@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support.process_tree import is_alive
 from support.sampling import sampled
-from support.waiting import wait_for
+from support.waiting import PATIENCE, next_line, wait_for
 
 from lightning_recycle.launch.local_workers import LocalWorker, LocalWorkerGroup, _ensure_fork_server
 
@@ -83,7 +83,7 @@ def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(stat
         assert worker.describe_exit(SECONDS) == expected
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.long
 def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -127,7 +127,9 @@ if __name__ == "__main__":
 def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STOPPED)
-    done = subprocess.run([sys.executable, str(script), when], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, str(script), when], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
     server = int(done.stdout)
     try:
         assert wait_for(lambda: not is_alive(server), 5.0)
@@ -170,7 +172,7 @@ def test_workers_that_are_lost_with_their_dataloader_processes_leave_no_folders(
     command = [sys.executable, str(script), str(tmp_path / "first"), str(tmp_path / "second")]
     with tempfile.TemporaryDirectory() as temporary:  # of a short name, for the paths of sockets
         environment = {**os.environ, "TMPDIR": temporary}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
         assert done.stdout == "it was killed by SIGKILL\n" * 2
         assert list(Path(temporary).glob("pymp-*")) == []
 
@@ -195,8 +197,7 @@ def test_an_exit_status_of_255_is_one() -> None:
 def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies: bool) -> None:
     script = Path(__file__).with_name("local_workers_script.py")
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        workers = [int(next_line(launcher)) for _ in range(2)]
         os.kill(workers[0], signal.SIGSTOP)
         if server_dies:
             fork_server(launcher.pid).kill()
@@ -235,7 +236,7 @@ def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path: 
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     assert str(folder) in done.stdout

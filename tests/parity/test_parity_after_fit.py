@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from same_script import Classifier, Runs, Session, assert_same
 from seen_attributes import DIFFERS, attributes_of, differences
+from support.sampling import sampled
 from support.training import QUIET, failures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -180,7 +181,7 @@ def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(saved: Runs) -> 
         assert_same(mine[key], its[key], 0.0, key)
 
 
-@pytest.mark.parametrize("resume", [same.on_one_device, same.on_a_grid])
+@pytest.mark.parametrize("resume", sampled([same.on_one_device, same.on_a_grid], 1, rest=pytest.mark.long))
 def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, saved: Runs, tmp_path: Path) -> None:
     def go_on(path: Path, run: Any) -> same.Run:
         def script(session: Session) -> None:
@@ -200,6 +201,7 @@ def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, saved: Runs,
     assert_same(expected.weights, resumed.weights)
 
 
+@pytest.mark.long
 def test_every_attribute_is_there_if_the_leader_died(fitted: Runs, tmp_path: Path) -> None:
     def script(session: Session) -> None:
         fit(session, FaultInjectionCallback([Fault("kill", pipeline=0, stage=1, step=5)]))
@@ -247,6 +249,7 @@ def fit_a_data_module(session: Session) -> None:
 with_data_module = same.runs_of(fit_a_data_module)
 
 
+@pytest.mark.long
 def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_data_module: Runs) -> None:
     for run in with_data_module:
         assert run.trainer.datamodule.epochs_seen == 2

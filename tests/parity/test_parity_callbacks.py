@@ -372,6 +372,7 @@ def test_a_profiler_reports_the_same_actions(tmp_path: Path, profiler: Callable[
             assert action in text or action.startswith("[Callback]"), action
 
 
+@pytest.mark.long
 def test_the_pytorch_profiler_writes_a_trace_with_the_operations_of_the_layers(tmp_path: Path) -> None:
     one, grid = same.run_both(profiled(pytorch), tmp_path)
     for run in (one, grid):

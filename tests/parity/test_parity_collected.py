@@ -10,6 +10,7 @@ import same_script as same
 from collecting import Collecting, KeepsAFunction
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement
+from support.sampling import sampled
 
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
@@ -72,7 +73,7 @@ def test_every_worker_holds_all_that_was_collected(collected_runs: same.Runs) ->
     assert len(found["0"]) == 4
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", sampled([0, 1], 1, rest=pytest.mark.long))
 def test_nothing_that_was_collected_dies_with_a_worker_and_a_replacement_gets_it(
     collected_runs: same.Runs, tmp_path: Path, stage: int
 ) -> None:

@@ -370,7 +370,7 @@ def inference(enabled: bool) -> Callable[[same.Session], None]:
     return script
 
 
-@pytest.mark.parametrize("enabled", [True, pytest.param(False)])
+@pytest.mark.parametrize("enabled", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_inference_mode_is_that_of_the_flag_in_the_workers(tmp_path: Path, enabled: bool) -> None:
     one, grid = same.run_both(inference(enabled), tmp_path)
     assert one.results["validate"] == [{"inference": float(enabled), "grad": 0.0}]

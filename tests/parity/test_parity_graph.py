@@ -7,6 +7,7 @@ import pytest
 import same_script as same
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from support.sampling import sampled
 
 from lightning_recycle import LayerSpec
 
@@ -33,7 +34,7 @@ def layers_in_the_graph(run: same.Run) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*trace.*")
-@pytest.mark.parametrize("module", [WithExample, OfRecipes])
+@pytest.mark.parametrize("module", sampled([WithExample, OfRecipes], 1, rest=pytest.mark.long))
 def test_the_graph_is_that_of_the_whole_model(module: Any, tmp_path: Path) -> None:
     def script(session: same.Session) -> None:
         board = TensorBoardLogger(session.root, name="board", version=0, log_graph=True)

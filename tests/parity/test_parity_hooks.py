@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import same_script as same
 from lightning.pytorch.callbacks import Callback, LambdaCallback, Timer
+from support.sampling import sampled
 
 NOT_CALLED = {
     "on_exception",  # nothing fails
@@ -130,7 +131,7 @@ def evaluated(session: same.Session) -> None:
     getattr(trainer, session.root.parent.name)(module, [session.data.validation(), session.data.loader(5, seed=3)])
 
 
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+@pytest.mark.parametrize("entry", sampled(["validate", "test", "predict"], 1, rest=pytest.mark.long))
 def test_the_hooks_of_an_evaluation_are_those_of_one_device(tmp_path: Path, entry: str) -> None:
     (tmp_path / entry).mkdir()
     one, grid = same.run_both(evaluated, tmp_path / entry)

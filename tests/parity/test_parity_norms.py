@@ -10,6 +10,7 @@ import same_script as same
 import torch
 from lightning.pytorch.utilities import grad_norm
 from support.growth import AwaitReplacement
+from support.sampling import sampled
 from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
@@ -54,7 +55,7 @@ def noted(run: same.Run) -> list[list[str]]:
     return [path.read_text().splitlines() for path in (run.root / "norms").iterdir()]
 
 
-@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("module", [LogsNorms, LogsNormsOfTied])
 def test_grad_norm_is_that_of_one_device_on_every_worker(
     tmp_path: Path, module: type[LogsNorms], staggered: bool
@@ -72,8 +73,8 @@ def test_grad_norm_is_that_of_one_device_on_every_worker(
     assert all(lines == found[0] for lines in found)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("at", ["backward_input", "optimizer"])
+@pytest.mark.parametrize("stage", sampled([0, 1], 1, rest=pytest.mark.long))
+@pytest.mark.parametrize("at", sampled(["backward_input", "optimizer"], 1, rest=pytest.mark.long))
 def test_grad_norm_is_complete_whoever_dies(tmp_path: Path, stage: int, at: str) -> None:
     for name in ("one", "grid"):
         (tmp_path / name).mkdir()

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement, causes, rejoined
 from support.samplers import Counts
+from support.sampling import sampled
 from support.training import failures
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -35,7 +36,7 @@ def weighted(session: same.Session) -> Any:
 LOADERS = {"that counts": counting, "with a generator": weighted}
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", sampled(LOADERS, 2, rest=pytest.mark.long))
 def test_a_replacement_reads_the_order_of_one_device(tmp_path: Path, name: str) -> None:
     def fit(session: same.Session, *callbacks: Callback) -> None:
         session.run.module = same.Classifier()
@@ -50,7 +51,9 @@ def test_a_replacement_reads_the_order_of_one_device(tmp_path: Path, name: str) 
     same.assert_same(one.weights, grid.weights)
 
 
-@pytest.mark.parametrize(("name", "batch"), [("that counts", 8), ("with a generator", 10)])
+@pytest.mark.parametrize(
+    ("name", "batch"), sampled([("that counts", 8), ("with a generator", 10)], 1, rest=pytest.mark.long)
+)
 def test_a_run_resumes_in_the_order_in_which_it_was(tmp_path: Path, name: str, batch: int) -> None:
     def fit(session: same.Session, *callbacks: Callback, **options: Any) -> None:
         session.run.module = same.Classifier()
@@ -121,7 +124,7 @@ class MarksAndWaits(Callback):
         time.sleep(0.4 if trainer.global_step > 2 else 0)  # the replacement shall come before the end
 
 
-@pytest.mark.parametrize(("data", "stays"), [(Splits, True), (Shifts, False)])
+@pytest.mark.parametrize(("data", "stays"), sampled([(Splits, True), (Shifts, False)], 1, rest=pytest.mark.long))
 def test_a_replacement_has_the_split_of_its_peer_and_goes_if_its_data_differ_all_the_same(
     data: type[Splits], stays: bool, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
 from support.training import QUIET, difference, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,7 +53,7 @@ def on_grid(pruning: ModelPruning, faults: list[Fault] | None = None) -> tuple[L
     return run, model.state_dict()
 
 
-@pytest.mark.parametrize("permanent", [True, False])
+@pytest.mark.parametrize("permanent", sampled([True, False], 1, rest=pytest.mark.long))
 def test_the_same_is_pruned_as_on_one_device(permanent: bool) -> None:
     def pruning() -> ModelPruning:
         return ModelPruning("l1_unstructured", amount=0.3, make_pruning_permanent=permanent)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ordinary_runs import Kill, killing
 from support.options import recycle_strategy
+from support.sampling import sampled
 from support.training import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -156,8 +157,8 @@ def one_device() -> dict[str, Any]:
     return flat({"found": module.found, "logged": trainer.callback_metrics})
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["survivors", "replacement"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("restarts", sampled([False, True], 1, rest=pytest.mark.long), ids=["survivors", "replacement"])
+@pytest.mark.parametrize("killed", sampled([0, 1], 1, rest=pytest.mark.long))
 def test_wrappers_equal_those_of_one_device(
     killed: int, restarts: bool, one_device: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.waiting import PATIENCE
 from torch import Tensor, nn
 
 from lightning_recycle.runtime.executor.device_memory import storage_bytes
@@ -25,7 +26,6 @@ COMPILERS = [
         "inductor",
         marks=[
             pytest.mark.long,
-            pytest.mark.timeout(300),
             pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler of C++"),
         ],
     ),
@@ -210,6 +210,7 @@ def test_without_the_split_a_compiler_sees_what_it_always_does() -> None:
     assert seen in ([F.linear], [torch._C._nn.linear])
 
 
+@pytest.mark.long
 def test_a_compiler_that_is_loaded_within_the_block_calls_the_functions_by_their_names() -> None:
     """The code that it makes is cached for other processes, such as replacements."""
     script = """
@@ -220,4 +221,4 @@ from torch._inductor.select_algorithm import extern_kernels
 assert hasattr(extern_kernels, "addmm")
 assert not [name for name in vars(extern_kernels) if "defer" in name]
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)

@@ -225,6 +225,7 @@ def test_workers_connect_among_strangers(gates: list[Gate], inputs: int, caplog:
         sock.close()
 
 
+@pytest.mark.long
 def test_workers_connect_while_others_flood_their_gates(gates: list[Gate]) -> None:
     ended = threading.Event()
 

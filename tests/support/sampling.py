@@ -8,7 +8,7 @@ import pytest
 
 __all__ = ["LONG_SAMPLE", "chooses_by_default", "sampled"]
 
-LONG_SAMPLE = 20
+LONG_SAMPLE = 10
 """How many of the tests marked ``long`` are in a run of all tests."""
 
 
@@ -18,11 +18,13 @@ def chooses_by_default(config: pytest.Config) -> bool:
     return not config.getoption("long") and bool(config.getoption("markexpr") == options[options.index("-m") + 1])
 
 
-def sampled(cases: Iterable[Any], count: int, seed: int = 0) -> list[Any]:
-    """``cases`` as parameters, all but ``count`` of them marked as exhaustive; tuples are several arguments."""
+def sampled(
+    cases: Iterable[Any], count: int, seed: int = 0, rest: pytest.MarkDecorator = pytest.mark.exhaustive
+) -> list[Any]:
+    """``cases`` as parameters, all but ``count`` of them marked with ``rest``; tuples are several arguments."""
     cases = list(cases)
     kept = set(random.Random(seed).sample(range(len(cases)), count))
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if i in kept else pytest.mark.exhaustive)
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if i in kept else rest)
         for i, case in enumerate(cases)
     ]
