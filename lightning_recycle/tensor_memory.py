@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
+
+from lightning_recycle.torch_internals import tree_map_only
 
 __all__ = [
     "TensorShard",

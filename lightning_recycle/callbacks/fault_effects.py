@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_recycle.errors import InjectedFaultError
 from lightning_recycle.runtime.comm.sockets import drop_everything
+from lightning_recycle.torch_internals import TorchDispatchMode
 
 __all__ = [
     "Slowdown",

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -39,6 +38,7 @@ from torch.utils.data import (
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.randomness import seeded_everything
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = [
     "AllReplicas",

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_recycle.data.batching import is_sequence, samples_in
@@ -27,6 +26,7 @@ from lightning_recycle.data.steps import Address, Collate, StepHandle, StepLoade
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
+from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 __all__ = [
     "BatchIterableLoader",

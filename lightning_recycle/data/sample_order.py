@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.tensor_memory import memory_of
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = [
     "SamplerState",

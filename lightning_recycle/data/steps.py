@@ -20,12 +20,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_recycle.data.batching import batching_of, check_combination, check_dataloader
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
+from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 __all__ = [
     "Address",

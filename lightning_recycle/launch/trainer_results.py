@@ -49,6 +49,7 @@ from lightning_recycle.model.weights import set_weights, weights_of
 from lightning_recycle.session.lightning_internals import load_progress
 from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
 from lightning_recycle.session.weight_callbacks import swap_schedules, take_pruned_form
+from lightning_recycle.torch_internals import version_of
 
 __all__ = [
     "STAY_IN_THE_WORKERS",
@@ -110,7 +111,7 @@ class MissingWeights:
 
 def _versions(module: pl.LightningModule) -> int:
     """A number that changes when something is written to the parameters."""
-    return sum(parameter._version for parameter in module.parameters())
+    return sum(version_of(parameter) for parameter in module.parameters())
 
 
 # ---------------------------------------------------------------------- optimizers

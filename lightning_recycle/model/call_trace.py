@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -27,6 +26,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Chain
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.randomness import draw_for_layer
+from lightning_recycle.torch_internals import buffers_of, make_subclass, modules_of, parameters_of, tree_leaves
 
 __all__ = [
     "AbsentPart",
@@ -109,7 +109,7 @@ class RemoteTensor(Tensor):
     @staticmethod
     def of(what: str, parameter: Tensor | None = None) -> RemoteTensor:
         like = torch.empty(0) if parameter is None else parameter
-        made = Tensor._make_subclass(RemoteTensor, like, require_grad=like.is_floating_point())
+        made = make_subclass(RemoteTensor, like, require_grad=like.is_floating_point())
         made.what, made.is_parameter = what, parameter is not None
         return made
 
@@ -330,7 +330,8 @@ class AbsentPart(AbsentLayer):
         bare = vars(nn.Module())
         self._plain = {name: value for name, value in vars(original).items() if name not in bare}
         self._missing = frozenset(
-            {*original._parameters, *original._buffers, *original._modules, *dir(type(original))} - {*dir(nn.Module)}
+            {*parameters_of(original), *buffers_of(original), *modules_of(original), *dir(type(original))}
+            - {*dir(nn.Module)}
         )
         self.__dict__["_parameters"] = _Elsewhere(_emptied(path, original.named_parameters()))
         self.__dict__["_buffers"] = _Elsewhere(_emptied(path, original.named_buffers()))

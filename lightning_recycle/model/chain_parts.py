@@ -47,6 +47,7 @@ from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
 from lightning_recycle.model.weights import Tie, set_weights
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
+from lightning_recycle.torch_internals import modules_of, parameters_of
 
 __all__ = [
     "ChainParts",
@@ -124,7 +125,7 @@ class ChainParts(ModelParts):
             if index not in owned:
                 stub = RemoteLayer(chain.paths[index], layer, index)
                 for parent in list(module.modules()):
-                    for name in [name for name, child in parent._modules.items() if child is layer]:
+                    for name in [name for name, child in modules_of(parent).items() if child is layer]:
                         self._drop(parent, name, stub)
         if not self._is_first and not self._is_last:
             for path, outside in self._held.outside:
@@ -173,8 +174,8 @@ class ChainParts(ModelParts):
         for index, layer in layers.items():
             original = self.module.get_submodule(self._chain.paths[index])
             for parent in list(self.module.modules()):
-                for name in [name for name, child in parent._modules.items() if child is original]:
-                    parent._modules[name] = layer
+                for name in [name for name, child in modules_of(parent).items() if child is original]:
+                    modules_of(parent)[name] = layer
         self._held.share(self.module, [f"{self._chain.paths[index]}." for index in layers])
         self.keep(stages, stage)
 
@@ -184,12 +185,12 @@ class ChainParts(ModelParts):
         for index in list(self._watched):
             self._look_away(index)
         for parent, name, original in self._dropped:
-            parent._modules[name] = original
+            modules_of(parent)[name] = original
 
     def _drop(self, parent: nn.Module, name: str, stub: AbsentPart) -> None:
         stub.to(self.module.device)
         self._dropped.append((parent, name, parent.get_submodule(name)))
-        parent._modules[name] = stub
+        modules_of(parent)[name] = stub
 
     @override
     def is_elsewhere(self, name: str) -> bool:
@@ -253,7 +254,7 @@ class ChainParts(ModelParts):
         found: dict[str, nn.Parameter] = {}
         places = []
         for path, module in self.module.named_modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_of(module).items():
                 if parameter is not None:
                     same = self._held.same_as[f"{path}.{name}" if path else name]
                     places.append((module, name, same))
@@ -263,7 +264,7 @@ class ChainParts(ModelParts):
             if found[same].is_meta:
                 empty = torch.empty_like(found[same], device=self.module.device)
                 found[same] = nn.Parameter(empty, found[same].requires_grad)
-            module._parameters[name] = found[same]
+            parameters_of(module)[name] = found[same]
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if name in state:
                 tensor.data = tensor.data.to(state[name].dtype)
@@ -320,7 +321,7 @@ class _StageShare:
             here.sort(key=lambda name: name.startswith(there))
             for name in here[1:]:
                 path, _, inner = name.rpartition(".")
-                module.get_submodule(path)._parameters[inner] = module.get_parameter(here[0])
+                parameters_of(module.get_submodule(path))[inner] = module.get_parameter(here[0])
 
     def on(self, name: str, stage: int) -> bool:
         """Whether ``stage`` holds ``name``, of a state dict of the whole module."""
@@ -355,9 +356,9 @@ def _outside(module: nn.Module, path: str, chain: Chain) -> Iterator[tuple[str, 
 
 def _release(module: nn.Module) -> None:
     """Frees what a state dict can give back, of ``module`` itself."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module).items():
         if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameters_of(module)[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 # ---------------------------------------------------------------------- what a stage runs

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_recycle.errors import UnsupportedFeatureError
@@ -29,6 +28,7 @@ from lightning_recycle.model.call_trace import is_cache, is_tracing
 from lightning_recycle.model.parts import StepRecorder
 from lightning_recycle.model.recording import disguised
 from lightning_recycle.randomness import step_randomness
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = ["Asked", "CallResult", "WholeStep", "ask_instead", "ask_no_more"]
 

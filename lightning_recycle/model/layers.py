@@ -21,6 +21,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.weights import split_name
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import derive_seed
+from lightning_recycle.torch_internals import parameters_of
 
 __all__ = ["AbsentLayer", "LayerSpec", "even_parts", "needed_elsewhere", "share", "stage_layers", "tie"]
 
@@ -283,7 +284,7 @@ def needed_elsewhere(
 def _replace(layer: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Replaces ``parameter`` by ``other`` wherever ``layer`` uses it."""
     for module in layer.modules():
-        for attribute, found in module._parameters.items():
+        for attribute, found in parameters_of(module).items():
             if found is parameter:
                 setattr(module, attribute, other)
 

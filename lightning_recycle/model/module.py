@@ -24,6 +24,7 @@ from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewh
 from lightning_recycle.model.recording import BatchPlace, RecordedModule, call_at, call_here
 from lightning_recycle.model.weights import merge_groups, set_weights, shared_parameters, split_name
 from lightning_recycle.randomness import generator_states, set_generator_states
+from lightning_recycle.torch_internals import modules_of
 
 __all__ = [
     "AbsentLayer",
@@ -194,8 +195,8 @@ class PipelineModule(RecordedModule):
 
     def _build_layers(self) -> nn.ModuleList:
         """Calls configure_pipeline() once and registers the result."""
-        if "layers" in self._modules:
-            return self._modules["layers"]  # type: ignore[return-value]
+        if "layers" in modules_of(self):
+            return modules_of(self)["layers"]  # type: ignore[return-value]
         states = generator_states()
         try:
             described = self.configure_pipeline()
@@ -221,12 +222,12 @@ class PipelineModule(RecordedModule):
                     f"{type(self).__name__}.configure_pipeline() returned {entry!r} as layer {index}; every layer must"
                     " be an nn.Module or a LayerSpec."
                 )
-        self._modules["layers"] = layers  # add_module() would look the name up first, and so recurse
+        modules_of(self)["layers"] = layers  # add_module() would look the name up first, and so recurse
         try:
             groups = merge_groups([*shared_parameters(list(layers)), *map(self._checked_group, self.tied_parameters())])
             tie(layers, groups)
         except BaseException:
-            del self._modules["layers"]  # the next access meets the same error, not half-built layers
+            del modules_of(self)["layers"]  # the next access meets the same error, not half-built layers
             raise
         self._tied = groups
         return layers
@@ -260,7 +261,7 @@ class PipelineModule(RecordedModule):
     def rebuild(self, state: Mapping[str, Any]) -> None:
         """Makes a module that holds only one stage whole again, with ``state``."""
         training = self.training
-        self._modules.pop("layers", None)
+        modules_of(self).pop("layers", None)
         self.materialize()
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             if name in state:
@@ -306,7 +307,7 @@ class PipelineModule(RecordedModule):
         tie(copies, self._tied)
         double = object.__new__(type(self))
         double.__dict__.update(self.__dict__)
-        double.__dict__["_modules"] = {**self._modules, "layers": copies}
+        double.__dict__["_modules"] = {**modules_of(self), "layers": copies}
         double.__dict__["_device"] = torch.device("meta")
         return double
 
@@ -326,7 +327,7 @@ class PipelineModule(RecordedModule):
                 f"{type(self).__name__}.tied_parameters() returned the group {group!r}; a group is at least two"
                 " different names, such as ('layers.0.weight', 'layers.9.weight')."
             )
-        count = len(self._modules["layers"])  # type: ignore[arg-type]
+        count = len(modules_of(self)["layers"])  # type: ignore[arg-type]
         for name in group:
             if split_name(name)[0] >= count:
                 raise ConfigurationError(

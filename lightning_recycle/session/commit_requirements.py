@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.session.optimizer_states import OptimizerState
 from lightning_recycle.tensor_memory import local_part, sharded_like
+from lightning_recycle.torch_internals import foreach_mul
 
 __all__ = [
     "CommitRequirements",
@@ -205,7 +206,7 @@ class OptimizerStep:
 def _multiply_gradients(parameters: list[Tensor], factor: float) -> None:
     """Gives ``parameters`` other gradients; the old ones stay in their memory, as a peer may need them."""
     trained = [p for p in parameters if p.grad is not None]
-    parts = torch._foreach_mul([local_part(p.grad) for p in trained if p.grad is not None], factor)
+    parts = foreach_mul([local_part(p.grad) for p in trained if p.grad is not None], factor)
     for parameter, part in zip(trained, parts, strict=True):
         parameter.grad = sharded_like(parameter, part)
 

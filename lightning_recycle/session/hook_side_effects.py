@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES
@@ -46,6 +45,7 @@ from lightning_recycle.session.slot_values import (
     mark_of,
 )
 from lightning_recycle.tensor_memory import memory_address, on_device, pack_tensors, to_cpu, unpack_tensors
+from lightning_recycle.torch_internals import buffers_of, tree_leaves, tree_map_only
 
 __all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState"]
 
@@ -168,7 +168,7 @@ class HookSideEffects:
         return ModuleSlot(self._module, name)
 
     def _attributes(self) -> dict[str, Any]:
-        values = {**vars(self._module), **self._module._buffers}
+        values = {**vars(self._module), **buffers_of(self._module)}
         return {name: value for name, value in values.items() if name not in self._internal}
 
     def _marks(self) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from lightning_recycle.session.object_attributes import (
     vars_of,
 )
 from lightning_recycle.tensor_memory import memory_address, to_cpu
+from lightning_recycle.torch_internals import version_of
 
 __all__ = ["LargeData", "ObjectGraph", "ObjectPack"]
 
@@ -500,7 +501,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 def _sign(value: Any) -> Any:
     """Differs once the contents of a large tensor or array have changed."""
     if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape, value._version
+        return value.data_ptr(), value.shape, version_of(value)
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     pieces = [data[begin : begin + _PIECE].data for begin in range(0, len(data), _PIECE)]
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:  # it runs without the GIL

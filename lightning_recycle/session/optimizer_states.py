@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.tensor_memory import part_like
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = [
     "Copies",

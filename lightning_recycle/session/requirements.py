@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.session.interruption import saves_on_exception
+from lightning_recycle.torch_internals import is_compiled, tree_leaves
 
 __all__ = [
     "check_graphs",
@@ -148,7 +148,7 @@ def warn_of_lost_compilation(module: pl.LightningModule) -> None:
     """Warns of modules that were compiled in place in the launching process: workers get a copy, and torch's copies are
     not compiled.
     """
-    names = [name for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None) is not None]
+    names = [name for name, part in module.named_modules() if is_compiled(part)]
     if names:
         rank_zero_warn(
             f"{type(module).__name__}.{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} will run without being"

@@ -28,13 +28,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.tensor_memory import memory_address, on_device, to_cpu
+from lightning_recycle.torch_internals import NormBase, buffers_of, parameters_of, tree_leaves, version_of
 
 __all__ = [
     "MISSING",
@@ -84,7 +83,7 @@ class ModuleSlot:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        return self.module._parameters.get(self.name)
+        return parameters_of(self.module).get(self.name)
 
     def get(self) -> Any:
         """The parameter's data, the buffer or the attribute itself, or MISSING."""
@@ -101,7 +100,7 @@ class ModuleSlot:
 
     @property
     def _space(self) -> dict[str, Any]:
-        buffers: dict[str, Any] = self.module._buffers
+        buffers: dict[str, Any] = buffers_of(self.module)
         return buffers if self.name in buffers else vars(self.module)
 
     def mark(self) -> list[Any]:
@@ -113,7 +112,7 @@ def mark_of(value: Any) -> list[Any]:
     """Differs when ``value`` holds other objects or its tensors were written to; holds them, so their ids stay."""
     leaves = tree_leaves(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-    return [*map(Same, leaves), *((memory_address(tensor), tensor._version) for tensor in tensors)]
+    return [*map(Same, leaves), *((memory_address(tensor), version_of(tensor)) for tensor in tensors)]
 
 
 class Same:
@@ -198,9 +197,9 @@ def _untrained_places(module: nn.Module) -> Iterator[tuple[str, ModuleSlot]]:
     """The parameters that are not trained and the buffers, by name, each once."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
-        keeps_own = isinstance(part, _NormBase) or type(part).__module__.startswith(_KEEPING_OWN)
-        parameters = [(name, p) for name, p in part._parameters.items() if p is not None and not p.requires_grad]
-        for name, tensor in (*parameters, *(() if keeps_own else part._buffers.items())):
+        keeps_own = isinstance(part, NormBase) or type(part).__module__.startswith(_KEEPING_OWN)
+        parameters = [(name, p) for name, p in parameters_of(part).items() if p is not None and not p.requires_grad]
+        for name, tensor in (*parameters, *(() if keeps_own else buffers_of(part).items())):
             if id(tensor) in seen or is_lazy(tensor) or (tensor is not None and type(tensor) not in _TYPES):
                 continue  # not in this stage, or of a library that looks after it
             if tensor is not None:

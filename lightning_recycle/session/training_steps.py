@@ -37,6 +37,7 @@ from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.tensor_memory import local_part
+from lightning_recycle.torch_internals import foreach_mul_
 
 __all__ = ["TrainingSteps"]
 
@@ -284,7 +285,7 @@ class TrainingSteps:
         plugin = self._trainer.strategy.precision_plugin
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
         if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
-            torch._foreach_mul_([local_part(grad) for grad in grads], scale)
+            foreach_mul_([local_part(grad) for grad in grads], scale)
 
     def forget_newest(self) -> None:
         """The layers of this worker have changed: no optimizer steps again."""

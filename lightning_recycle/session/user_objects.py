@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_recycle.data.batching import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
@@ -19,6 +18,7 @@ from lightning_recycle.session.object_attributes import (
     is_own,
 )
 from lightning_recycle.session.object_graph import ObjectGraph, Path
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = ["CallbackList", "callback_graph", "home_graph", "user_graph", "weights_by_name", "weights_for"]
 

@@ -41,6 +41,7 @@ from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_e
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.optimizer_states import Copies, group_names, merged_names
+from lightning_recycle.torch_internals import parameters_of
 
 __all__ = [
     "Finetuning",
@@ -405,7 +406,7 @@ def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
     """Masks those parameters of ``module`` that are masked in a state dict with these ``names``, and no others."""
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        for name in [name for name, value in part._parameters.items() if value is not None]:
+        for name in [name for name, value in parameters_of(part).items() if value is not None]:
             plain = name.removesuffix(_ORIGINAL)
             if name == plain and f"{prefix}{name}{_ORIGINAL}" in names and f"{prefix}{name}{_MASK}" in names:
                 prune.identity(part, name)

@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.full_forward import CallResult
@@ -32,6 +31,7 @@ from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import ALONE, WorkerCollectives
 from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.torch_internals import tree_flatten
 
 __all__ = ["WholeForward", "alike", "fingerprint"]
 

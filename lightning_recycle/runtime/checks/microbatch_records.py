@@ -27,6 +27,7 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import put_together, take_apart
+from lightning_recycle.torch_internals import buffers_of, foreach_add_
 
 __all__ = [
     "WEIGHT_GRADIENT",
@@ -161,7 +162,7 @@ class GradientsApart:
     def add(self) -> None:
         """Adds what is apart to what was there before."""
         if self._apart:
-            torch._foreach_add_([usual for _, usual in self._usual], self._apart)
+            foreach_add_([usual for _, usual in self._usual], self._apart)
         self._usual, self._apart = [], []
 
 
@@ -263,6 +264,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _buffers(stage: Stage) -> Iterator[tuple[dict[str, Any], str]]:
     for module in stage.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
-                yield module._buffers, name
+                yield buffers_of(module), name

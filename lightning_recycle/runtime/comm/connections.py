@@ -28,6 +28,7 @@ import torch
 
 from lightning_recycle.engines.discovery import port_range
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.comm.gloo import set_timeout
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupFactory, GroupPlan, Rendezvous
 from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
 from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
@@ -159,7 +160,7 @@ class Connections:
             )
         for group in groups.values():
             if group.process_group is not None:
-                group.process_group._set_default_timeout(self.timeout)
+                set_timeout(group.process_group, self.timeout)
         self.check()
         self.channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
         self.rosters = {name: groups.get(name, Group()) for name in rosters}

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 
 from lightning_recycle.runtime.comm.sockets import Doorbell, drop_everything, hang_up, inode_of
 
-__all__ = ["Device", "UnsupportedError"]
+__all__ = ["Device", "UnsupportedError", "set_timeout"]
 
 _DOORBELLS = "127.0.0.1"
 _DEVICES = "127.0.0.2"  # higher than that of the doorbells
@@ -128,6 +128,11 @@ class Device:
             if peers:
                 raise UnsupportedError(f"Gloo holds no connection for {len(peers)} of {len(links)} peers")
             return group, sockets
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Bounds every operation of ``group`` from now on."""
+    group._set_default_timeout(timeout)
 
 
 class _Neighbours(Store):

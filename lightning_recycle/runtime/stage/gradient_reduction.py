@@ -45,6 +45,7 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.comm.group_sums import GroupSums, Reduction
 from lightning_recycle.runtime.stage.gradients import Bucket, GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.torch_internals import version_of
 
 __all__ = ["BucketedReduction"]
 
@@ -176,7 +177,7 @@ class BucketedReduction:
             return
         for bucket in self._missing:
             if bucket.stages and self._expected[bucket.stages] in (task, None):
-                self._seen.setdefault(bucket, bucket.buffer._version)
+                self._seen.setdefault(bucket, version_of(bucket.buffer))
         for bucket, missing in self._missing.items():
             if self._ends[bucket] in (task, None):
                 missing.clear()
@@ -188,7 +189,7 @@ class BucketedReduction:
                 if not queue[0].is_in_place:
                     return  # an error, which REDUCE raises
                 if self._ends[queue[0]] is not self._last:
-                    self._versions[queue[0]] = queue[0].buffer._version
+                    self._versions[queue[0]] = version_of(queue[0].buffer)
                 self._begin(queue.popleft())
 
     def _begin(self, bucket: Bucket) -> None:
@@ -208,14 +209,14 @@ class BucketedReduction:
             UnsupportedFeatureError: if a gradient has left its buffer, or was added to when it seemed to be complete.
         """
         self._gradients.check(self._step)
-        if any(bucket.buffer._version != version for bucket, version in self._versions.items()):
+        if any(version_of(bucket.buffer) != version for bucket, version in self._versions.items()):
             raise UnsupportedFeatureError(
                 "A layer that two stages share got a gradient from a micro-batch that runs it on the other one, which"
                 " in the first step of this layout none did: the loss, or another layer, uses its parameters now. Use"
                 " RecoveryOptions(rebalance='never'), or a layout in which no stage shares that layer."
             )
         for bucket, version in self._seen.items():
-            grows = bucket.buffer._version != version
+            grows = version_of(bucket.buffer) != version
             self._grows_later[bucket.stages] = grows or self._grows_later.get(bucket.stages, False)
         for bucket in chain(*self._queues):
             self._begin(bucket)

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.tensor_memory import local_part, sharded_like
+from lightning_recycle.torch_internals import foreach_add_, foreach_norm, version_of
 
 __all__ = ["AccumulatedGradients", "Bucket", "GradientBuffers", "Share"]
 
@@ -215,7 +216,7 @@ class GradientBuffers:
                     copy.copy_(buffer)
             chosen = self._lent
         self._attach(chosen)
-        self._versions = [buffer._version for buffer in chosen.buffers]
+        self._versions = [version_of(buffer) for buffer in chosen.buffers]
         held = (pair for pair in zip(chosen.parameters, chosen.views, strict=True) if pair[1].numel())
         for buffer, firsts in zip(chosen.buffers, chosen.firsts, strict=True):
             for suspected, (parameter, view) in zip(_is_empty(buffer[firsts]).tolist(), held, strict=False):
@@ -231,7 +232,7 @@ class GradientBuffers:
 
     def look_for_changes(self) -> None:
         """If the gradients that were handed over have been changed, copies are handed over from now on."""
-        if not self._lends_copies and self._versions != [buffer._version for buffer in self._attached.buffers]:
+        if not self._lends_copies and self._versions != [version_of(buffer) for buffer in self._attached.buffers]:
             self._lends_copies = True
             log.info("Hooks or the optimizer change gradients in place; from now on they get copies.")
 
@@ -260,7 +261,7 @@ class GradientBuffers:
         """The sum of squares of all gradients of ``step``, except those of the parameters ``without``."""
         left_out = {id(parameter) for parameter in without}
         views = [view for p, view in self.by_parameter(step) if id(p) not in left_out]
-        return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(views))) if views else 0.0
+        return float(sum(float(norm) ** 2 for norm in foreach_norm(views))) if views else 0.0
 
 
 def _is_empty(values: Tensor) -> Tensor:
@@ -316,7 +317,7 @@ class AccumulatedGradients:
         known = [p for p in found if p in self._sums]
         if known:
             sums, parts = ([local_part(of[p]) for p in known] for of in (self._sums, found))
-            torch._foreach_add_(sums, parts, alpha=1 / share.batches)
+            foreach_add_(sums, parts, alpha=1 / share.batches)
         self._sums.update({p: grad / share.batches for p, grad in found.items() if p not in self._sums})
         self._attach()
 
@@ -338,7 +339,7 @@ class AccumulatedGradients:
             return self._gradients.squared_norm(step, without)
         left_out = {id(parameter) for parameter in without}
         counted = [total for parameter, total in self._totals(step, share).items() if id(parameter) not in left_out]
-        return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(counted))) if counted else 0.0
+        return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
 
     @torch.no_grad()
     def is_finite(self, step: int, share: Share) -> bool:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.torch_internals import buffers_of
 
 __all__ = ["SavedInput", "Sharing", "Stage"]
 
@@ -418,9 +419,9 @@ class SavedInput:
         self._value = value
         copies: dict[int, Tensor] = {}  # a buffer may have several names
         self._buffers = [
-            _Buffer(module._buffers, name, buffer, copies)
+            _Buffer(buffers_of(module), name, buffer, copies)
             for module in dict.fromkeys(module for layer in layers for module in layer.modules())
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
             if buffer is not None
         ]
 

@@ -35,6 +35,7 @@ from lightning_recycle.runtime.comm.state_transfer import receive_object, send_o
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import local_part
+from lightning_recycle.torch_internals import foreach_copy_
 
 __all__ = ["LayerKeeper", "LayerMoves", "Shadow", "StageBundle", "StageTies"]
 
@@ -135,13 +136,13 @@ class Shadow:
     def update(self) -> None:
         """Copies the current parameters; called right before they change."""
         if self._copies:  # a stage may have layers without parameters only
-            torch._foreach_copy_(self._copies, self._parts())
+            foreach_copy_(self._copies, self._parts())
 
     @torch.no_grad()
     def restore(self) -> None:
         """Makes the current parameters those of the previous version again."""
         if self._copies:
-            torch._foreach_copy_(self._parts(), self._copies)
+            foreach_copy_(self._parts(), self._copies)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

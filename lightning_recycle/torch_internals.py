@@ -1,0 +1,65 @@
+"""Private parts of torch that several rooms use, under public names.
+
+Trees of values, tables of modules, what autograd knows of a tensor, operations on lists of tensors: torch 2.6 has no
+public way to them. ``tests/test_import.py`` fails when one disappears.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "NormBase",
+    "TorchDispatchMode",
+    "buffers_of",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "is_compiled",
+    "make_subclass",
+    "modules_of",
+    "parameters_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "version_of",
+]
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+make_subclass = Tensor._make_subclass
+
+
+def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table of the direct children of ``module``, past its ``__setattr__``."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table of the parameters of ``module`` itself, past its ``__setattr__``."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of the buffers of ``module`` itself, past its ``__setattr__``."""
+    return module._buffers
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def version_of(tensor: Tensor) -> int:
+    """Number of writes to the memory of ``tensor`` that autograd has counted."""
+    return tensor._version
