@@ -20,7 +20,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -44,6 +43,7 @@ from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
+from lightning_recycle.session.lightning_internals import WrappingCheckpointIO
 from lightning_recycle.session.session import Session
 
 __all__ = ["ReCycleStrategy"]
@@ -467,7 +467,7 @@ class ReCycleStrategy(ParallelStrategy):
         """The user's, or one whose files are whole whenever the process dies."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # Lightning's setter keeps the user's
         return self._checkpoint_io
 

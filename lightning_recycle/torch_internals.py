@@ -6,11 +6,14 @@ public way to them. ``tests/test_import.py`` fails when one disappears.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils.data import get_worker_info
 
 __all__ = [
     "NormBase",
@@ -25,6 +28,7 @@ __all__ = [
     "make_subclass",
     "modules_of",
     "parameters_of",
+    "show_dataset",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -63,3 +67,8 @@ def is_compiled(module: nn.Module) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Number of writes to the memory of ``tensor`` that autograd has counted."""
     return tensor._version
+
+
+def show_dataset(dataset: Any) -> None:
+    """Lets ``get_worker_info()`` show ``dataset``: users divide it among processes by what they find."""
+    object.__setattr__(get_worker_info(), "dataset", dataset)  # write-protected

@@ -1,13 +1,18 @@
 """What an import loads and registers, and the private names of Lightning and torch that the package relies on."""
 
+import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from support.sampling import sampled
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(code: str, *arguments: str) -> str:
@@ -191,25 +196,14 @@ PRIVATE = {
         "lightning.pytorch.loops.fit_loop:_FitLoop.restarted_on_epoch_end",
         "lightning.pytorch.loops.fit_loop:_FitLoop._load_combined_loader_states",
     ],
-    "lightning_recycle.data.map_style": ["torch.utils.data._utils.worker:WorkerInfo"],
+    "lightning_recycle.torch_internals": [
+        "torch.utils.data._utils.worker:WorkerInfo",
+        "torch.nn:Module._compiled_call_impl",
+        "torch:Tensor._version",
+    ],
     "lightning_recycle.data.stream_reader": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
-    "lightning_recycle.launch.worker_payload": [
-        "lightning.pytorch.profilers:PyTorchProfiler._default_schedule",
-        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
-        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
-        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
-        "omegaconf.basecontainer:BaseContainer._resolvers",
-    ],
-    "lightning_recycle.launch.worker_results": [
-        "lightning.pytorch.trainer:call._call_callbacks_state_dict",
-        "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
-    ],
-    "lightning_recycle.launch.trainer_results": [
-        "lightning.pytorch.core.optimizer:_init_optimizers_and_lr_schedulers",
-        "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
-        "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
-    ],
+    "lightning_recycle.launch.worker_payload": ["omegaconf.basecontainer:BaseContainer._resolvers"],
     "lightning_recycle.session.lightning_internals": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
@@ -223,12 +217,29 @@ PRIVATE = {
         "lightning.pytorch.trainer:call._call_callbacks_state_dict",
         "lightning.pytorch.trainer:call._call_callbacks_load_state_dict",
         "lightning.pytorch.trainer.connectors.data_connector:_DataConnector.attach_data",
+        "lightning.pytorch.trainer.connectors.data_connector:_DataLoaderSource.is_module",
+        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector._select_ckpt_path",
+        "lightning.pytorch.core.optimizer:_init_optimizers_and_lr_schedulers",
+        "lightning.pytorch.utilities.combined_loader:CombinedLoader._state_dicts",
+        "lightning.pytorch.callbacks:ModelCheckpoint._find_last_checkpoints",
+        "lightning.pytorch.callbacks:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
+        "lightning.pytorch.profilers:PyTorchProfiler._default_schedule",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
+        "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
     ],
     "lightning_recycle.session.commit_requirements": [
         "lightning.pytorch.utilities:grad_norm.__code__",
         "torch.nn.utils.clip_grad:_get_total_norm",
     ],
 }
+
+
+def listed(heading: str) -> list[str]:
+    """The modules of the first table below ``heading`` in docs/architecture.md, as paths in the package."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition(heading)[2].partition("\n|")[2].partition("\n\n")[0]
+    return re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +250,54 @@ def test_a_private_name_that_the_package_relies_on_exists_and_its_user_is_listed
     found = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
-    row = f"| `{user.removeprefix('lightning_recycle.').replace('.', '/')}.py` |"
-    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text().splitlines()
-    assert sum(line.startswith(row) for line in page) == 1, f"{user} uses {name} and is not listed"
+    rows = [*listed("## Private APIs"), *listed("\nOf others:")]
+    assert rows.count(user.removeprefix("lightning_recycle.").replace(".", "/") + ".py") == 1, f"{user} uses {name}"
+
+
+# What everybody documents in spite of its name, and the tables of modules, which this package has attributes like.
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
+TABLES = {"_backward_hooks", "_base", "_buffers", "_modules", "_parameters", "_version"}
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def own_names(trees: Iterable[ast.Module]) -> set[str]:
+    """All names that the package defines, of attributes and methods too."""
+    names: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.update([node.attr] if ast.unparse(node.value) in ("self", "cls") else [])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Dict):
+            names.update(key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+    return names - TABLES
+
+
+def foreign_names(tree: ast.Module, own: set[str]) -> set[str]:
+    """The private names of other packages that a module imports, or looks up in objects that are not its own."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("lightning_recycle", "__future__")):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and node.attr not in own | DOCUMENTED:
+            found |= {node.attr} if ast.unparse(node.value) not in ("self", "cls", "super()") else set()
+    return {name for name in found if is_private(name)}
+
+
+def test_modules_that_use_private_names_of_other_packages_are_listed() -> None:
+    package = ROOT / "lightning_recycle"
+    trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    own = own_names(trees.values())
+    rows = {*listed("## Private APIs"), *listed("\nOf others:")}
+    users = {str(path.relative_to(package)): foreign_names(tree, own) for path, tree in trees.items()}
+    assert {user: names for user, names in users.items() if names and user not in rows} == {}
+    assert rows <= {*users}
+    assert len(listed("## Private APIs")) <= 12
 
 
 def test_private_signatures_are_those_that_are_overridden() -> None:

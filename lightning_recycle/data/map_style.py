@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_recycle.data.batching import batching_of, drops_last, seeded_for
@@ -24,6 +24,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.processes import die_with_parent, end_with
 from lightning_recycle.randomness import derive_seed, seeded_everything
+from lightning_recycle.torch_internals import show_dataset
 
 __all__ = ["MicrobatchLoader", "WorkerInit"]
 
@@ -79,8 +80,7 @@ class WorkerInit:
         if os.getppid() == self.owner:
             die_with_parent()
         end_with(self.owner, 0)
-        # Write-protected, but users divide a dataset among the processes by what they find here.
-        object.__setattr__(get_worker_info(), "dataset", self.dataset)
+        show_dataset(self.dataset)
         if self.user is not None:
             self.user(worker_id)
 

@@ -30,6 +30,13 @@ from lightning_recycle.files import restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
+from lightning_recycle.session.lightning_internals import (
+    checkpoint_folder,
+    last_checkpoints,
+    select_checkpoint_path,
+    set_checkpoint_path,
+    sets_checkpoint_path,
+)
 
 __all__ = ["RestartPolicy", "newest_saved", "settle_checkpoint"]
 
@@ -46,25 +53,19 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
         CheckpointError: if the checkpoint is damaged; for "last" and "hpc", if all older ones are damaged too.
     """
     trainer, given = call.trainer, call.arguments
-    wanted, connector = given.get("ckpt_path"), trainer._checkpoint_connector
+    wanted = given.get("ckpt_path")
     if isinstance(wanted, str) and wanted.startswith("registry"):
         return call  # the workers download it
-    assert trainer.state.fn is not None
-    by_user = connector._user_managed and wanted is None  # trainer.ckpt_path = ...
+    by_user = sets_checkpoint_path(trainer) and wanted is None  # trainer.ckpt_path = ...
     settled = _newest_last(trainer) if wanted == "last" else None
     if settled is None:
-        path = connector._select_ckpt_path(
-            trainer.state.fn,
-            wanted,
-            model_provided=given.get("model") is not None,
-            model_connected=trainer.lightning_module is not None,
-        )
+        path = select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
         if path is None:
             return call if wanted is None else call.from_checkpoint(None)
         older = _HPC.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
         settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
     if by_user:
-        connector._ckpt_path = settled
+        set_checkpoint_path(trainer, settled)
         return call
     return call.from_checkpoint(settled)
 
@@ -97,13 +98,13 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
     lasts: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            folder = local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+            folder = local_path(checkpoint_folder(callback, trainer))
             if folder is None:
                 return None
             if folder.is_dir():
                 aside = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
                 lasts |= {path for path in aside if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
-                lasts |= {Path(path) for path in callback._find_last_checkpoints(trainer)}
+                lasts |= {Path(path) for path in last_checkpoints(callback, trainer)}
     if not lasts:
         return None
     checkpoint_io = trainer.strategy.checkpoint_io

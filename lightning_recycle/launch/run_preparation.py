@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer import call as hooks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
@@ -34,7 +33,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile, load_profile
 from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
-from lightning_recycle.session.lightning_internals import attach_data
+from lightning_recycle.session.lightning_internals import attach_data, call_setup_hooks
 from lightning_recycle.session.requirements import (
     check_loaders,
     check_loss,
@@ -296,12 +295,7 @@ def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
     call.attach_data()
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     with _as_before(module), _as_before(datamodule):
-        if datamodule is not None:
-            hooks._call_lightning_datamodule_hook(trainer, "prepare_data")
-        hooks._call_lightning_module_hook(trainer, "prepare_data")
-        if datamodule is not None:
-            hooks._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
-        hooks._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
+        call_setup_hooks(trainer)
         parts.describe()
 
 

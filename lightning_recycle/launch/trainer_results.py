@@ -13,22 +13,17 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.errors import (
@@ -46,7 +41,13 @@ from lightning_recycle.launch.worker_results import (
 )
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.weights import set_weights, weights_of
-from lightning_recycle.session.lightning_internals import load_progress
+from lightning_recycle.session.lightning_internals import (
+    init_optimizers,
+    load_progress,
+    restore_loaders,
+    restore_settings,
+    set_predictions,
+)
 from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
 from lightning_recycle.session.weight_callbacks import swap_schedules, take_pruned_form
 from lightning_recycle.torch_internals import version_of
@@ -55,9 +56,7 @@ __all__ = [
     "STAY_IN_THE_WORKERS",
     "WEIGHTS_STAY",
     "MissingWeights",
-    "ReturnedLoaders",
     "make_optimizers",
-    "returned_loaders",
     "take_results",
 ]
 
@@ -142,7 +141,7 @@ def make_optimizers(
         ConfigurationError: if the module cannot make them here.
     """
     try:
-        optimizers, configs = _init_optimizers_and_lr_schedulers(module)
+        optimizers, configs = init_optimizers(module)
     except Exception as error:  # the user's: it may need what exists in the workers only
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
@@ -182,54 +181,6 @@ def _group(
 
 
 # ---------------------------------------------------------------------- loaders
-
-
-class ReturnedLoaders(CombinedLoader):
-    """Loaders of a loop after a run: the user's, with their states in the workers."""
-
-    def __init__(self, iterables: Any, mode: Any, states: Sequence[dict[str, Any]]) -> None:
-        super().__init__(iterables, mode)
-        self._states = list(states)
-
-    @override
-    def _state_dicts(self) -> list[dict[str, Any]]:
-        return self._states
-
-
-class _Requested:
-    """The loaders of a hook, which is called when they are used: what it needs may exist in the workers only.
-
-    It is called without Lightning's ``_request_dataloader``, which patches DataLoader meanwhile, and for good if the
-    hook raises.
-    """
-
-    def __init__(self, source: _DataLoaderSource) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._source.dataloader())
-
-    def __len__(self) -> int:
-        return len(self._source.dataloader())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_source", "state_dict", "load_state_dict"):
-            raise AttributeError(name)  # the states are those of the workers
-        return getattr(self._source.dataloader(), name)
-
-
-def returned_loaders(source: _DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:
-    """The loaders of a loop that has read ``source``.
-
-    Args:
-        source: the user's loaders or hook.
-        states: the states of the loaders.
-        mode: how several loaders are combined, unless the user did.
-    """
-    iterables: Any = _Requested(source) if source.is_module() else source.instance
-    if isinstance(iterables, CombinedLoader):
-        iterables, mode = iterables.iterables, iterables._mode
-    return ReturnedLoaders(iterables, mode, states)
 
 
 # ---------------------------------------------------------------------- the whole
@@ -272,7 +223,7 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
         _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
     if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
         several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
-        trainer.predict_loop._predictions = extras.returned if several else [extras.returned]
+        set_predictions(trainer, extras.returned if several else [extras.returned])
     return extras.returned
 
 
@@ -342,16 +293,10 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
 
 def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
     """Restores progress, metrics, and the state of the data."""
-    for path, attributes in extras.trainer.items():
-        vars(attrgetter(path)(trainer) if path else trainer).update(attributes)
+    restore_settings(trainer, extras.trainer)
     for name, loop_state in extras.loops.items():
         load_progress(getattr(trainer, name), loop_state)
-    trainer.fit_loop._combined_loader_states_to_load = []  # nothing is being resumed
-    for path, states in extras.loaders.items():
-        loop = attrgetter(path)(trainer)
-        loop._combined_loader = returned_loaders(
-            loop._data_source, states, "max_size_cycle" if path == "fit_loop" else "sequential"
-        )
+    restore_loaders(trainer, extras.loaders)
 
 
 def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: LeaderResult) -> None:

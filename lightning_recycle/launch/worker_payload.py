@@ -28,14 +28,13 @@ from typing import IO, Any
 
 import cloudpickle
 import torch
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from omegaconf.basecontainer import BaseContainer
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
 from lightning_recycle.lightning_names import name_here
 from lightning_recycle.pickling import MainModule, MainPickler, enter_main
+from lightning_recycle.session.lightning_internals import GlobalStateSnapshot, default_profiler_schedule
 
 __all__ = [
     "NameWithEnvironment",
@@ -140,7 +139,7 @@ class Settings:
     def capture(cls) -> Settings:
         known = {name: logging.getLogger(name) for name in ["", *logging.root.manager.loggerDict]}
         return cls(
-            lightning=_GlobalStateSnapshot.capture(),
+            lightning=GlobalStateSnapshot.capture(),
             dtype=torch.get_default_dtype(),
             matmul_precision=torch.get_float32_matmul_precision(),
             filters=tuple(warnings.filters),
@@ -272,6 +271,6 @@ class _PayloadPickler(MainPickler):
     """Keeps the identity of the default schedule of ``PyTorchProfiler``, by which it is recognised."""
 
     def reducer_override(self, value: Any) -> Any:
-        if value is PyTorchProfiler._default_schedule():
-            return PyTorchProfiler._default_schedule, ()
+        if value is default_profiler_schedule()():
+            return default_profiler_schedule(), ()
         return super().reducer_override(value)

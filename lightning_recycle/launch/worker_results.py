@@ -8,19 +8,17 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.configuration import Gathering, ResultRoute
-from lightning_recycle.session.lightning_internals import settings_of
+from lightning_recycle.session.lightning_internals import callback_states, final_settings, loader_states, loop_states
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.session.session import Session
@@ -28,7 +26,6 @@ from lightning_recycle.session.user_objects import home_graph, weights_by_name, 
 from lightning_recycle.tensor_memory import merge_shards, to_cpu
 
 __all__ = [
-    "LOOPS",
     "CarriedObjects",
     "LeaderResult",
     "StageOptimizers",
@@ -44,21 +41,6 @@ log = logging.getLogger(__name__)
 
 StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
 """Of each optimizer of a stage the state dict, and the names of the parameters by group."""
-
-LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
-"""The loops of a Trainer that have DataLoaders, by path."""
-
-_ATTRIBUTES = {  # of the Trainer's parts, by path: what a run changes besides settings, and is in no state dict
-    "": ("state",),
-    "_checkpoint_connector": ("_ckpt_path",),
-    "_logger_connector": ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics"),
-    "fit_loop": ("_last_train_dl_reload_epoch",),
-    "fit_loop.epoch_loop": ("_skip_next_val",),
-    "fit_loop.epoch_loop.val_loop": ("_max_batches", "_has_run", "_last_val_dl_reload_epoch"),
-    "validate_loop": ("_max_batches", "_has_run"),
-    "test_loop": ("_max_batches", "_has_run"),
-    "predict_loop": ("max_batches", "_return_predictions", "current_batch_indices", "epoch_batch_indices"),
-}
 
 
 @dataclass(frozen=True)
@@ -276,17 +258,15 @@ def leader_result(
     # What makes layers parallel stays: it belongs to the mesh of this position.
     is_carried = (lambda name: not is_of_layer(name)) if session.mesh is None else (lambda name: not name)
     objects = user.pack(None if whole else is_carried, True, most_bytes)
-    loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
     return LeaderResult(
         returned=to_cpu(returned),
         trainer={
-            path: {name: to_cpu(value) for name, value in settings_of(owner, names).items()}
-            for path, names in _ATTRIBUTES.items()
-            for owner in [attrgetter(path)(trainer) if path else trainer]
+            path: {name: to_cpu(value) for name, value in settings.items()}
+            for path, settings in final_settings(trainer).items()
         },
-        loops={name: getattr(trainer, name).state_dict() for name in LOOPS if "." not in name},
-        loaders={path: loader._state_dicts() for path, loader in loaders.items() if loader is not None},
-        callbacks=call._call_callbacks_state_dict(trainer),
+        loops=loop_states(trainer),
+        loaders=loader_states(trainer),
+        callbacks=callback_states(trainer),
         objects=objects,
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         copies=dict(session.checkpoints.copies),

@@ -32,12 +32,10 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from typing_extensions import override
 
 from lightning_recycle.files import (
@@ -51,6 +49,11 @@ from lightning_recycle.files import (
     write_json,
 )
 from lightning_recycle.session.collectives import WorkerCollectives
+from lightning_recycle.session.lightning_internals import (
+    METADATA_FILENAME,
+    EmptyStateDictLoadPlanner,
+    load_distributed_checkpoint,
+)
 
 __all__ = [
     "WholeCheckpointIO",
@@ -88,7 +91,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a folder as this strategy writes it, or another strategy of Lightning."""
-    return (Path(path) / _METADATA_FILENAME).is_file()
+    return (Path(path) / METADATA_FILENAME).is_file()
 
 
 # ------------------------------------------------------------------ writing
@@ -277,7 +280,7 @@ def _folder_damage(path: Path) -> str | None:
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
     except FileNotFoundError:
-        missing = [name for name in (".metadata", _METADATA_FILENAME) if not (path / name).is_file()]
+        missing = [name for name in (".metadata", METADATA_FILENAME) if not (path / name).is_file()]
         return f"it has no {_MANIFEST} and no {' and no '.join(missing)}" if missing else None
     except ValueError:
         return f"its {_MANIFEST} is overwritten"
@@ -390,10 +393,10 @@ def _write_once(
     def finish() -> bool:
         parts = [written[rank] for rank in sorted(written)]
         writer.finish(metadata, [results for results, _ in parts])
-        with replacing(folder / _METADATA_FILENAME) as file:
+        with replacing(folder / METADATA_FILENAME) as file:
             save_with_checksums(rest, file)
         checksums = {name: value for _, found in parts for name, value in found.items()}
-        checksums |= {name: checksum(folder / name) for name in (_TORCH_METADATA, _METADATA_FILENAME)}
+        checksums |= {name: checksum(folder / name) for name in (_TORCH_METADATA, METADATA_FILENAME)}
         write_manifest(folder, checksums)
         sync_folder(folder)
         before_naming()
@@ -434,8 +437,8 @@ def load_sharded(path: str | os.PathLike[str], wanted: Callable[[str], bool]) ->
     reader = FileSystemReader(path)
     keys = {key for key in reader.read_metadata().state_dict_metadata if wanted(key)}
     checkpoint: dict[str, Any] = {}
-    _load_state_dict(checkpoint, reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
-    rest = torch.load(Path(path) / _METADATA_FILENAME, map_location="cpu", weights_only=True)
+    load_distributed_checkpoint(checkpoint, reader, planner=EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
+    rest = torch.load(Path(path) / METADATA_FILENAME, map_location="cpu", weights_only=True)
     optimizers = sorted(key for key in checkpoint if key.startswith("optimizer_"))
     states = [checkpoint.pop(key) for key in optimizers]
     weights = checkpoint.pop("model", None) or checkpoint.pop("state_dict", {})

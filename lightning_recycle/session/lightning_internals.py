@@ -6,7 +6,7 @@ Lightning's loops are in :mod:`~lightning_recycle.session.loops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,34 +16,66 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers as init_optimizers
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_distributed_checkpoint
 from torch.optim import Optimizer
+from typing_extensions import override
 
 __all__ = [
+    "METADATA_FILENAME",
+    "DataLoaderSource",
+    "EmptyStateDictLoadPlanner",
+    "GlobalStateSnapshot",
     "SignalHandlers",
     "TrainerState",
+    "WrappingCheckpointIO",
     "attach_data",
     "batches_so_far",
+    "call_setup_hooks",
+    "callback_states",
+    "checkpoint_folder",
     "cluster_environment_of",
     "count_manual_steps",
+    "default_profiler_schedule",
+    "final_settings",
+    "init_optimizers",
+    "last_checkpoints",
     "lightning_optimizers",
+    "load_distributed_checkpoint",
     "load_progress",
+    "loader_states",
     "loaders_of",
+    "loop_states",
     "mark_saved",
+    "mode_of",
     "path_of_ended_run",
     "plain_optimizer",
+    "restore_loaders",
+    "restore_settings",
+    "returned_loaders",
     "rewind_to_batch",
+    "select_checkpoint_path",
     "set_checkpoint_path",
+    "set_predictions",
+    "sets_checkpoint_path",
     "settings_of",
     "spare_moves",
+    "synchronises_batchnorm",
     "transfer_batch",
 ]
 
@@ -63,6 +95,21 @@ _PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts th
     "fit_loop.epoch_loop": ("_skip_next_val",),
     "fit_loop.epoch_loop.automatic_optimization": ("_skip_backward",),
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
+}
+
+LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
+"""The loops of a Trainer that have DataLoaders, by path."""
+
+_FINAL = {  # of the Trainer's parts, by path: what a run changes besides settings, and is in no state dict
+    "": ("state",),
+    "_checkpoint_connector": ("_ckpt_path",),
+    "_logger_connector": ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics"),
+    "fit_loop": ("_last_train_dl_reload_epoch",),
+    "fit_loop.epoch_loop": ("_skip_next_val",),
+    "fit_loop.epoch_loop.val_loop": ("_max_batches", "_has_run", "_last_val_dl_reload_epoch"),
+    "validate_loop": ("_max_batches", "_has_run"),
+    "test_loop": ("_max_batches", "_has_run"),
+    "predict_loop": ("max_batches", "_return_predictions", "current_batch_indices", "epoch_batch_indices"),
 }
 
 
@@ -184,6 +231,98 @@ def rewind_to_batch(trainer: pl.Trainer, begins_step: bool) -> None:
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH
 
 
+# ---------------------------------------------------------------------- the state of a Trainer after a run
+
+
+def final_settings(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
+    """What a run leaves in the parts of ``trainer``, by path, besides the states of loops and loaders."""
+    return {path: settings_of(_at(trainer, path), names) for path, names in _FINAL.items()}
+
+
+def restore_settings(trainer: pl.Trainer, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sets what :func:`final_settings` returned in the worker."""
+    for path, attributes in settings.items():
+        vars(_at(trainer, path)).update(attributes)
+
+
+def callback_states(trainer: pl.Trainer) -> dict[str, Any]:
+    """The state dicts of the callbacks, by key."""
+    return call._call_callbacks_state_dict(trainer)
+
+
+def set_predictions(trainer: pl.Trainer, predictions: list[Any]) -> None:
+    """Sets what ``predict`` returns."""
+    trainer.predict_loop._predictions = predictions
+
+
+def loop_states(trainer: pl.Trainer) -> dict[str, Any]:
+    """The state dicts of the loops of ``trainer``, by name."""
+    return {name: getattr(trainer, name).state_dict() for name in LOOPS if "." not in name}
+
+
+def loader_states(trainer: pl.Trainer) -> dict[str, list[dict[str, Any]]]:
+    """The states of the loaders that were read, by the path of their loop."""
+    loaders = {path: attrgetter(path)(trainer)._combined_loader for path in LOOPS}
+    return {path: loader._state_dicts() for path, loader in loaders.items() if loader is not None}
+
+
+def restore_loaders(trainer: pl.Trainer, states: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Lets the loops show the user's loaders, with their states in the workers, by the path of their loop."""
+    trainer.fit_loop._combined_loader_states_to_load = []  # nothing is being resumed
+    for path, found in states.items():
+        loop = attrgetter(path)(trainer)
+        mode = "max_size_cycle" if path == "fit_loop" else "sequential"
+        loop._combined_loader = returned_loaders(loop._data_source, found, mode)
+
+
+class ReturnedLoaders(CombinedLoader):
+    """Loaders of a loop after a run: the user's, with their states in the workers."""
+
+    def __init__(self, iterables: Any, mode: Any, states: Sequence[dict[str, Any]]) -> None:
+        super().__init__(iterables, mode)
+        self._states = list(states)
+
+    @override
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        return self._states
+
+
+class _Requested:
+    """The loaders of a hook, which is called when they are used: what it needs may exist in the workers only.
+
+    It is called without Lightning's ``_request_dataloader``, which patches DataLoader meanwhile, and for good if the
+    hook raises.
+    """
+
+    def __init__(self, source: DataLoaderSource) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._source.dataloader())
+
+    def __len__(self) -> int:
+        return len(self._source.dataloader())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_source", "state_dict", "load_state_dict"):
+            raise AttributeError(name)  # the states are those of the workers
+        return getattr(self._source.dataloader(), name)
+
+
+def returned_loaders(source: DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:
+    """The loaders of a loop that has read ``source``.
+
+    Args:
+        source: the user's loaders or hook.
+        states: the states of the loaders.
+        mode: how several loaders are combined, unless the user did.
+    """
+    iterables: Any = _Requested(source) if source.is_module() else source.instance
+    if isinstance(iterables, CombinedLoader):
+        iterables, mode = iterables.iterables, iterables._mode
+    return ReturnedLoaders(iterables, mode, states)
+
+
 # ---------------------------------------------------------------------- values of self.log
 
 
@@ -228,6 +367,11 @@ def loaders_of(loop: Any) -> list[Any]:
     return list(combined.flattened) if isinstance(combined, CombinedLoader) else []
 
 
+def mode_of(loader: CombinedLoader) -> str:
+    """How ``loader`` combines its loaders."""
+    return loader._mode
+
+
 def transfer_batch(module: pl.LightningModule, batch: Any, device: Any, dataloader_idx: int) -> Any:
     """``batch`` on ``device``, moved by the user's hooks."""
     batch = pl.LightningModule._on_before_batch_transfer(module, batch, dataloader_idx)
@@ -267,6 +411,35 @@ def mark_saved(callback: ModelCheckpoint, step: int) -> None:
     callback._last_global_step_saved = step
 
 
+def sets_checkpoint_path(trainer: pl.Trainer) -> bool:
+    """Whether the user has set ``trainer.ckpt_path``."""
+    return trainer._checkpoint_connector._user_managed
+
+
+def select_checkpoint_path(trainer: pl.Trainer, wanted: Any, *, has_model: bool) -> Any:
+    """The checkpoint that Lightning would load for ``ckpt_path=wanted``, or None.
+
+    Args:
+        trainer: the Trainer.
+        wanted: the argument of the entry point.
+        has_model: whether the entry point got a model.
+    """
+    assert trainer.state.fn is not None
+    return trainer._checkpoint_connector._select_ckpt_path(
+        trainer.state.fn, wanted, model_provided=has_model, model_connected=trainer.lightning_module is not None
+    )
+
+
+def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> Any:
+    """The folder in which ``callback`` writes."""
+    return callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+
+
+def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
+    """The checkpoints that ``callback`` counts as last ones."""
+    return callback._find_last_checkpoints(trainer)
+
+
 def cluster_environment_of(trainer: pl.Trainer) -> ClusterEnvironment:
     """The cluster environment of this process."""
     return trainer._accelerator_connector.cluster_environment
@@ -293,3 +466,24 @@ class SignalHandlers:
 def attach_data(trainer: pl.Trainer, data: dict[str, Any]) -> None:
     """Links the module of ``trainer`` with ``data``: loaders or a data module, by name."""
     trainer._data_connector.attach_data(trainer.lightning_module, **data)
+
+
+def call_setup_hooks(trainer: pl.Trainer) -> None:
+    """Calls the hooks ``prepare_data`` and ``setup`` of data module and module, in Lightning's order."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if datamodule is not None:
+        call._call_lightning_datamodule_hook(trainer, "prepare_data")
+    call._call_lightning_module_hook(trainer, "prepare_data")
+    if datamodule is not None:
+        call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
+    call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
+
+
+def synchronises_batchnorm(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer has ``sync_batchnorm=True``."""
+    return getattr(trainer.strategy, "_layer_sync", None) is not None
+
+
+def default_profiler_schedule() -> Any:
+    """The function that makes the default schedule of ``PyTorchProfiler``, which is always the same object."""
+    return PyTorchProfiler._default_schedule

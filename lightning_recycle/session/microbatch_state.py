@@ -37,6 +37,7 @@ from torchmetrics import Metric
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.commit_requirements import restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps
+from lightning_recycle.session.object_attributes import MODULE_TABLES
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.outputs import metric_states, set_metric_states
@@ -153,7 +154,7 @@ def _attributes(module: nn.Module) -> _ProcessState:
     return _ProcessState(lambda: vars(module), lambda value: object.__setattr__(module, "__dict__", value), copy)
 
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_trainer")
+_REGISTRIES = (*MODULE_TABLES, "_trainer")
 
 
 class MicrobatchState:

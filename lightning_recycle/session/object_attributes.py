@@ -135,7 +135,16 @@ def origin(function: Any) -> str:
     return str(type(function).__module__ if names is None else names.get("__name__", ""))
 
 
-_MODULE_CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that hold what it registers."""
+
+
+def is_weight(path: str) -> bool:
+    """Whether the object at ``path`` is a parameter or buffer, which change by ``.data``, too: no version shows it."""
+    return "._parameters[" in path or "._buffers[" in path
+
+
+_MODULE_CONTENTS = (*MODULE_TABLES, "_non_persistent_buffers_set", "training")
 
 
 _VALUES = (type, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset, BaseException, Tensor)

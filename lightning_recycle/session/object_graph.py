@@ -49,6 +49,7 @@ from lightning_recycle.session.object_attributes import (
     hooks_of,
     is_bound_to_process,
     is_node,
+    is_weight,
     put_hooks,
     table_of,
     tables_of,
@@ -147,7 +148,7 @@ class ObjectGraph:
             if id(value) in self._names or id(value) in self._paths:
                 continue
             if isinstance(value, (Tensor, np.ndarray)):
-                if _is_large_data(value) and not _is_in_module(path):
+                if _is_large_data(value) and not is_weight(path):
                     self.large.setdefault(path, value)
             elif path in self._roots or (is_node(value) and not isinstance(value, self._bound)):
                 self._nodes[path], self._paths[id(value)] = value, path
@@ -484,11 +485,6 @@ def _is_large_data(value: Any) -> bool:
         plain = type(value) is Tensor and value.layout is torch.strided and not value.is_inference()
         return plain and value.nbytes >= _LARGE
     return not value.dtype.hasobject and value.nbytes >= _LARGE and reduced_array(value) is NotImplemented
-
-
-def _is_in_module(path: Path) -> bool:
-    """Whether it is a parameter or buffer: these change by ``.data``, too, which no version shows."""
-    return "._parameters[" in path or "._buffers[" in path
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.session.interruption import saves_on_exception
+from lightning_recycle.session.lightning_internals import mode_of, synchronises_batchnorm
 from lightning_recycle.torch_internals import is_compiled, tree_leaves
 
 __all__ = [
@@ -58,7 +59,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, on_ray: bool)
             " script with recycle-run, or a recycle-coordinator and this script once for each worker, with"
             " RECYCLE_COORDINATOR=host:port; or use ReCycleStrategy(engine='ray')."
         )
-    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+    if synchronises_batchnorm(trainer):
         raise UnsupportedFeatureError(
             "strategy='recycle' does not support sync_batchnorm=True: there is no process group to synchronise over,"
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
@@ -100,7 +101,7 @@ def check_loaders(loaders: Any, microbatches: int | None) -> None:
     found = loaders_in(loaders)
     for loader in found:
         check_dataloader(loader, microbatches)
-    if microbatches is not None or (isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"):
+    if microbatches is not None or (isinstance(loaders, CombinedLoader) and mode_of(loaders) != "sequential"):
         check_combination(found)
 
 
