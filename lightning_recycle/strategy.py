@@ -43,7 +43,7 @@ from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
-from lightning_recycle.session.lightning_internals import WrappingCheckpointIO
+from lightning_recycle.session.lightning_internals import WrappingCheckpointIO, set_device_mesh
 from lightning_recycle.session.session import Session
 
 __all__ = ["ReCycleStrategy"]
@@ -352,7 +352,7 @@ class ReCycleStrategy(ParallelStrategy):
             yield
             return
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = mesh.mesh
+        set_device_mesh(self.lightning_module, mesh.mesh)
         with mesh.building_alone():
             yield
 

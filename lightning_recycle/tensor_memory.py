@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_recycle.torch_internals import tree_map_only
+from lightning_recycle.torch_internals import offset_of, tree_map_only
 
 __all__ = [
     "TensorShard",
@@ -143,12 +143,7 @@ class TensorShard:
 
 def shard_of(tensor: Tensor) -> TensorShard:
     """The part of a DTensor that this process holds."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    layout: Any = tensor
-    part = local_part(tensor).detach()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, layout.device_mesh, layout.placements)
-    return TensorShard(part, tuple(tensor.shape), tuple(offset))
+    return TensorShard(local_part(tensor).detach(), tuple(tensor.shape), offset_of(tensor))
 
 
 def merge_shards(parts: Sequence[Any]) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "is_compiled",
     "make_subclass",
     "modules_of",
+    "offset_of",
     "parameters_of",
     "show_dataset",
     "tree_flatten",
@@ -72,3 +73,11 @@ def version_of(tensor: Tensor) -> int:
 def show_dataset(dataset: Any) -> None:
     """Lets ``get_worker_info()`` show ``dataset``: users divide it among processes by what they find."""
     object.__setattr__(get_worker_info(), "dataset", dataset)  # write-protected
+
+
+def offset_of(tensor: Any) -> tuple[int, ...]:
+    """Where the part of the DTensor ``tensor`` that this process holds begins in the whole, in each dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)

@@ -71,6 +71,7 @@ __all__ = [
     "rewind_to_batch",
     "select_checkpoint_path",
     "set_checkpoint_path",
+    "set_device_mesh",
     "set_predictions",
     "sets_checkpoint_path",
     "settings_of",
@@ -376,6 +377,11 @@ def transfer_batch(module: pl.LightningModule, batch: Any, device: Any, dataload
     """``batch`` on ``device``, moved by the user's hooks."""
     batch = pl.LightningModule._on_before_batch_transfer(module, batch, dataloader_idx)
     return module._apply_batch_transfer_handler(batch, device, dataloader_idx)
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:
+    """Sets what ``module.device_mesh`` returns."""
+    module._device_mesh = mesh
 
 
 def lightning_optimizers(trainer: pl.Trainer) -> list[LightningOptimizer]:
