@@ -62,15 +62,18 @@ class Promises:
         grid: the grid of the run.
         steps: the number of steps that it takes.
         members: the processes that the coordinator is connected to, by rank; kept up to date by the run.
+        of_position: the members of each position.
     """
 
-    def __init__(self, grid: Grid, steps: int, members: Mapping[int, SimulatedWorker]) -> None:
+    def __init__(self, grid: Grid, steps: int, members: Mapping[int, SimulatedWorker], of_position: int = 1) -> None:
         self.grid = grid
+        self.columns = grid.stages * of_position
+        self.of_position = of_position
         self.steps = steps
         self.members = members
         self.full = full_gradient(grid)
         self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # the joining worker, and the mover
-        self.applied: dict[tuple[int, int], int] = {}  # (stage, step) -> gradient
+        self.applied: dict[tuple[int, int], int] = {}  # (column, step) -> gradient
         # (step, the first of two stages) -> the sums of the layers that they share, by the worker that applied them
         self._shared: defaultdict[tuple[int, int], dict[SimulatedWorker, Any]] = defaultdict(dict)
         self._acting: dict[tuple[int, int], SimulatedWorker] = {}  # (generation, rank) -> the process that acts there
@@ -90,6 +93,7 @@ class Promises:
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
         self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
+        self.parked: frozenset[int] = frozenset()  # before the event that is being handled
         self.bug_step = -1  # in which a stage raises, whoever computes it; -1 for none
         # stage, place, version, verdict, rank and generation
         self._raised: list[tuple[int, tuple[int, str], int, Any, tuple[int, int]]] = []
@@ -136,10 +140,10 @@ class Promises:
             raise Violation(f"{worker} applies step {step} to version {len(worker.parameters)}")
         if summed <= step:
             raise Violation(f"{worker} applies step {step}, whose loss is not known")
-        self.applied[worker.stage, step] = gradient
-        for stage in range(self.grid.stages):
-            if step and (stage, step - 1) not in self.applied:
-                raise Violation(f"stage {worker.stage} applies step {step} before stage {stage} step {step - 1}")
+        self.applied[worker.column, step] = gradient
+        for column in range(self.columns):
+            if step and (column, step - 1) not in self.applied:
+                raise Violation(f"column {worker.column} applies step {step} before column {column} step {step - 1}")
 
     def on_shared(self, worker: SimulatedWorker, step: int, shared: Mapping[int, Any], expected: bool) -> None:
         """``worker`` applies ``step`` with these sums for layers that its stage shares with a neighbour."""
@@ -167,7 +171,7 @@ class Promises:
         if self._agreed_at < 0:
             self._agreed_at = point
             first = min(self.wishes.values())
-            together = len(self.wishes) == self.grid.num_workers and len(set(self.wishes.values())) == 1
+            together = len(self.wishes) == self.grid.pipelines * self.columns and len(set(self.wishes.values())) == 1
             if together and point != first:
                 raise Violation(f"all stop at {point}, and all wanted to at {first}")
             if not self._verdicts.get(point) and point != self._latest_stop():
@@ -236,7 +240,9 @@ class Promises:
         self._judged -= waiting
 
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
-        if ranks != state.roster.ranks:
+        all_hear = (messages.Regroup, messages.Answer, messages.StepLoss, messages.StopRequested, messages.StopVerdict)
+        parked = self.parked.union(state.roster.parked) if isinstance(message, all_hear) else frozenset()
+        if not set(state.heard if parked else state.roster.ranks) <= set(ranks) <= parked.union(state.roster.ranks):
             raise Violation(f"{message} goes to {ranks} instead of {state.roster.ranks}")
         members = [worker for rank in ranks if (worker := self.members.get(rank)) is not None]
         match message:
@@ -292,7 +298,8 @@ class Promises:
         if message.leader not in message.roster:
             raise Violation(f"rank {message.leader} leads generation {message.generation} without being in it")
         old = self._acting.get((newest, self._leader))
-        if old is not None and self.members.get(old.rank) is old and message.leader != old.rank:
+        lives = old is not None and self.members.get(old.rank) is old and old.rank in message.roster
+        if old is not None and lives and message.leader != old.rank:
             raise Violation(f"{old} lives, and rank {message.leader} takes the lead from it")
         self._leader = message.leader
 
@@ -309,7 +316,7 @@ class Promises:
                 raise Violation(f"all stopped at step {boundary}, and yet they have to do {decision}")
         for rank, donor in message.donors.items():
             giver = self.members.get(donor)
-            if donor not in message.roster or donor % self.grid.stages != rank % self.grid.stages:
+            if donor not in message.roster or donor % self.columns != rank % self.columns:
                 raise Violation(f"rank {rank} is to get the state of rank {donor}")
             if giver is not None and not giver.has_state:
                 raise Violation(f"rank {rank} is to get the state of {giver}, which has none")
@@ -323,7 +330,7 @@ class Promises:
         if message.leader not in message.payloads:
             raise Violation(f"rank {message.leader} speaks for collective {message.number} without a part in it")
         for worker in members:
-            if (worker.process, message.number) not in self._arrivals:
+            if worker.rank in state.roster.live and (worker.process, message.number) not in self._arrivals:
                 raise Violation(f"collective {message.number} is answered without {worker}")
 
     def on_evictions(self, evicted: Collection[int], state: MembershipState) -> None:
@@ -336,8 +343,12 @@ class Promises:
 
     def on_verdict(self, raised: messages.Raised, verdict: Any, state: MembershipState) -> None:
         """``verdict`` follows from what a worker ``raised``."""
-        stage, place = raised.rank % self.grid.stages, (raised.step, raised.operation)
-        peers = state.holders(stage) - {raised.rank}
+        if raised.rank in state.roster.parked:
+            if verdict != EVICTED:
+                raise Violation(f"{raised} of a parked worker has the verdict {verdict}")
+            return
+        stage, place = state.stage_of(raised.rank), (raised.step, raised.operation)
+        peers = state.holding(stage, without={raised.rank})
         of_stage = [(other, version, done) for of, other, version, done, _ in self._raised if of == stage]
         before = [done for _, version, done in of_stage if version == state.steps.version]
         used_up = (
@@ -369,7 +380,8 @@ class Promises:
             self._cannot_be_repaired = False
         if record.kind == "disturbance" and "broken_pairs" in record.details:
             places = record.details["broken_pairs"]
-            pairs = [(a * self.grid.stages + b, c * self.grid.stages + d) for (a, b), (c, d) in places]
+            ranks = {state.place(rank): rank for rank in range(state.num_workers)}
+            pairs = [(ranks[one], ranks[other]) for one, other in places]
             self._check_irreparable(pairs, state)
         if record.kind == "paused":
             self._planned[state.generation.number] = record.step
@@ -385,9 +397,9 @@ class Promises:
             # killed is among them, and not told again: workers keep what they said of their newest two.
             self._completed += [step for step in range(record.step) if step not in self._completed]
         elif record.kind in ("left", "moved") and record.rank is not None:
-            stage = record.rank % self.grid.stages
-            others = [w for w in self.members.values() if w.stage == stage and w.has_state and w.rank != record.rank]
-            if not others:
+            stage, gone = state.stage_of(record.rank), state.positions.expand({record.rank})
+            holders = {w.rank for w in self.members.values() if w.stage == stage and w.has_state} - gone
+            if not state.positions.whole(holders & state.roster.live):
                 raise Violation(f"worker {record.rank} is let go, and nobody else holds stage {stage}")
 
     def _check_irreparable(self, pairs: Collection[Pair], state: MembershipState) -> None:
@@ -410,13 +422,13 @@ class Promises:
             or state.generation.pause is not None
             or state.generation.becomes
         )
-        if not busy and state.roster.ready - state.roster.moves.keys():
+        if not busy and state.positions.whole(state.roster.ready - state.roster.moves.keys()):
             raise Violation(f"{sorted(state.roster.ready)} wait to be let in, and nobody is asked to stop")
 
     def on_end(self, outcome: Any, state: MembershipState) -> None:
         if isinstance(outcome, StageLost):
             holders = [w for w in self.members.values() if w.stage == outcome.stage and w.has_state]
-            if holders:
+            if {w.column for w in holders} == self._columns_of(outcome.stage) and self._can_go_on(holders, state):
                 raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")
             return
         if isinstance(outcome, Ended):
@@ -432,7 +444,7 @@ class Promises:
             if self._cannot_be_repaired:
                 return
             strayed = [w for w in self.members.values() if w.strayed is not None and w.rank in state.roster.live]
-            if any(sum(rank % self.grid.stages == w.stage for rank in state.roster.live) < 3 for w in strayed):
+            if any(sum(rank % self.columns == w.column for rank in state.roster.live) < 3 for w in strayed):
                 return  # nothing says who is right
         if isinstance(outcome, Crashed) and self._is_own:
             return
@@ -443,8 +455,8 @@ class Promises:
         if self._agreed_at < 0 and 0 <= self._latest_stop() <= last_point(self.steps):
             raise Violation(f"the run goes on to its end after the verdicts {self._verdicts}")
         everything = (self.full,) * self.steps
-        stages = {rank % self.grid.stages for rank, result in outcome.results.items() if result == everything}
-        if len(stages) < self.grid.stages:
+        columns = {rank % self.columns for rank, result in outcome.results.items() if result == everything}
+        if len(columns) < self.columns:
             raise Violation(f"the results are {outcome.results}")
         if self._completed != list(range(self.steps)):
             raise Violation(f"the steps counted are {self._completed}")
@@ -455,31 +467,43 @@ class Promises:
             if worker is not None and tuple(worker.parameters) != everything:
                 raise Violation(f"{worker} ends with parameters {worker.parameters}")
 
+    def _columns_of(self, stage: int) -> set[int]:
+        return set(range(stage * self.of_position, (stage + 1) * self.of_position))
+
+    def _can_go_on(self, holders: Collection[SimulatedWorker], state: MembershipState) -> bool:
+        """Whether the best of each column of a stage reach what the others have, or the step before."""
+        others = [w for w in self.members.values() if w.rank in state.roster.live and w.has_state]
+        best = {w.column: max(o.version + o.reduced for o in holders if o.column == w.column) for w in holders}
+        low, most = min(best.values()), max((w.version + w.reduced for w in others), default=0)
+        able = {w.column for w in (*holders, *others) if w.version <= low or (w.has_shadow and w.version == low + 1)}
+        return able == set(range(self.columns)) and max(most, *best.values()) - low <= 1
+
 
 def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[set[int]]:
     """All sets of the fewest workers without which no broken pair is left and the others can go on."""
     ranks = sorted(set(chain.from_iterable(pairs)))
+    positions = state.positions
     for size in range(len(ranks) + 1):
         found = [
             set(evicted)
             for evicted in combinations(ranks, size)
-            if all(set(pair) & set(evicted) for pair in pairs)
-            and all(state.holders(stage) - set(evicted) for stage in range(state.grid.stages))
-            and _can_recover(state, set(evicted))
+            if all(set(pair) & positions.expand(evicted) for pair in pairs)
+            and all(state.holding(stage, without=evicted) for stage in range(state.grid.stages))
+            and _can_recover(state, positions.expand(evicted))
         ]
         if found:
             return found
     return []
 
 
-def _can_recover(state: MembershipState, evicted: set[int]) -> bool:
+def _can_recover(state: MembershipState, evicted: Collection[int]) -> bool:
     """Whether the others' reports are of the same step in all stages, or of adjacent steps."""
     best = [
         max(
             r.status.version + r.status.reduced
             for rank, r in state.generation.reports.items()
-            if rank in held - evicted
+            if rank in held.difference(evicted)
         )
-        for held in map(state.holders, range(state.grid.stages))
+        for held in map(state.holders, range(state.columns))
     ]
     return max(best) - min(best) <= 1

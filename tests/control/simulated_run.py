@@ -1,6 +1,7 @@
 """A run in a simulated world: the coordinator's state machine, workers, a network, a clock, faults; all from a seed.
 
-``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [loses_file] [plans_late] [layouts]`` prints a
+``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [loses_file] [plans_late] [layouts]
+[members=2]`` prints a
 history event by event.
 
 The coordinator's shell is reduced to what the state machine can observe: connections, exits of processes, evictions,
@@ -81,6 +82,17 @@ GRIDS = [
     Grid(1, 2, 1),
     Grid(3, 3, 1),
 ]
+GRIDS_OF_MEMBERS = [
+    *[Grid(2, 1, 1)] * 3,
+    *[Grid(2, 2, 1)] * 3,
+    *[Grid(3, 1, 1)] * 2,
+    Grid(3, 2, 1),
+    Grid(2, 2, 2),
+    Grid(2, 3, 1),
+    Grid(4, 1, 1),
+]
+"""Where positions have several members."""
+
 FAULTS_END = 1.2  # seconds, after which there is no new fault
 DEADLINE = 60.0  # seconds, within which every run must end; without faults one takes about one second
 MAX_EVENTS = 50_000
@@ -122,6 +134,7 @@ class Run:
         layouts: whether layers move.
         checks: whether workers check each other's computations in some steps, of which some are wrong.
         strays: whether workers that join have other values than the others after some step.
+        members: the processes of each position.
     """
 
     def __init__(
@@ -136,6 +149,7 @@ class Run:
         layouts: bool = False,
         checks: bool = False,
         strays: bool = False,
+        members: int = 1,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -143,11 +157,20 @@ class Run:
         self.grid = self.chance.choice(GRIDS)
         if strays:  # somebody must be right
             self.grid = random.Random(f"grid {seed}").choice([grid for grid in GRIDS if grid.pipelines > 2])
+        self.members = members
+        if members > 1:
+            some = [grid for grid in GRIDS_OF_MEMBERS if not strays or grid.pipelines > 2]
+            self.grid = random.Random(f"grid {seed}").choice(some)
+        several = random.Random(f"members {seed}")
+        self.gathers = several.random() < 0.5  # whether weight gradients of a position's members depend on each other
         self.commits = self.random() < 0.3
         self.whole = self.grid.stages == 1 and random.Random(f"whole {seed}").random() < 0.5
+        self.whole = self.whole and members == 1  # not supported, like what stages share
         self.commits = self.commits or self.whole
         self.tied = self.commits and not self.whole and random.Random(f"ties {seed}").random() < 0.5
         self.shares = not self.whole and random.Random(f"shares {seed}").random() < 0.3
+        if members > 1:
+            self.tied = self.shares = False
         guesses = random.Random(f"guesses {seed}")
         self.guesses = not self.commits and guesses.random() < 0.5
         self._wrong = frozenset(step for step in range(4) if guesses.random() < 0.4)  # where guesses turn out wrong
@@ -161,7 +184,9 @@ class Run:
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
         self.duplicates = self.random() < 0.5 and not strays  # losses count in whichever generation they come
         self.now = 0.0
-        self.state: MembershipState = initial_state(self.grid, random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)))
+        self.state: MembershipState = initial_state(
+            self.grid, random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2)), members
+        )
         self.facts: dict[Fact, Any] = {}
         self.outcome: Any = None
         self._kills = random.Random(f"kills {seed}")
@@ -171,6 +196,7 @@ class Run:
         self._coordinator_fuse = 0  # actions until it is killed, 0 for never
         self._is_down = False
         self._paper = Paper()
+        self._parked: set[int] = set()
         self._options = CoordinatorOptions(
             heartbeat_timeout=SILENCE,
             last_holder_timeout=LAST_HOLDER_SILENCE,
@@ -185,14 +211,14 @@ class Run:
         self._processes = 0
         self._workers: list[SimulatedWorker] = []
         self._connections: dict[int, SimulatedWorker] = {}
-        self.promises = Promises(self.grid, self.steps, self._connections)
-        self._spawns_left = self.chance.choice((0, 2, 4)) + 2 * strays
+        self.promises = Promises(self.grid, self.steps, self._connections, members)
+        self._spawns_left = members * (self.chance.choice((0, 2, 4)) + 2 * strays)
         self._up: dict[int, float] = defaultdict(float)  # when the newest message of a connection arrives, by process
         self._down: dict[int, float] = defaultdict(float)
         self._cut: set[int] = set()  # processes whose connection is broken
         self._waiters: dict[Fact, list[tuple[SimulatedWorker, set[Fact]]]] = {}
         self._disturbances_left = MAX_DISTURBANCES
-        for rank in range(self.grid.num_workers):
+        for rank in range(self.state.num_workers):
             self._start(rank, joins=False)
         for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
             self._at(self.random() * FAULTS_END, self._fault)
@@ -219,7 +245,7 @@ class Run:
         if stops:
             at = wishes.choice(points)
             together = wishes.random() < 0.4  # as a decision on values that all have
-            for rank in range(self.grid.num_workers):
+            for rank in range(self.state.num_workers):
                 if together or wishes.random() < 0.5:
                     self._wishes[rank] = at if together else wishes.choice(points)
             self.promises.wishes = self._wishes
@@ -315,7 +341,14 @@ class Run:
             self._at(self.delay(), self._fault)
 
     def entered(self, worker: SimulatedWorker) -> None:
+        self.met["assembled"] += worker.rank in self._parked
+        self._parked.discard(worker.rank)
         self.promises.on_entry(worker)
+
+    def parks(self, worker: SimulatedWorker) -> None:
+        self._say(f"{worker} is parked")
+        self.met["parked"] += 1
+        self._parked.add(worker.rank)
 
     def begins(self, worker: SimulatedWorker, step: int) -> None:
         if self.state.generation.becomes and worker.generation == self.state.generation.number:
@@ -323,7 +356,7 @@ class Run:
         self.promises.on_begin(worker, step)
 
     def applied(self, worker: SimulatedWorker, step: int, gradient: int, shared: Sums) -> None:
-        if (worker.stage, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
+        if (worker.column, step) not in self.promises.applied and self._follow_ups and self.random() < 0.2:
             self._follow_ups -= 1  # the first of its stage, before the others
             self._at(self.delay() * 0.5, self._fault)
         self.promises.on_applied(worker, step, gradient, self.state.steps.summed if self._is_up else step + 1)
@@ -462,6 +495,9 @@ class Run:
             # A connection repeats nothing, so what is said of repeated messages holds for the state machine alone.
             if not repeated and (why := objection(self.state, worker.rank, message)):
                 raise Violation(f"worker {worker.rank} would lose its connection for {message}: {why}")
+            if isinstance(message, messages.Leave) and worker.rank in self.state.roster.parked:
+                self._gone(worker, "it leaves")
+                return
             self._handle(message)
 
     def _handle(self, event: Any, is_planned: bool = False) -> None:
@@ -470,6 +506,7 @@ class Run:
         if self.trace is not None:
             self._say(f"{event}")
         was_over, was_returning = self.state.outcome is not None, self.state.returned is not None
+        self.promises.parked = frozenset(self.state.roster.parked)
         state, commands = membership.transition(self.state, event)
         if not is_planned and self._is_plan_late(commands):
             self.met["held"] += 1
@@ -488,7 +525,8 @@ class Run:
         for rank in outvoted:
             if rank in self._connections and self._connections[rank].strayed is None:
                 raise Violation(f"{self._connections[rank]} is evicted, and has the values of the others")
-        ranks = [command.rank for command in commands if isinstance(command, Evict)]
+        live = self.state.roster.live
+        ranks = [command.rank for command in commands if isinstance(command, Evict) and command.rank in live]
         if evicted := [rank for rank in ranks if rank not in outvoted]:
             self.met["evicted"] += len(evicted)
             if isinstance(event, messages.Raised) or has_revived:
@@ -502,7 +540,8 @@ class Run:
                 self.promises.on_all_returned(self.state)
             judged = command.message if isinstance(command, Send) else None
             is_raised = isinstance(event, messages.Raised) or has_revived
-            if isinstance(command, Evict) and is_raised and command.rank not in outvoted:
+            is_in = isinstance(command, Evict) and command.rank in state.heard  # others go with their position
+            if isinstance(command, Evict) and is_in and is_raised and command.rank not in outvoted:
                 self.promises.on_verdict(self._raised_by(command.rank, event), EVICTED, self.state)
             elif isinstance(command, Send) and isinstance(judged, messages.Judged):
                 self.promises.on_verdict(self._raised_by(command.ranks[0], event), judged, self.state)
@@ -591,7 +630,7 @@ class Run:
         written = coordinator_restart.kept(self.state)
         if written != self._paper.kept:
             self._paper.kept = written
-            holders = {rank: self._connections[rank] for rank in self.state.roster.live if rank in self._connections}
+            holders = {rank: self._connections[rank] for rank in self.state.heard if rank in self._connections}
             self._paper.processes = {rank: Process(str(one.process), 0, "") for rank, one in holders.items()}
 
     def _kill_coordinator(self) -> None:
@@ -613,7 +652,13 @@ class Run:
         if self._loses_file:
             self._lose_file()
         self._say(f"coordinator {self._paper.epoch} begins with {self._paper.kept}")
-        self._readmission = Readmission(self._paper, self.grid, self._options, self.now)  # type: ignore[arg-type]
+        self._readmission = Readmission(
+            self._paper,  # type: ignore[arg-type]
+            self.grid,
+            self._options,
+            self.now,
+            self.members,
+        )
         self.state = self._readmission.state()
         self._connections.clear()
         self._plans.clear()
@@ -737,7 +782,7 @@ class Run:
         """Whether ``schedule`` needs connections that those who run do not have."""
         if self.meshed or self._linked_by[0] != schedule[0]:
             return False
-        linked = (partial(linked_with, self.grid, plan) for plan in (schedule, self._linked_by))
+        linked = (partial(linked_with, self.state.positions, plan) for plan in (schedule, self._linked_by))
         return not all(new <= old for new, old in zip(*(map(link, schedule[0]) for link in linked), strict=True))
 
     def _post(self, worker: SimulatedWorker, message: Any) -> None:
@@ -750,9 +795,9 @@ class Run:
         self._say(f"{record}")
         self.met[record.kind] += 1
         self.promises.on_record(record, self.state)
-        if record.kind in ("left", "moved") and record.rank is not None:
+        if record.kind in ("left", "moved", "released") and record.rank is not None:
             self._post(self._connections.pop(record.rank), STOP)
-        if record.kind in ("left", "moved", "failure"):
+        if record.kind in ("left", "moved", "failure", "released"):
             self._at(self.random() * 0.3, self._fill)
 
     def _gone(self, worker: SimulatedWorker, cause: str) -> None:
@@ -790,7 +835,7 @@ class Run:
         rank = self.chance.choice(vacant)
         movers = (
             []
-            if self._with_kills
+            if self._with_kills or self.members > 1
             else [  # only a launching process plans moves, and its coordinator ends with it
                 r
                 for r in self.state.roster.ranks
@@ -813,15 +858,15 @@ class Run:
             return alive
         holders: dict[int, int] = defaultdict(int)
         for worker in alive:
-            holders[worker.stage] += worker.has_state
-        return [w for w in alive if holders[w.stage] > w.has_state]
+            holders[worker.column] += worker.has_state
+        return [w for w in alive if holders[w.column] > w.has_state]
 
     def _fault(self) -> None:
         kind = self.chance.choice(FAULTS)
         if kind == "node":
             pipeline = self.chance.randrange(self.grid.pipelines)
             for worker in list(self._victims()):
-                if worker.rank // self.grid.stages == pipeline:
+                if self.state.positions.pipeline(worker.rank) == pipeline:
                     self._crash(worker)
             return
         victims = self._victims()
@@ -863,7 +908,9 @@ class Run:
                 self.met["layers under way"] += 1
                 if self._layouts.random() < 0.3:
                     self._at(self.delay() * 4, self._fault)
-            self.met["loss computed again"] += len(decision.ahead) == self.grid.stages
+            self.met["loss computed again"] += len(decision.ahead) == self.state.columns
+            of_stage = Counter(column // self.members for column in decision.ahead)
+            self.met["a stage ahead in part"] += any(count < self.members for count in of_stage.values())
             if message.donors and self._follow_ups and self.random() < 0.5:
                 self._follow_ups -= 1
                 joiner, donor = self.chance.choice(list(message.donors.items()))
@@ -955,7 +1002,7 @@ class Run:
         """Whether what it hands on in this attempt is wrong, which it will find out."""
         assert self._checking is not None
         often = 0.1 if self.state.generation.number == 0 else 0.3
-        if len(self.state.holders(worker.stage)) < 2 or self._checking.random() > often:
+        if len(self.state.holders(worker.column)) < 2 or self._checking.random() > often:
             return False
         self._say(f"fault: {worker} computes step {step} wrong")
         self.met["computed wrong"] += 1
@@ -969,7 +1016,7 @@ class Run:
         """Whether it has other values than the others from ``step`` on; only where a majority is left."""
         if self._straying is None or not worker.joins or self._straying.random() > 0.5:
             return False
-        peers = [w for w in self._workers if w.alive and w.stage == worker.stage and w.has_state]
+        peers = [w for w in self._workers if w.alive and w.column == worker.column and w.has_state]
         if len(peers) < 3 or any(w.strayed is not None for w in self._workers if w.alive):
             return False
         self._say(f"fault: {worker} has other values after step {step}")
@@ -998,7 +1045,7 @@ class Run:
         if len(ranks) < 2:
             return
         low, high = sorted(self._links.sample(ranks, 2))
-        replaceable = any(len(self.state.holders(rank % self.grid.stages)) > 1 for rank in (low, high))
+        replaceable = any(len(self.state.holding(self.state.stage_of(rank))) > 1 for rank in (low, high))
         if not replaceable and self._links.random() < 0.9:
             return
         self._cuts[low, high] = self._links.choice(((low, high), (low, high), (low,), (high,)))
@@ -1056,6 +1103,7 @@ def check_histories(
     layouts: bool = False,
     checks: bool = False,
     strays: bool = False,
+    members: int = 1,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -1069,6 +1117,7 @@ def check_histories(
         layouts: whether layers move.
         checks: whether workers check each other's computations in some steps, of which some are wrong.
         strays: whether workers that join have other values than the others after some step.
+        members: the processes of each position.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
@@ -1076,7 +1125,7 @@ def check_histories(
     met: Counter[str] = Counter()
     for seed in seeds:
         options = {"ends": ends, "stops": stops, "kills": kills, "plans_late": plans_late, "layouts": layouts}
-        run = Run(seed, checks=checks, strays=strays, loses_file=loses_file, **options)
+        run = Run(seed, checks=checks, strays=strays, loses_file=loses_file, members=members, **options)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:
@@ -1087,5 +1136,5 @@ def check_histories(
 
 
 if __name__ == "__main__":
-    options: Any = dict.fromkeys(sys.argv[2:], True)
+    options: Any = {name: int(value or 1) for name, _, value in (word.partition("=") for word in sys.argv[2:])}
     Run(int(sys.argv[1]), trace=print, **options).run()

@@ -12,7 +12,7 @@ A worker raises an AssertionError when it is made to do something that would spo
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
@@ -22,7 +22,8 @@ from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
 from lightning_recycle.control.protocol.layout_change import transfers
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined, stage_leads
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined
 from lightning_recycle.planning.grid import Grid
 
 __all__ = [
@@ -77,6 +78,8 @@ class Network(Protocol):
     """What a worker needs from the world."""
 
     grid: Grid
+    members: int
+    gathers: bool
     commits: bool
     tied: bool
     shares: bool
@@ -91,6 +94,8 @@ class Network(Protocol):
     def tell(self, worker: SimulatedWorker, what: str, step: int, value: Any) -> None: ...
 
     def entered(self, worker: SimulatedWorker) -> None: ...
+
+    def parks(self, worker: SimulatedWorker) -> None: ...
 
     def begins(self, worker: SimulatedWorker, step: int) -> None: ...
 
@@ -139,8 +144,8 @@ def loss_of(step: int, microbatch: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of one worker: its micro-batches, the ranks before, after and beside it, and whether one beside it
-    has no micro-batches.
+    """The schedule of a position: its micro-batches, the positions before, after and beside it, by number, and whether
+    one beside it has no micro-batches. Of a worker: the same with ranks.
     """
 
     microbatches: tuple[int, ...]
@@ -174,10 +179,24 @@ def plan_for(grid: Grid, schedule: Schedule, rank: int) -> Plan:
     return Plan(mine, before, after, peers, not set(peers) <= set(route(stage)))
 
 
-def linked_with(grid: Grid, schedule: Schedule, rank: int) -> frozenset[int]:
+def plan_of(positions: Positions, schedule: Schedule, rank: int) -> Plan:
+    """The part of ``rank``: that of its position, with the workers of its plane."""
+    if positions.members == 1:
+        return plan_for(positions.grid, schedule, rank)
+    grid, member = positions.grid, positions.member(rank)
+    roster = tuple(sorted({grid.rank(positions.position(one)) for one in schedule[0]}))
+    plan = plan_for(grid, (roster, schedule[1]), grid.rank(positions.position(rank)))
+
+    def in_plane(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(positions.rank(grid.worker(number), member) for number in numbers)
+
+    return replace(plan, before=in_plane(plan.before), after=in_plane(plan.after), peers=in_plane(plan.peers))
+
+
+def linked_with(positions: Positions, schedule: Schedule, rank: int) -> frozenset[int]:
     """The ranks that ``rank`` is connected with in a generation that begins with ``schedule``, itself included."""
-    plan = plan_for(grid, schedule, rank)
-    return frozenset((rank, *plan.before, *plan.after, *plan.peers))
+    plan = plan_of(positions, schedule, rank)
+    return frozenset((rank, *plan.before, *plan.after, *plan.peers, *positions.siblings(rank)))
 
 
 @lru_cache(maxsize=256)
@@ -205,7 +224,9 @@ class SimulatedWorker:
         self.network = network
         self.grid = network.grid
         self.rank = rank
-        self.stage = rank % network.grid.stages
+        self.columns = network.grid.stages * network.members
+        self.column = rank % self.columns
+        self.stage = self.column // network.members
         self.is_last = self.stage == network.grid.stages - 1
         self.process = process
         self.joins = joins
@@ -286,6 +307,18 @@ class SimulatedWorker:
     @property
     def roster(self) -> tuple[int, ...]:
         return self.member.roster
+
+    @property
+    def has_shadow(self) -> bool:
+        return self.columns > 1 and not self.network.commits and self.shadow == self.version - 1
+
+    @property
+    def positions(self) -> Positions:
+        return Positions(self.grid, self.network.members, self.member.moved)
+
+    @property
+    def plan(self) -> Plan:
+        return plan_of(self.positions, self.schedule, self.rank)
 
     @property
     def interrupted(self) -> bool:
@@ -477,7 +510,8 @@ class SimulatedWorker:
         def run() -> Waits:
             self.place = (self.version, f"validation {number}")
             yield from self.know_newest()
-            plan = plan_for(self.grid, self.schedule, self.rank)
+            plan = self.plan
+            yield from self.meet(f"validation {number}", self.version)
             if plan.before:
                 yield from self.exchange("V", number, plan.before)
             self.tell("V", number)
@@ -495,7 +529,7 @@ class SimulatedWorker:
         yield from self.retried(run)
         parts = self.answer.payloads
         assert {g for g, _ in parts.values()} == {self.generation}, f"parts of other generations: {parts}"
-        mine = sum(part for rank, (_, part) in parts.items() if rank % self.grid.stages == self.stage)
+        mine = sum(part for rank, (_, part) in parts.items() if rank % self.columns == self.column)
         assert mine == full_gradient(self.grid), f"the metrics are those of {mine:#x}"
 
     # ------------------------------------------------------------------ a recovery
@@ -506,13 +540,19 @@ class SimulatedWorker:
     def recover(self) -> Waits:
         """Executor._recover."""
         announced = self.member.enter()
+        unproven = announced.unproven
+        while self.member.is_parked:
+            self.network.parks(self)
+            yield from self.wait(lambda: self.interrupted, interruptible=False)
+            announced = self.member.enter()
+            unproven = max(unproven, announced.unproven)
         self.broken, self.linked = set(), frozenset()
         self.place = (self.version, "recovery")
         self.network.entered(self)
         version = self.version if self.has_state else -1
-        if self.reduced and (self.leaves_open(self.version) or announced.unproven == self.version):
+        if self.reduced and (self.leaves_open(self.version) or unproven == self.version):
             self.reduced, self.payload = False, None
-        status = recovery.WorkerStatus(self.stage, version, self.reduced, self.unsettled)
+        status = recovery.WorkerStatus(self.column, version, self.reduced, self.unsettled, self.has_shadow)
         self.send(self.member.report(status, self.payload, self.cuts))
         yield from self.wait(lambda: self.member.resumed() is not None)
         resume = self.member.resumed()
@@ -523,7 +563,8 @@ class SimulatedWorker:
         self.schedule = resume.program  # the whole: what a program is, the protocol does not know
         kept = self.linked
         self.linked = kept.union(
-            self.roster if network.meshed else linked_with(self.grid, self.schedule, self.rank), self.partners(resume)
+            self.roster if network.meshed else linked_with(self.positions, self.schedule, self.rank),
+            self.partners(resume),
         )
         if announced.check_links:
             yield from self.check_links()
@@ -638,10 +679,10 @@ class SimulatedWorker:
                 ((gradient, shared),) = self.received("gives", step, (action.donor,))
                 self.buffers[step % 2], self.shared[step % 2] = (step, gradient), dict(shared)
                 if action.lacks:
-                    self.reduced, self.payload = True, (self.stage, step)
+                    self.reduced, self.payload = True, (self.column, step)
             case recovery.AwaitPeers():
                 self.tell("adopts", version)
-                peers = [rank for rank in self.roster if rank % self.grid.stages == self.stage]
+                peers = [rank for rank in self.roster if rank % self.columns == self.column]
                 yield from self.exchange("adopts", version, peers)
             case recovery.CommitTogether():
                 yield from self.commit(action.step)
@@ -649,22 +690,26 @@ class SimulatedWorker:
                 self.reduced, self.payload = False, None
             case recovery.Serve():
                 assert not self.network.commits, "there is no shadow: no stage may have applied before all could"
-                assert self.grid.stages > 1, "there is no shadow: a single stage is ahead of nobody"
+                assert self.columns > 1, "there is no shadow: a single stage is ahead of nobody"
                 yield from self.program(action.step)
 
     def program(self, step: int) -> Waits:
         """Executor._run_program: forwards from the stage before, input gradients from the stage after."""
-        plan = plan_for(self.grid, self.schedule, self.rank)
+        plan = self.plan
         if self.network.whole:
             yield from self.whole_step(step, plan)
             return
-        part = recovery.part_of(step, self.version, self.reduced, plan.idle_peer)
+        again, ahead = self.ahead
+        columns = range(self.stage * self.network.members, (self.stage + 1) * self.network.members)
+        siblings_done = step != again or ahead.issuperset(columns)
+        part = recovery.part_of(step, self.version, self.reduced, plan.idle_peer, siblings_done)
         self.buffers[part.buffers % 2], self.shared[part.buffers % 2] = (-1, 0), {}
         has = self.version if step == self.version else self.shadow
         assert has == step, f"it computes step {step} with the parameters of version {has}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
         assert self.linked.issuperset((*plan.before, *plan.after, *plan.peers)), "it has no connection to some of them"
         self.place = (step, "program")
+        yield from self.meet("step", step)
         self.network.begins(self, step)
         if self.strayed is not None and step > self.strayed:
             self.network.spoil(self, step)
@@ -675,6 +720,7 @@ class SimulatedWorker:
             yield from self.exchange("begins", step, plan.peers)
         if plan.before:
             yield from self.exchange("F", step, plan.before)
+        yield from self.meet("F of the layers", step)
         self.open = step if self.network.has_checks(step) and not self.member.knows_loss(step) else -1
         errs = self.open >= 0 and bool(plan.microbatches) and self.network.errs(self, step)
         right = self.is_right(step) and all(self.received("F", step, plan.before))
@@ -690,6 +736,7 @@ class SimulatedWorker:
         elif plan.after:
             yield from self.exchange("B", step, plan.after)
             right = right and all(self.received("B", step, plan.after))
+        yield from self.meet("B of the layers", step)
         self.tell("B", step, right)
         begun = self.begin_shared(step) if part.reduces else {}  # may be before the last weight gradients, and a check
         if errs:
@@ -698,6 +745,8 @@ class SimulatedWorker:
             yield from self.wait(lambda: False)
         elif self.open >= 0:
             self.send(messages.Reached(self.rank, self.generation, messages.Milestone.PASSED, step))
+        if part.computes_weights and self.network.gathers:
+            yield from self.meet("W of the layers", step)
         if part.reduces:
             assert right or not plan.microbatches, f"it reduces what follows from a wrong guess before step {step}"
             self.tell("W", step, sum(16**m for m in plan.microbatches) + self.network.is_spoiled(self, step) / 2)
@@ -707,7 +756,7 @@ class SimulatedWorker:
                 self.tell("ties", step)
                 yield from self.exchange("ties", step, self.roster)
             yield from self.end_shared(step, begun)
-            self.reduced, self.payload = True, (self.stage, step)
+            self.reduced, self.payload = True, (self.column, step)
         else:
             yield from self.end_shared(step, self.begin_shared(step))
         if part.applies:
@@ -717,6 +766,14 @@ class SimulatedWorker:
                 yield from self.step_on_a_guess(step)
             else:
                 yield from self.apply()
+
+    def meet(self, where: str, step: int) -> Waits:
+        """A collective of the members of its position."""
+        siblings = self.positions.siblings(self.rank)
+        if siblings:
+            self.tell(where, step, self.schedule)
+            yield from self.exchange(where, step, siblings)
+            assert set(self.received(where, step, siblings)) == {self.schedule}, "its siblings run another schedule"
 
     def begin_shared(self, step: int) -> dict[int, tuple[int, ...]]:
         """BucketedReduction._begin, of layers that neighbouring stages share; here each stage and the next share one.
@@ -735,7 +792,8 @@ class SimulatedWorker:
             mine = self.shared[step % 2][first] if self.stage in ahead else frozenset({(self.generation, self.stage)})
             self.tell(f"layers of {first} and {first + 1}", step, mine)
             workers = tuple(rank for rank in self.roster if rank % self.grid.stages in stages)
-            parts[first] = tuple(stage_leads(self.grid, self.roster)[stage] for stage in have_sums[:1]) or workers
+            leads = self.positions.leads(self.roster)
+            parts[first] = tuple(leads[stage] for stage in have_sums[:1]) or workers
         return parts
 
     def end_shared(self, step: int, begun: dict[int, tuple[int, ...]]) -> Waits:
@@ -755,7 +813,7 @@ class SimulatedWorker:
     def tell_of(self, step: int) -> None:
         """Executor._tell."""
         self.committed_in = (self.generation, step)
-        self.send(self.member.commit(step, (self.stage, step), self.guesses))
+        self.send(self.member.commit(step, (self.column, step), self.guesses))
 
     def step_on_a_guess(self, step: int) -> Waits:
         """Executor._commit_and_apply, where the optimizer may step before all are REDUCED."""
@@ -790,7 +848,7 @@ class SimulatedWorker:
 
     def settle_step(self, step: int) -> None:
         """Executor._correct: what all have told of ``step`` is in :attr:`payloads`."""
-        expected = {stage: (stage, step) for stage in range(self.grid.stages)}
+        expected = {column: (column, step) for column in range(self.columns)}
         assert dict(self.payloads) == expected, f"it settles step {step} with the norms {dict(self.payloads)}"
         assert self.unsettled, "it has made no guess"
         assert step == self.version - 1
@@ -814,11 +872,12 @@ class SimulatedWorker:
         self.network.begins(self, step)
         if self.network.has_bug(self, step):
             raise Mishap
+        yield from self.meet("step", step)
         for what in ("W", "W2"):
             self.tell(what, step, sum(16**m for m in plan.microbatches))
             yield from self.exchange(what, step, plan.peers)
             self.buffers[step % 2] = (step, sum(self.received(what, step, plan.peers)))
-        self.reduced, self.payload = True, (self.stage, step)
+        self.reduced, self.payload = True, (self.column, step)
         self.tell("done", step)
         yield from self.exchange("done", step, plan.peers)
         if plan.microbatches:
@@ -842,7 +901,7 @@ class SimulatedWorker:
         assert loss is not None
         self.after_step = loss.after_step
         if self.network.commits or (self.network.guesses and not guess):
-            expected = {stage: (stage, step) for stage in range(self.grid.stages)}
+            expected = {column: (column, step) for column in range(self.columns)}
             assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"
         self.is_past = True
         gradient = self.gradient_of(step)
@@ -865,10 +924,10 @@ class SimulatedWorker:
     def deliver(self) -> Waits:
         """ReCycleStrategy.deliver_result: asked again if a stage's speaker died meanwhile."""
         while True:
-            speaks = stage_leads(self.grid, self.roster)[self.stage] == self.rank
+            speaks = self.positions.leads(self.roster)[self.column] == self.rank
             yield from self.arrive(RESULT, tuple(self.parameters) if speaks else None)
-            delivered = {rank % self.grid.stages for rank, yes in self.answer.payloads.items() if yes}
-            if len(delivered) == self.grid.stages:
+            delivered = {rank % self.columns for rank, yes in self.answer.payloads.items() if yes}
+            if len(delivered) == self.columns:
                 self.done = True
                 return
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.control.protocol.detection import DetectionState, Ruling, Sign, Standing, StepPoint, review
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning.grid import Grid
 
 LIMIT, BOUND = 5.0, 60.0  # seconds
@@ -25,7 +26,7 @@ def stands(silent: float = 0.0, working: float | None = None, place: StepPoint |
 def ruled(changed: Mapping[int, Standing], live: frozenset[int] = ALL, holders: frozenset[int] = ALL) -> Ruling:
     """The first ruling over the workers ``live``, all of which are well except as ``changed``."""
     standings = {rank: changed.get(rank, stands()) for rank in live}
-    return review(DetectionState(), 100.0, standings, holders & live, GRID, 7)[1]
+    return review(DetectionState(), 100.0, standings, holders & live, Positions(GRID), 7)[1]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ class Story:
         while self.now < end:
             self.now += TICK
             seen = {rank: standings(self.now, rank) for rank in self.live}
-            self.memory, found = review(self.memory, self.now, seen, self.live, GRID, self.step)
+            self.memory, found = review(self.memory, self.now, seen, self.live, Positions(GRID), self.step)
             self.live = self.live - found.evict.keys()
             self.evicted.update(dict.fromkeys(found.evict, self.now))
             self.causes.update({rank: given_up.cause for rank, given_up in found.evict.items()})
@@ -242,7 +243,7 @@ class Grown:
 
     def look(self) -> tuple[dict[int, Standing], Ruling]:
         standings = {rank: self.standing(rank) for rank in self.live}
-        self.memory, found = review(self.memory, self.now, standings, frozenset(self.live), GRID, 0)
+        self.memory, found = review(self.memory, self.now, standings, frozenset(self.live), Positions(GRID), 0)
         return standings, found
 
 

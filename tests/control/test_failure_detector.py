@@ -17,6 +17,7 @@ from lightning_recycle.control.protocol.detection import (
     sign_of_work,
 )
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Roster
 from lightning_recycle.planning.grid import Grid, OpKind
@@ -165,7 +166,7 @@ def silent(watch: FailureDetector, now: float, *ranks: int) -> dict[int, str]:
 @pytest.fixture
 def watch() -> FailureDetector:
     """All four workers have reported once and were heard at 0 s."""
-    watch = FailureDetector(GRID, OPTIONS)
+    watch = FailureDetector(Positions(GRID), OPTIONS)
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -229,7 +230,7 @@ def test_who_takes_no_messages_is_given_up_only_while_a_peer_is_well(watch: Fail
 
 
 def test_while_it_starts_a_worker_may_be_silent_for_longer() -> None:
-    watch = FailureDetector(GRID, OPTIONS)
+    watch = FailureDetector(Positions(GRID), OPTIONS)
     watch.heard(0, 0.0)
     assert silent(watch, 9.9, 0) == {}
     assert silent(watch, 10.1, 0) == {0: "it was silent for more than 10 s"}
@@ -239,7 +240,7 @@ def test_while_it_starts_a_worker_may_be_silent_for_longer() -> None:
 
 
 def test_who_was_never_heard_is_not_silent() -> None:
-    assert silent(FailureDetector(GRID, OPTIONS), 100.0, 0) == {}
+    assert silent(FailureDetector(Positions(GRID), OPTIONS), 100.0, 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_who_was_never_heard_is_not_silent() -> None:
     ],
 )
 def test_a_silent_process_that_computes_is_given_up_later(looks: str, given_up_at: float) -> None:
-    watch = FailureDetector(GRID, OPTIONS, lambda rank: looks if rank == 0 else "SSS")
+    watch = FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks if rank == 0 else "SSS")
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -265,7 +266,7 @@ def test_a_silent_process_that_computes_is_given_up_later(looks: str, given_up_a
 
 def test_a_process_that_stops_to_compute_is_given_up_as_others_are() -> None:
     looks = {"now": "R"}
-    watch = FailureDetector(GRID, OPTIONS, lambda rank: looks["now"])
+    watch = FailureDetector(Positions(GRID), OPTIONS, lambda rank: looks["now"])
     for rank in range(4):
         watch.heard(rank, 0.0)
         watch.reported(rank)
@@ -324,7 +325,7 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
     ("now", "joined", "late"), [(99.0, {0, 1}, set()), (101.0, {0, 1}, {2, 3}), (101.0, ALL, set())]
 )
 def test_who_does_not_start_in_time_is_late(now: float, joined: frozenset[int], late: set[int]) -> None:
-    watch = FailureDetector(GRID, OPTIONS)
+    watch = FailureDetector(Positions(GRID), OPTIONS)
     watch.begin_start(0.0)
     found = watch.late(now, state(number=-1, joined=frozenset(joined)))
     assert found == dict.fromkeys(late, "it did not start within 100 s")

@@ -130,7 +130,7 @@ class Coordinator:
         )
         self._written = coordinator_restart.durable(self._state)
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
-        self._watch = FailureDetector(grid, self.options, self._workers.thread_states)
+        self._watch = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
         self._rendezvous = PublishedKeys()
         self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
         self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, self._readmission)

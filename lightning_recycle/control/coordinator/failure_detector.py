@@ -21,8 +21,8 @@ from lightning_recycle.control.protocol.detection import (
     sign_of_work,
 )
 from lightning_recycle.control.protocol.messages import Heartbeat
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import MembershipState
-from lightning_recycle.planning.grid import Grid
 
 __all__ = [
     "FailureDetector",
@@ -38,16 +38,16 @@ class FailureDetector:
     """Clocks for heartbeats and progress of workers, in seconds of one monotonic clock.
 
     Args:
-        grid: the grid of the run.
+        positions: which rank belongs to which stage.
         options: how long workers may be silent or slow.
         thread_states: the states of the threads of a worker's process, by rank, as
             :func:`~lightning_recycle.processes.thread_states` returns them.
     """
 
     def __init__(
-        self, grid: Grid, options: CoordinatorOptions, thread_states: Callable[[int], str] = lambda _: ""
+        self, positions: Positions, options: CoordinatorOptions, thread_states: Callable[[int], str] = lambda _: ""
     ) -> None:
-        self._grid = grid
+        self._positions = positions
         self._options = options
         self._thread_states = thread_states
         self._looks: dict[int, list[tuple[float, bool]]] = {}  # at processes of silent workers: whether they computed
@@ -156,7 +156,7 @@ class FailureDetector:
                 others.append(replace(self._stalled(unable), computes=computes))
             standings[rank] = Standing(silence, tuple(sign for sign in others if sign is not None))
         holders = state.roster.live - state.roster.joining
-        self._memory, ruling = review(self._memory, now, standings, holders, self._grid, state.steps.version)
+        self._memory, ruling = review(self._memory, now, standings, holders, state.positions, state.steps.version)
         return ruling
 
     def everybody_waits(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
@@ -259,7 +259,7 @@ class FailureDetector:
         """The usual seconds of an operation; one that is new to the plan (a backward that was or now is fused) takes at
         most twice as long as the longest.
         """
-        known = seconds.get(self._grid.worker(rank).stage, {})
+        known = seconds.get(self._positions.stage(rank), {})
         if rank not in self._have_applied or not known:
             return None
         return known.get(kind, 2 * max(known.values()))

@@ -194,11 +194,13 @@ class Readmission:
         grid: the grid of the run.
         options: the time bounds.
         now: the time, in seconds of a monotonic clock.
+        members: the processes of each position.
     """
 
-    def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions, now: float) -> None:
+    def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions, now: float, members: int = 1) -> None:
         self._journal = journal
         self._grid = grid
+        self._members = members
         self._options = options
         self._written = dict(journal.processes)
         self._since = now  # or since the newest worker returned
@@ -208,9 +210,9 @@ class Readmission:
         """The state with which this coordinator begins."""
         written, retries = self._journal.kept, self._options.recovery.machine_error_retries
         return (
-            initial_state(self._grid, retries)
+            initial_state(self._grid, retries, self._members)
             if written is None
-            else coordinator_restart.revived(self._grid, written, retries)
+            else coordinator_restart.revived(self._grid, written, retries, self._members)
         )
 
     @property
@@ -221,7 +223,7 @@ class Readmission:
     def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> ReturnStanding:
         """What ``returned`` is. ``taken``: the positions whose worker is connected."""
         rank = returned.rank
-        if returned.run != self._journal.run or not 0 <= rank < self._grid.num_workers:
+        if returned.run != self._journal.run or not 0 <= rank < state.num_workers:
             return ReturnStanding.LOST
         is_free = rank not in taken
         if state.generation.number < 0:
@@ -230,7 +232,7 @@ class Readmission:
                 if is_free and rank in state.roster.live and returned.generation < 0
                 else ReturnStanding.LOST
             )
-        if rank in state.roster.live:
+        if rank in state.roster.live or rank in state.roster.parked:
             is_it = state.returned is not None and is_free and self._holds(rank, returned.token)
             return ReturnStanding.MEMBER if is_it else ReturnStanding.LEFT if returned.leave else ReturnStanding.LOST
         if returned.leave:
@@ -267,9 +269,10 @@ class Readmission:
         if state.returned is None:
             return {}
         options, late = self._options, {}
-        there = {state.stage_of(rank) for rank in state.returned if rank in state.roster.live - state.roster.joining}
+        there = {rank for rank in state.returned if rank in state.roster.live - state.roster.joining}
+        stages = {one.stage for one in state.positions.whole(there)}
         for rank in sorted(state.roster.live - state.returned.keys()):
-            has_peer = state.stage_of(rank) in there
+            has_peer = state.stage_of(rank) in stages
             limit = options.heartbeat_timeout if has_peer else options.last_holder_timeout
             process = self._written.get(rank)
             if process is not None and has_ended(process.pid, process.space):

@@ -28,7 +28,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol import messages, parking
 from lightning_recycle.control.protocol.messages import AfterStep, Found, LookUp, Publish
 from lightning_recycle.control.protocol.state import (
     ENDED,
@@ -80,7 +80,7 @@ def forget_retracted(state: MembershipState) -> MembershipState:
     """When a generation begins: drops the parts of collectives that count in one generation only, and those of workers
     that are gone. One of them may have gone on where all others stop.
     """
-    live = state.roster.live
+    live = state.roster.live.union(state.roster.parked)
     kept = {
         number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None and rank in live}
         for number, arrived in state.collectives.open.items()
@@ -115,7 +115,7 @@ def check_attendance(state: MembershipState, event: messages.Heartbeat) -> Next:
         waiting = next((one for rank, one in sorted(arrived.items()) if one.begun < event.begun), None)
         if event.rank in arrived or waiting is None:
             continue
-        there, gone = state.grid.worker(waiting.rank), state.grid.worker(event.rank)
+        there, gone = state.name(waiting.rank), state.name(event.rank)
         return end(
             state,
             Failed(
@@ -134,16 +134,19 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
     payloads = {rank: arrived[rank].payload for rank in state.roster.ranks}
     others = {other: value for other, value in state.collectives.open.items() if other != number}
     state = state.with_collectives(open=others, next=number + 1)
+    released: tuple[Command, ...] = ()
+    if any(arrive.generation is not None for arrive in arrived.values()):  # who did not take part cannot catch up
+        state, released = parking.release(state, state.roster.parked)
     name = next(iter(arrived.values())).name
     if name == ENDED:
         return end(state, Ended())
     if name != RESULT:
-        return state, (Send(state.roster.ranks, messages.Answer(number, payloads, state.roster.leader)),)
+        return state, (*released, Send(state.heard, messages.Answer(number, payloads, state.roster.leader)))
     # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}
-    answer = Send(state.roster.ranks, messages.Answer(number, delivered, state.roster.leader))
-    stages = {state.stage_of(rank) for rank, yes in delivered.items() if yes}
-    if len(stages) < state.grid.stages:
+    answer = Send(state.heard, messages.Answer(number, delivered, state.roster.leader))
+    columns = {state.column_of(rank) for rank, yes in delivered.items() if yes}
+    if len(columns) < state.columns:
         return state, (answer,)  # a stage's speaker died meanwhile: the workers ask again with the new one
     state, stop = end(state, Finished({rank: p for rank, p in payloads.items() if p is not None}))
     return state, (answer, *stop)
@@ -189,7 +192,7 @@ def _add_request(state: MembershipState, event: messages.StopWish) -> Next:
             state, own = _stop_later(state, event.point, event.rank)
             return state, earlier + own
         stop = StopRound(event.point)
-        ask = (Send(state.roster.ranks, messages.StopRequested(event.point)),)
+        ask = (Send(state.heard, messages.StopRequested(event.point)),)
     state, verdict = _settle_stop(state.with_collectives(stop_round=replace(stop, wanted=stop.wanted | {event.rank})))
     return state, ask + verdict
 
@@ -207,12 +210,12 @@ def _settle_stop(state: MembershipState) -> Next:
     stop = state.collectives.stop_round
     if stop is None or stop.is_over:
         return state, ()
-    if not stop.wanted & state.roster.live:
+    if not stop.wanted & state.roster.live.union(state.roster.parked):
         return state.with_collectives(stop_round=None), ()
     if not state.roster.live <= stop.wanted:
         return state, ()
     state = state.with_collectives(stop_round=replace(stop, is_over=True, agreed=True))
-    return state, (Send(state.roster.ranks, messages.StopVerdict(stop.point, True)),)
+    return state, (Send(state.heard, messages.StopVerdict(stop.point, True)),)
 
 
 def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
@@ -220,7 +223,7 @@ def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
     stop = state.collectives.stop_round
     if stop is not None and stop.point <= point:
         state = state.with_collectives(stop_round=replace(stop, is_over=True))
-    commands: tuple[Command, ...] = (Send(state.roster.ranks, messages.StopVerdict(point, False)),)
+    commands: tuple[Command, ...] = (Send(state.heard, messages.StopVerdict(point, False)),)
     if state.steps.after_step is AfterStep.GO_ON:
         commands += (Record("stop_requested", state.steps.version, rank),)
         state = state.with_steps(after_step=AfterStep.STOP)

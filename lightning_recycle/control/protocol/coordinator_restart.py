@@ -123,6 +123,9 @@ class JournaledState:
     cuts: messages.Cuts = ()
     newcomers: tuple[int, ...] = ()
     outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    parked: Mapping[int, int] = field(default_factory=dict)
+    moved: Mapping[int, int] = field(default_factory=dict)
+    assembled: tuple[int, ...] = ()
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
@@ -136,6 +139,9 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
         roster.newcomers,
         roster.outvoted,
         roster.causes,
+        roster.parked,
+        roster.moved,
+        roster.assembled,
         state.has_resumed,
         state.faults.raised,
         state.faults.disturbances,
@@ -166,6 +172,9 @@ def kept(state: MembershipState) -> JournaledState:
         state.layout.cuts,
         tuple(sorted(state.roster.newcomers)),
         state.roster.outvoted,
+        state.roster.parked,
+        state.roster.moved,
+        tuple(sorted(state.roster.assembled)),
     )
 
 
@@ -178,9 +187,9 @@ def _over(state: MembershipState, outcome: Outcome) -> Over:
     return Over(StopReason.of(outcome), words, answer)
 
 
-def revived(grid: Grid, written: JournaledState, retries: int = 1) -> MembershipState:
+def revived(grid: Grid, written: JournaledState, retries: int = 1, members: int = 1) -> MembershipState:
     """The state of a coordinator that is started again: it waits for all workers of the roster to return."""
-    state = initial_state(grid, retries)
+    state = initial_state(grid, retries, members)
     live, number = frozenset(written.live), written.generation
     if written.over is not None:
         return state.with_generation(number=number).updated(outcome=written.over.outcome)
@@ -198,6 +207,9 @@ def revived(grid: Grid, written: JournaledState, retries: int = 1) -> Membership
             newcomers=frozenset(written.newcomers),
             outvoted=written.outvoted,
             causes=written.causes,
+            parked=written.parked,
+            moved=written.moved,
+            assembled=frozenset(written.assembled),
         ),
         Generation(number, regrouping=True),
         steps,
@@ -206,6 +218,7 @@ def revived(grid: Grid, written: JournaledState, retries: int = 1) -> Membership
         Faults(retries, written.raised, written.disturbances),
         has_resumed=written.has_resumed,
         returned={},
+        members=members,
     )
 
 
@@ -223,7 +236,8 @@ def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None,
     newest = max(said, key=lambda one: one.generation)
     if newest.generation < 0:
         grid = None if newest.wants is None else newest.wants.grid
-        is_whole = grid is not None and {one.rank for one in said}.issuperset(range(grid.num_workers))
+        workers = 0 if grid is None else grid.num_workers * max(one.wants.members for one in said if one.wants)
+        is_whole = grid is not None and {one.rank for one in said}.issuperset(range(workers))
         return (None, {}) if is_whole else "some have not returned"
     # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
     current = (one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1)
@@ -246,21 +260,26 @@ def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None,
         after_step=AfterStep.GO_ON if verdict.agreed else AfterStep.STOP,
         cuts=knows.cuts,
         newcomers=tuple(rank for rank, one in sorted(members.items()) if one.joining),
+        moved=newest.moved,
     ), members
 
 
 def rebuilt(state: MembershipState) -> Next:
     """All have returned: the state without what :func:`events` adds, and what some were told and others not."""
     assert state.returned is not None
-    members, roster = {rank: state.returned[rank] for rank in state.roster.ranks}, state.roster
+    there = state.returned
+    parked = {rank: version for rank, version in state.roster.parked.items() if rank in there}
+    state = state.with_roster(parked=parked)  # who was parked and is late has missed something
+    members, roster = {rank: there[rank] for rank in state.heard}, state.roster
     generation = max(state.generation.number, *(member.generation for member in members.values()))
     applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
-    newest = [one.applied for rank, one in members.items() if rank not in roster.joining or one.applied >= 0]
+    live = {rank: members[rank].applied for rank in roster.ranks}
+    newest = [step for rank, step in live.items() if rank not in roster.joining or step >= 0]
     for rank in roster.joining - applied.keys():
         # The others cannot go on without it. If they are lost, what it was about to get may have arrived.
         applied[rank] = min(newest, default=members[rank].joins_after)
     restored = max(one.restored for one in members.values())
-    version = max(restored, 1 + min(applied.get(rank, -1) for rank in members))
+    version = max(restored, 1 + min(applied.get(rank, -1) for rank in roster.live))
     told = {loss.step: loss for one in members.values() for loss in one.told}
     known = max(
         (one.known for one in members.values() if one.known is not None),

@@ -73,11 +73,10 @@ def compare(state: MembershipState) -> Next:
         rest = {other: value for other, value in state.checks.told.items() if other != step}
         state = state.with_checks(told=rest)
         found: list[Culprit] = []
-        for stage in range(state.grid.stages):
-            of_stage = {rank: one for rank, one in told.items() if state.stage_of(rank) == stage}
-            verdict = judge(of_stage)
+        for column in range(state.columns):
+            verdict = judge({rank: one for rank, one in told.items() if state.column_of(rank) == column})
             if isinstance(verdict, Undecided):
-                record, outcome = _nobody_knows(state, step, stage, verdict)
+                record, outcome = _nobody_knows(state, step, column // state.members, verdict)
                 return state.updated(outcome=outcome), (*commands, record, outcome)
             found += verdict
         since = state.checks.agreed
@@ -94,7 +93,7 @@ def compare(state: MembershipState) -> Next:
 def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> Next:
     """``culprit`` holds wrong bits after ``step``; after ``since`` it did not."""
     rank, what = culprit.rank, " and ".join(culprit.kinds)
-    peers = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
+    peers = " and ".join(map(state.name, culprit.right))
     cause = f"after step {step} its {what} differ from those of its peers {peers}, which are equal"
     details = {
         "cause": cause,
@@ -106,14 +105,14 @@ def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) ->
     }
     record = Record("corruption", step, rank, details)
     if state.checks.policy == "raise":
-        outcome = Failed(f"Worker {state.grid.worker(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
+        outcome = Failed(f"Worker {state.name(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
         return state.updated(outcome=outcome), (record, outcome)
     return state, (record, Evict(rank, cause))
 
 
 def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecided) -> tuple[Record, Outcome]:
     what, since = " and ".join(found.kinds), state.checks.agreed
-    groups = " ".join(f"[{', '.join(str(state.grid.worker(rank)) for rank in group)}]" for group in found.groups)
+    groups = " ".join(f"[{', '.join(map(state.name, group))}]" for group in found.groups)
     cause = (
         f"After step {step} workers of stage {stage} hold different bits ({what}): {groups}, in groups that agree; no"
         " group is the largest, so nothing says which of them are right"
@@ -228,7 +227,7 @@ def _convict_of_computing(
     state: MembershipState, dispute: Dispute, culprit: Culprit, did: str = "computed a wrong"
 ) -> Next:
     rank, what = culprit.rank, " and ".join(culprit.kinds)
-    others = " and ".join(str(state.grid.worker(other)) for other in culprit.right)
+    others = " and ".join(map(state.name, culprit.right))
     says = f"says {others}" if culprit.right != (rank,) else "and got something else twice"
     cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, {says}"
     policy = state.checks.policy
@@ -239,7 +238,7 @@ def _convict_of_computing(
     record = Record("corruption", dispute.step, rank, details)
     if policy == "raise":
         outcome = Failed(
-            f"Worker {state.grid.worker(rank)} computes wrong results: {cause}. That step was not committed. Its device"
+            f"Worker {state.name(rank)} computes wrong results: {cause}. That step was not committed. Its device"
             " may be broken; VerificationOptions(on_corruption='evict') goes on without it."
         )
         return state.updated(outcome=outcome), (record, outcome)
@@ -247,7 +246,7 @@ def _convict_of_computing(
 
 
 def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
-    names = " and ".join(str(state.grid.worker(rank)) for rank in sorted(dispute.claims))
+    names = " and ".join(map(state.name, sorted(dispute.claims)))
     what = " and ".join(differing(*dispute.claims.values()))
     cause = (
         f"In step {dispute.step} workers {names} computed a different {what} of micro-batch {dispute.microbatch}, and"

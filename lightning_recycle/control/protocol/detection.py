@@ -33,7 +33,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_recycle.planning.grid import Grid, OpKind, Worker
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.planning.grid import OpKind, Worker
 
 __all__ = [
     "PATIENCE",
@@ -185,7 +186,7 @@ def review(
     now: float,
     standings: Mapping[int, Standing],
     holders: Collection[int],
-    grid: Grid,
+    positions: Positions,
     step: int,
 ) -> tuple[DetectionState, Ruling]:
     """Rules over all workers at once.
@@ -195,15 +196,15 @@ def review(
         now: seconds of a monotonic clock.
         standings: what is known, by rank; also of processes that are about to join.
         holders: the ranks that hold the state of their stage.
-        grid: the grid of the run.
+        positions: which rank is which member of which position. A worker is vouched for by another position of its
+            stage all of whose members are well.
         step: the number of committed steps.
     """
-    stages = {rank: grid.worker(rank).stage for rank in standings}
-    well: dict[int, set[int]] = {}
-    for rank in holders:
-        if rank in standings and standings[rank].is_well:
-            well.setdefault(stages[rank], set()).add(rank)
-    vouched = {rank for rank, stage in stages.items() if well.get(stage, set()) - {rank}}
+    stages = {rank: positions.stage(rank) for rank in standings}
+    well: dict[int, set[Worker]] = {}
+    for position in positions.whole({rank for rank in holders if rank in standings and standings[rank].is_well}):
+        well.setdefault(position.stage, set()).add(position)
+    vouched = {rank for rank, stage in stages.items() if well.get(stage, set()) - {positions.position(rank)}}
     memory = _follow(memory, now, standings, vouched, step)
     evict: dict[int, GivenUp] = {}
     waits: dict[int, Waited] = {}
@@ -212,7 +213,7 @@ def review(
             if sign.seconds <= sign.limit:
                 continue
             before = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
-            others = [grid.worker(other) for other in sorted(before)]
+            others = [positions.name(other) for other in sorted(before)]
             reason = _why_waited(others, sign.computes, rank in vouched, stages[rank])
             counted = _counted(sign.seconds, _excuses(memory, rank, sign is standing.silence), now)
             found = _judge(sign, counted, rank in vouched, len(before) + sign.computes, reason)
@@ -300,13 +301,13 @@ def _held_up_alike(
     return frozenset(held.rank for held in alike if held.rank != rank and held.time <= began)
 
 
-def _why_waited(before: Sequence[Worker], computes: bool, vouched: bool, stage: int) -> str:
+def _why_waited(before: Sequence[str], computes: bool, vouched: bool, stage: int) -> str:
     if not vouched:
         return f"no other worker that holds stage {stage} is well"
     if computes:
         return "its process computes"
     workers, were = ("workers", "were") if len(before) > 1 else ("worker", "was")
-    return f"{workers} {' and '.join(map(str, before))} {were} held up there before"
+    return f"{workers} {' and '.join(before)} {were} held up there before"
 
 
 def _excuses(memory: DetectionState, rank: int, is_silence: bool) -> _Intervals:

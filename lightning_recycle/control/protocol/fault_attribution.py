@@ -118,7 +118,7 @@ def choose_evictions(
     sets, the result may be larger than necessary.
 
     Args:
-        pairs: the broken pairs.
+        pairs: the broken pairs; of a worker that must go whatever else does, with itself.
         holders: for each stage, the ranks that hold its state.
         leader: the rank that speaks for the run.
         can_recover: whether all others could go on together without these ranks, with what each of them holds.
@@ -145,7 +145,8 @@ def choose_evictions(
         broken = Counter(rank for pair in left for rank in pair)
         worst = max(broken, key=lambda rank: (broken[rank], rank not in holding, rank != leader, rank))
         partners = frozenset(rank for pair in left if worst in pair for rank in pair) - {worst}
-        for gone in (frozenset({worst}), partners):  # either it goes, or all that it cannot reach
+        apart = () if (worst, worst) in left else (partners,)
+        for gone in (frozenset({worst}), *apart):  # either it goes, or all that it cannot reach
             search(evicted | gone, frozenset(pair for pair in left if gone.isdisjoint(pair)))
 
     search(frozenset(), frozenset(pairs))

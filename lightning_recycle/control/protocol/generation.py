@@ -19,6 +19,7 @@ of the network.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,6 @@ from lightning_recycle.control.protocol.state import (
     StartGrace,
     after,
     end,
-    stage_leads,
 )
 from lightning_recycle.errors import ReCycleError
 
@@ -72,8 +72,9 @@ def begin(state: MembershipState, becomes: messages.Cuts = ()) -> Next:
     )
     checks = state.faults.disturbances > 0
     unproven = state.steps.unproven if state.steps.unproven >= state.steps.summed else -1
-    regroup = messages.Regroup(state.generation.number, state.roster.ranks, state.roster.leader, checks, unproven)
-    return state, (Send(state.roster.ranks, regroup),)
+    roster = state.roster
+    regroup = messages.Regroup(state.generation.number, roster.ranks, roster.leader, checks, unproven, roster.moved)
+    return state, (Send(state.heard, regroup),)
 
 
 def begin_unless_over(state: MembershipState, commands: tuple[Command, ...]) -> Next:
@@ -86,8 +87,9 @@ def with_leader(state: MembershipState) -> MembershipState:
     roster = state.roster
     if roster.leader in roster.live and roster.leader not in roster.joining:
         return state
-    last = state.holders(state.grid.stages - 1) or roster.live
-    return state.with_roster(leader=stage_leads(state.grid, last).get(state.grid.stages - 1, min(roster.live)))
+    column = state.columns - state.members  # the first member of the last stage
+    last = state.holders(column) or roster.live
+    return state.with_roster(leader=state.positions.leads(last).get(column, min(roster.live)))
 
 
 def on_undo(state: MembershipState, event: messages.Undo) -> Next:
@@ -105,12 +107,14 @@ def on_raised(state: MembershipState, event: messages.Raised) -> Next:
     if any((past.rank, past.generation) == (event.rank, event.generation) for past in state.faults.raised):
         return state, ()  # said twice
     stage, version = state.stage_of(event.rank), state.steps.version
+    if event.rank in state.roster.parked:
+        return state, (Evict(event.rank, f"it raised {event.summary}, and was parked"),)
     if event.rank in state.roster.joining:
         verdict = Verdict.EVICT  # no stage needs it yet, and no member has met this exception
     elif not state.has_resumed:
         verdict = Verdict.OWN
     else:
-        has_peer = bool(state.holders(stage) - {event.rank})
+        has_peer = bool(state.holding(stage, without={event.rank}))
         past, retries = state.faults.raised, state.faults.retries
         verdict = fault_attribution.judge(event, stage, version, past, has_peer, retries)
     state = state.with_faults(raised=fault_attribution.remember(event, stage, version, state.faults.raised))
@@ -136,7 +140,7 @@ def on_broken(state: MembershipState, event: messages.Broken) -> Next:
         return state, ()
     pairs = {(min(event.rank, other), max(event.rank, other)) for other in event.unreachable}
     state = state.with_generation(broken_pairs=state.generation.broken_pairs | pairs)
-    return state, (StartGrace(event.generation, f"worker {state.grid.worker(event.rank)}: {event.reason}"),)
+    return state, (StartGrace(event.generation, f"worker {state.name(event.rank)}: {event.reason}"),)
 
 
 def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
@@ -145,8 +149,7 @@ def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
         return state, ()
     pairs = state.generation.broken_pairs
     if pairs:  # they were told to check their links: reconnecting has been tried
-        holders = [state.holders(stage) for stage in range(state.grid.stages)]
-        evicted = fault_attribution.choose_evictions(pairs, holders, state.roster.leader, partial(_can_recover, state))
+        evicted = _choose_evictions(state)
         if evicted is not None:
             return state, tuple(Evict(rank, _cut_off_from(state, rank)) for rank in evicted)
     if state.faults.disturbances >= MAX_DISTURBANCES:
@@ -162,8 +165,29 @@ def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
     return after((record,), begin(state))
 
 
+def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
+    """The workers without which no broken pair is left; None if some that cannot reach each other must stay.
+
+    A position goes whole, so positions are chosen, each by its first member. Of each the member goes that is in most
+    broken pairs, which parks its siblings.
+    """
+    pairs, positions = state.generation.broken_pairs, state.positions
+    first = {rank: positions.rank(positions.position(rank)) for rank in state.roster.live}
+    between = {(min(first[a], first[b]), max(first[a], first[b])) for a, b in pairs}
+    holders = [{positions.rank(one) for one in state.holding(stage)} for stage in range(state.grid.stages)]
+    gone = fault_attribution.choose_evictions(
+        between, holders, first.get(state.roster.leader, -1), partial(_can_recover, state)
+    )
+    if gone is None:
+        return None
+    broken = Counter(rank for pair in pairs for rank in pair if first[rank] in gone)
+    worst = {first[rank]: rank for rank in sorted(broken, key=lambda rank: (broken[rank], rank))}
+    return tuple(sorted(worst.values()))
+
+
 def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
     """Whether the others could go on from what they reported; without a connection none has moved on since."""
+    evicted = state.positions.expand(evicted)
     statuses = {
         rank: report.status
         for rank, report in state.generation.reports.items()
@@ -179,12 +203,12 @@ def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
 def _cut_off_from(state: MembershipState, rank: int) -> str:
     """Why ``rank`` is evicted, in words."""
     others = sorted({other for pair in state.generation.broken_pairs if rank in pair for other in pair} - {rank})
-    names = " and ".join(str(state.grid.worker(other)) for other in others)
+    names = " and ".join(map(state.name, others))
     return f"it and worker{'s' if len(others) > 1 else ''} {names} cannot reach each other"
 
 
 def _why_given_up(state: MembershipState, last: str) -> str:
-    times, worker = MAX_DISTURBANCES + 1, state.grid.worker
+    times, worker = MAX_DISTURBANCES + 1, state.name
     reason = f"Communication between live workers failed {times} times in a row at step {state.steps.version}, "
     reason += f"at last because: {last.rstrip('.')}. "
     if state.generation.broken_pairs:

@@ -15,7 +15,7 @@ around it, and the simulated histories drive the same object.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
@@ -72,6 +72,7 @@ class Member:
     Attributes:
         generation: the generation that it has entered; -1 before the first.
         roster: the ranks of that generation's live workers.
+        moved: which of them hold another position than they were started for.
         leader: the rank that speaks for the run; -1 before the first generation.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.
@@ -87,6 +88,7 @@ class Member:
         self.joining = joining
         self.generation = -1
         self.roster: tuple[int, ...] = ()
+        self.moved: Mapping[int, int] = {}
         self.leader = -1
         self.leader_applied = -1
         self.counters: Mapping[str, float] = {}
@@ -120,6 +122,9 @@ class Member:
             self._memory.heard(message, self.rank, self.begun)
         match message:
             case messages.Regroup():
+                if self.interrupted:  # what the last one says is to be dropped stays so
+                    assert self._announced is not None
+                    message = replace(message, unproven=max(message.unproven, self._announced.unproven))
                 self._announced = message
             case messages.Resume():
                 self._resume = message
@@ -177,7 +182,7 @@ class Member:
         assert self._memory is not None, "it ends with its coordinator"
         announced, resume = self._announced, self._resume
         if announced is not None:
-            who.update(roster=announced.roster, leader=announced.leader)
+            who.update(roster=announced.roster, leader=announced.leader, moved=announced.moved)
         if resume is not None:
             who.update(resumed=resume.generation, cuts=resume.cuts)
         if self._verdicts:
@@ -192,11 +197,17 @@ class Member:
         """Whether a newer generation than the one that was entered is announced."""
         return self._announced is not None and self._announced.generation > self.generation
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether the generation that it has entered goes on without it, for now."""
+        return self.generation >= 0 and self.rank not in self.roster
+
     def enter(self) -> messages.Regroup:
         """Enters the newest announced generation."""
         announced = self._announced
         assert announced is not None
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
+        self.moved = announced.moved
         self._published.clear()
         self.plans.clear()
         if self._memory is not None:

@@ -28,6 +28,7 @@ from lightning_recycle.control.protocol import (
     generation,
     layout_change,
     messages,
+    parking,
     step_boundary,
     step_commit,
 )
@@ -77,7 +78,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
-    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live:
+    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live and rank not in state.roster.parked:
         return "it is not a member"
     generation = getattr(message, "generation", None)
     if generation is not None and not -1 <= generation <= state.generation.number:
@@ -94,8 +95,9 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
         if state.roster.ending >= state.roster.live:  # no worker is left that would go on
             state = state.with_steps(after_step=AfterStep.END)
             state = state.with_roster(leaving=frozenset(), ending=frozenset())
+        state, released = parking.release_outdated(state)
         state, pause = step_boundary.pause_if_wanted(state)
-        commands += pause
+        commands += released + pause
     return state, commands
 
 
@@ -103,7 +105,9 @@ def _handle(state: MembershipState, event: Any) -> Next:
     kind = type(event)
     if kind in _OF_ANY:
         return _OF_ANY[kind](state, event)
-    return _OF_MEMBERS[kind](state, event) if event.rank in state.roster.live else (state, ())
+    if event.rank in state.roster.live or (event.rank in state.roster.parked and kind in _OF_PARKED):
+        return _OF_MEMBERS[kind](state, event)
+    return state, ()
 
 
 # ---------------------------------------------------------------------- workers come and go
@@ -121,13 +125,18 @@ def _begin_if_complete(state: MembershipState) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
-    if event.rank in state.roster.newcomers:
+    if not state.roster.newcomers.isdisjoint(state.positions.expand({event.rank})):
         state = step_commit.doubt(state)
-    state = state.without({event.rank}).with_faults(disturbances=0)
-    state = state.with_roster(causes={**state.roster.causes, event.rank: event.cause})
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
+    state, useless = parking.park(state, event.rank)
+    commands += useless
+    state = state.with_faults(disturbances=0)
+    state = state.with_roster(causes={**state.roster.causes, event.rank: event.cause})
     stage = state.stage_of(event.rank)
-    if all(state.stage_of(rank) != stage for rank in state.roster.live):
+    if _is_lost(state, stage):
+        state, useless = parking.assemble(state, stage)
+        commands += useless
+    if _is_lost(state, stage):
         return after(commands, _lose_stage(state, stage))
     if state.returned is not None:
         return after(commands, _go_on_if_all_returned(state))
@@ -136,6 +145,11 @@ def _lose(state: MembershipState, event: Lost) -> Next:
     if state.outcome is not None:  # the loss has just completed the results
         return state, commands
     return after(commands, generation.begin(state) if state.generation.number >= 0 else _begin_if_complete(state))
+
+
+def _is_lost(state: MembershipState, stage: int) -> bool:
+    """Whether no position of ``stage`` is left."""
+    return all(state.stage_of(rank) != stage for rank in state.roster.live)
 
 
 def _lose_stage(state: MembershipState, stage: int) -> Next:
@@ -172,17 +186,25 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         return state, ()
     joining = frozenset(rank for rank, report in reports.items() if report.status.version < 0)
     state = step_commit.forget_unproven(state).with_roster(joining=joining)
-    for stage in range(state.grid.stages):
-        if not state.holders(stage):
-            return _lose_stage(state, stage)
+    for column in range(state.columns):
+        if not state.holders(column):
+            stage = column // state.members
+            whole, useless = parking.assemble(state, stage)
+            return _lose_stage(state, stage) if whole is state else after(useless, generation.begin(whole))
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
+    if state.roster.assembled:
+        rest, useless = parking.without_latecomers(state, statuses)
+        if useless:
+            return after(useless, generation.begin(rest))
     try:
         decision = decide(statuses, state.steps.summed)
     except ReCycleError as error:
+        if state.roster.assembled:  # they were parked for too long: the others cannot go back to where they are
+            return _lose_stage(state, state.stage_of(min(state.roster.assembled)))
         return end(state, Failed(str(error)))
     donors: dict[int, int] = {}
     for rank in joining:
-        holders = state.holders(state.stage_of(rank))
+        holders = state.holders(state.column_of(rank))
         if any(statuses[holder].version != decision.version for holder in holders):
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
         donors[rank] = min(holders)
@@ -192,7 +214,7 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
     step = decision.version if settled else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
     state = state.with_generation(regrouping=False, committed=step if settled else -1).with_steps(answered=answered)
-    state = state.updated(has_resumed=True)
+    state = state.updated(has_resumed=True).with_roster(assembled=frozenset())
     cuts, roster = state.layout.cuts, state.roster.ranks
     resume = messages.Resume(
         state.generation.number,
@@ -219,7 +241,7 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
-    """Contributions to the newest commit that counts in a generation, by stage, and whether they settle ``version``.
+    """Contributions to the newest commit that counts in a generation, by column, and whether they settle ``version``.
 
     They do where a worker has applied that step, which runs again, and the contributions of all stages to it are known.
     It may have gone on from them, and would not announce the step again, so they hold for all: workers that applied the
@@ -227,7 +249,7 @@ def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus],
     as reported or answered.
     """
     known, payloads = state.steps.answered
-    if known == version and len(payloads) == state.grid.stages and any(s.version > version for s in statuses.values()):
+    if known == version and len(payloads) == state.columns and any(s.version > version for s in statuses.values()):
         return payloads, True
     commits: dict[int, Any] = {}
     for _, report in sorted(state.generation.reports.items()):
@@ -248,11 +270,12 @@ def _returned(state: MembershipState, event: messages.Returned) -> Next:
 
 def _go_on_if_all_returned(state: MembershipState) -> Next:
     """Begins a generation of all who have returned once no other is awaited."""
-    assert state.returned is not None
-    if not state.roster.live <= state.returned.keys():
+    returned = state.returned
+    assert returned is not None
+    if not state.roster.live <= returned.keys():
         return state, ()
-    members = [state.returned[rank] for rank in state.roster.ranks]
     state, commands = coordinator_restart.rebuilt(state)
+    members = [returned[rank] for rank in state.heard]
     state = generation.with_leader(state)
     # The words of all on one subject before any on the next: it may complete what the next is judged by.
     events = [event for member in members for event in coordinator_restart.events(member)]
@@ -325,3 +348,13 @@ _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     messages.Incomparable: corruption_response.on_incomparable,
 }
 """Events that count only while their worker is live."""
+
+_OF_PARKED = (
+    messages.Returned,
+    messages.Restored,
+    messages.Applied,
+    messages.Arrive,
+    messages.StopWish,
+    messages.Raised,
+)
+"""Those that also count while it is parked: they are of no generation, or have to be answered."""

@@ -49,6 +49,7 @@ class RunRequest:
         settings: the options that all workers must agree on, by names such as "recovery.rebalance": see
             :data:`~lightning_recycle.control.joining.run_config.GROUPS`. What is missing has its default.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
+        members: the processes of each position of the grid.
     """
 
     entry: str
@@ -56,6 +57,7 @@ class RunRequest:
     microbatches_given: bool
     settings: Mapping[str, Setting] = field(default_factory=dict)
     needs_launcher: tuple[str, ...] = ()
+    members: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,7 +585,7 @@ class Returned:
         joining: whether the training had begun without it then.
         wants: what its script wants, with the grid that it was told.
         generation: the newest that was announced to it; -1 before the first.
-        roster, leader: of that generation.
+        roster, leader, moved: of that generation.
         resumed: the newest generation in which it was told where all go on; -1 for none.
         cuts: the layout of that one.
         applied: the newest step that it has applied, or got with its state; -1 for none.
@@ -619,6 +621,7 @@ class Returned:
     generation: int = -1
     roster: tuple[int, ...] = ()
     leader: int = -1
+    moved: Mapping[int, int] = field(default_factory=dict)
     resumed: int = -1
     cuts: Cuts = ()
     applied: int = -1
@@ -680,6 +683,7 @@ class Assign:
         setup: what the launching process passes to it; None from a coordinator without one.
         staggered: whether a stage may step before the others hold their gradients.
         takes_results: whether somebody wants what workers deliver in the end.
+        members: the processes of each position of the grid.
     """
 
     rank: int
@@ -689,6 +693,7 @@ class Assign:
     setup: Payload | None = None
     staggered: bool = True
     takes_results: bool = False
+    members: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -763,8 +768,10 @@ class StopVerdict:
 class Regroup:
     """Stop and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
 
-    ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before you connect, check
-    whom you can reach. ``unproven``: a step whose results may be wrong: drop what you hold of it; -1 for none.
+    A worker that is not in ``roster`` is parked: it stops, keeps what it holds, does not report, and waits for a
+    generation with it. ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before
+    you connect, check whom you can reach. ``unproven``: a step whose results may be wrong: drop what you hold of it; -1
+    for none. ``moved``: see :class:`~lightning_recycle.control.protocol.positions.Positions`.
     """
 
     generation: int
@@ -772,6 +779,7 @@ class Regroup:
     leader: int = -1
     check_links: bool = False
     unproven: int = -1
+    moved: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ __all__ = [
     "Take",
     "WorkerStatus",
     "actions",
+    "committed_version",
     "decide",
     "part_of",
 ]
@@ -64,17 +65,20 @@ class WorkerStatus:
     """Status of a survivor.
 
     Args:
-        stage: its stage.
+        stage: its stage, or its column where positions have several members
+            (:mod:`~lightning_recycle.control.protocol.positions`), which holds for all of these.
         version: optimizer steps applied to its parameters.
         reduced: whether it holds the complete reduced gradient of step ``version``.
         unsettled: whether it has applied its newest step on a guess that nothing has confirmed yet; then it is not
             ``reduced``.
+        has_shadow: whether it keeps the parameters of the version before, and can compute with them.
     """
 
     stage: int
     version: int
     reduced: bool
     unsettled: bool = False
+    has_shadow: bool = True
 
     @property
     def tells_of(self) -> int | None:
@@ -106,6 +110,20 @@ class Decision:
     adoptions: tuple[Adoption, ...]
 
 
+def _reachable(statuses: Mapping[int, WorkerStatus]) -> dict[int, int]:
+    """The highest version that some worker of each stage has or can apply."""
+    found: dict[int, int] = {}
+    for status in statuses.values():
+        found[status.stage] = max(status.version + status.reduced, found.get(status.stage, -1))
+    return found
+
+
+def committed_version(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> int:
+    """The version at which all can go on; the arguments are those of :func:`decide`."""
+    version = min(_reachable(statuses).values())
+    return version if known_losses is None else min(version, known_losses)
+
+
 def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> Decision:
     """Computes the decision from the statuses of all survivors; every stage has at least one.
 
@@ -119,16 +137,19 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
     by_stage: dict[int, dict[int, WorkerStatus]] = {}
     for rank, status in sorted(statuses.items()):
         by_stage.setdefault(status.stage, {})[rank] = status
-    reachable = {stage: max(s.version + s.reduced for s in workers.values()) for stage, workers in by_stage.items()}
-    version = min(reachable.values())
-    if known_losses is not None:
-        version = min(version, known_losses)
+    reachable = _reachable(statuses)
+    version = committed_version(statuses, known_losses)
     adoptions: list[Adoption] = []
     for stage, workers in sorted(by_stage.items()):
         if reachable[stage] > version + 1 or any(s.version < version - 1 for s in workers.values()):
             raise ReCycleError(
                 f"No recovery: stage {stage} spans versions {sorted({s.version for s in workers.values()})} while the"
                 f" whole can only agree on {version}: the commit protocol was violated."
+            )
+        if any(s.version > version and not s.has_shadow for s in workers.values()):
+            raise ReCycleError(
+                f"No recovery: stage {stage} has applied step {version}, which others cannot reach, and has not kept"
+                " the parameters that it had before."
             )
         for step in (version - 1, version) if reachable[stage] > version else (version - 1,):
             has = {r for r, s in workers.items() if s.version == step + 1 or (s.version == step and s.reduced)}

@@ -15,7 +15,8 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.fault_attribution import Pair, Remembered
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.schedule import Schedule
 
 MAX_OUTVOTED = 2
@@ -264,6 +265,10 @@ class Roster(_Updatable):
         moves: for each rank that is to join, the live rank that leaves for it.
         outvoted: by position, the steps after which workers were evicted because most others held other values.
         causes: why workers were lost, by rank.
+        parked: what is left of positions that lost a member, outside of ``live``: for each rank, the number of steps
+            that all had applied then (:mod:`~lightning_recycle.control.protocol.parking`).
+        moved: the pipelines of ranks that hold another position than they were started for.
+        assembled: live ranks that were parked, and have not gone on with the others since.
     """
 
     live: frozenset[int]
@@ -277,6 +282,9 @@ class Roster(_Updatable):
     moves: Mapping[int, int] = field(default_factory=dict)
     outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     causes: Mapping[int, str] = field(default_factory=dict)
+    parked: Mapping[int, int] = field(default_factory=dict)
+    moved: Mapping[int, int] = field(default_factory=dict)
+    assembled: frozenset[int] = frozenset()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -297,6 +305,7 @@ class Roster(_Updatable):
             newcomers=self.newcomers.difference(ranks),
             leaving=self.leaving.difference(ranks),
             ending=self.ending.difference(ranks),
+            assembled=self.assembled.difference(ranks),
             moves={rank: mover for rank, mover in self.moves.items() if mover not in ranks},
         )
 
@@ -465,6 +474,7 @@ class MembershipState(_Updatable):
         returned: after a restart of the coordinator, until all live workers have returned or are lost: what each of
             them holds, by rank; None otherwise.
         outcome: how the run ended, once it has.
+        members: the processes of each position.
     """
 
     grid: Grid
@@ -478,6 +488,7 @@ class MembershipState(_Updatable):
     has_resumed: bool = False
     returned: Mapping[int, messages.Returned] | None = None
     outcome: Outcome | None = None
+    members: int = 1
 
     def with_roster(self, **changes: Any) -> MembershipState:
         return self.updated(roster=self.roster.updated(**changes))
@@ -503,30 +514,72 @@ class MembershipState(_Updatable):
     @property
     def vacant(self) -> tuple[int, ...]:
         """Ranks that no worker holds and none is ready to take, and that may be taken."""
-        out = self.roster.live | self.roster.ready | self.roster.barred
-        return tuple(rank for rank in range(self.grid.num_workers) if rank not in out)
+        barred = self.positions.expand(self.roster.barred)
+        out = self.roster.live.union(self.roster.ready, self.roster.parked, barred)
+        return tuple(rank for rank in range(self.num_workers) if rank not in out)
 
-    def without(self, ranks: Collection[int]) -> MembershipState:
-        """The state without the workers ``ranks``."""
-        return self.updated(roster=self.roster.without(ranks))
+    @property
+    def heard(self) -> tuple[int, ...]:
+        """The live and the parked ranks in order: what outlives generations is sent to all of them."""
+        parked = self.roster.parked
+        return tuple(sorted(self.roster.live.union(parked))) if parked else self.roster.ranks
+
+    def without(self, ranks: Collection[int], drop: Collection[int] = ()) -> MembershipState:
+        """The state without the positions of the workers ``ranks``. Their siblings are parked, but for ``drop``."""
+        gone = self.positions.expand(ranks)
+        siblings = (gone & self.roster.live).difference(ranks, drop)
+        versions = dict.fromkeys(sorted(siblings), self.steps.version)
+        roster = self.roster.without(gone)
+        return self.updated(roster=roster.updated(parked={**roster.parked, **versions}))
+
+    def version_of_parked(self, rank: int) -> int:
+        """The number of steps that a parked worker is known to have applied."""
+        return max(self.roster.parked[rank], self.steps.applied.get(rank, -1) + 1)
+
+    @property
+    def positions(self) -> Positions:
+        """Which rank is which member of which position."""
+        return Positions(self.grid, self.members, self.roster.moved)
+
+    @property
+    def num_workers(self) -> int:
+        return self.grid.num_workers * self.members
+
+    @property
+    def columns(self) -> int:
+        """The number of columns: members of the stages."""
+        return self.grid.stages * self.members
+
+    def column_of(self, rank: int) -> int:
+        return rank % self.columns
 
     def stage_of(self, rank: int) -> int:
-        return self.grid.worker(rank).stage
+        return rank % self.columns // self.members
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """Pipeline and stage of ``rank``."""
-        worker = self.grid.worker(rank)
-        return worker.pipeline, worker.stage
+    def name(self, rank: int) -> str:
+        """The worker at ``rank`` in words."""
+        return self.positions.name(rank)
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Pipeline and stage of ``rank``, and its member where positions have several."""
+        return self.positions.place(rank)
 
     def lead_of(self, stage: int) -> int | None:
-        """The live rank that speaks for ``stage``, see :func:`stage_leads`; None if there is none."""
-        ranks = range(stage, self.grid.num_workers, self.grid.stages)
-        return next((rank for rank in ranks if rank in self.roster.live), None)
+        """The live rank that speaks for ``stage``: the first member of the lowest pipeline; None if there is none."""
+        column = stage * self.members
+        live = (rank for rank in range(column, self.num_workers, self.columns) if rank in self.roster.live)
+        return min(live, key=self.positions.pipeline, default=None)
 
-    def holders(self, stage: int) -> frozenset[int]:
-        """The live ranks that have the state of ``stage``."""
+    def holders(self, column: int) -> frozenset[int]:
+        """The live ranks that have the state of ``column``."""
         with_state = self.roster.live - self.roster.joining
-        return frozenset(rank for rank in with_state if self.stage_of(rank) == stage)
+        return frozenset(rank for rank in with_state if rank % self.columns == column)
+
+    def holding(self, stage: int, without: Collection[int] = ()) -> frozenset[Worker]:
+        """The live positions of ``stage`` all of whose members have their state, but those of the ranks ``without``."""
+        of_stage = (rank for rank in self.roster.live - self.roster.joining if self.stage_of(rank) == stage)
+        positions = self.positions
+        return positions.whole(frozenset(of_stage)) - {positions.position(rank) for rank in without}
 
 
 Next: TypeAlias = tuple[MembershipState, tuple[Command, ...]]
@@ -543,10 +596,11 @@ def after(commands: tuple[Command, ...], then: Next) -> Next:
     return then[0], commands + then[1]
 
 
-def initial_state(grid: Grid, retries: int = 1) -> MembershipState:
+def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipState:
     """The state before any worker has joined; ``retries``: see :class:`Faults`."""
-    live = frozenset(range(grid.num_workers))
-    return MembershipState(grid, Roster(live, leader=leader(grid, live)), faults=Faults(retries))
+    live = frozenset(range(grid.num_workers * members))
+    lead = (grid.stages - 1) * members
+    return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members=members)
 
 
 def leader(grid: Grid, roster: Iterable[int]) -> int:

@@ -45,15 +45,16 @@ __all__ = [
 
 def on_ready(state: MembershipState, event: messages.Ready) -> Next:
     """A worker is set up and waits to be let in."""
-    if event.rank in state.roster.live:
+    if event.rank in state.roster.live or event.rank in state.roster.parked:
         return state, ()
     return state.with_roster(ready=state.roster.ready | {event.rank}), ()
 
 
 def on_candidate_lost(state: MembershipState, event: CandidateLost) -> Next:
-    """A process that was to join is gone, and with it the move to its position."""
+    """A process that was to join is gone, and with it the move to its position; or a parked one."""
     moves = {rank: mover for rank, mover in state.roster.moves.items() if rank != event.rank}
-    return state.with_roster(ready=state.roster.ready - {event.rank}, moves=moves), ()
+    parked = {rank: version for rank, version in state.roster.parked.items() if rank != event.rank}
+    return state.with_roster(ready=state.roster.ready - {event.rank}, moves=moves, parked=parked), ()
 
 
 def on_move_planned(state: MembershipState, event: MovePlanned) -> Next:
@@ -86,13 +87,17 @@ def pause_if_wanted(state: MembershipState) -> Next:
 
 
 def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
-    """Who enters and who leaves at the next step boundary. No stage is left without a worker that has its state."""
+    """Who enters and who leaves at the next step boundary. Positions enter whole, and leave whole: the siblings of who
+    leaves are parked. No stage is left without a position that has its state.
+    """
     roster = state.roster
-    enter = roster.ready - roster.live
+    positions = state.positions
+    ready = roster.ready - roster.live
+    enter = frozenset(rank for position in positions.whole(ready) for rank in positions.ranks(position))
     wanted = roster.leaving | {mover for rank, mover in roster.moves.items() if rank in enter}
     leave: set[int] = set()
     for rank in sorted(wanted & roster.live):
-        if state.holders(state.stage_of(rank)) - leave - {rank}:
+        if state.holding(state.stage_of(rank), without=leave | {rank}):
             leave.add(rank)
     # A worker that moves must be able to leave; else its device would hold two workers.
     enter = frozenset(rank for rank in enter if roster.moves.get(rank, -1) in leave or rank not in roster.moves)

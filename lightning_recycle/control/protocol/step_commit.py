@@ -128,7 +128,7 @@ def _sum_up(state: MembershipState, step: int) -> Next:
     # All take from this one message whether the run stops or ends after the step, so all do it after the same one.
     check_next = state.checks.is_announced_by(step)
     message = messages.StepLoss(step, loss, outputs=outputs, after_step=steps.after_step, check_next=check_next)
-    return state, (Send(state.roster.ranks, message),)
+    return state, (Send(state.heard, message),)
 
 
 def add_applied(state: MembershipState, event: messages.Applied) -> Next:
@@ -162,7 +162,7 @@ def _differ(step: int, difference: str) -> Failed:
 def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int | None, Mapping[str, float]], ...]:
     """What must be the same on all workers (None, and :data:`_INPUTS`), and on those of its stage."""
     facts = event.facts
-    return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.stage_of(event.rank), facts.stage)
+    return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.column_of(event.rank), facts.stage)
 
 
 def _with_all(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
@@ -192,7 +192,7 @@ def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[
 
 def _in_words(state: MembershipState, name: str, one: tuple[int, float], other: tuple[int, float]) -> str:
     (first, theirs), (rank, value) = one, other
-    return f"{name} is {theirs!r} on worker {state.grid.worker(first)} and {value!r} on {state.grid.worker(rank)}"
+    return f"{name} is {theirs!r} on worker {state.name(first)} and {value!r} on {state.name(rank)}"
 
 
 def _vote(state: MembershipState, step: int) -> Next:
@@ -215,7 +215,7 @@ def _vote(state: MembershipState, step: int) -> Next:
     if not wrong:
         return state, ()
     is_clear = is_clear and wrong.keys() <= state.roster.newcomers
-    if not is_clear or any(not state.holders(state.stage_of(rank)) - wrong.keys() for rank in wrong):
+    if not is_clear or any(not state.holding(state.stage_of(rank), without=wrong) for rank in wrong):
         return end(state, _differ(step, "; ".join(sorted(chain.from_iterable(wrong.values())))))
     commands: list[Command] = []
     for rank, words in sorted(wrong.items()):
@@ -241,7 +241,7 @@ def count_steps(state: MembershipState) -> Next:
     """Counts the steps that every live worker has applied."""
     # The usual case, found without looking at all workers: each is passed by once in a step.
     steps, live = state.steps, state.roster.live
-    for rank in range(steps.passed, state.grid.num_workers):
+    for rank in range(steps.passed, state.num_workers):
         if rank in live and steps.applied.get(rank, -1) < steps.version:
             return (state if rank == steps.passed else state.with_steps(passed=rank)), ()
     version = min(steps.applied[rank] for rank in live) + 1
@@ -275,7 +275,7 @@ def add_commit(state: MembershipState, event: messages.Commit) -> Next:
         return end(state, Failed(f"The workers asked to commit different steps: {sorted(steps)}."))
     payloads: dict[int, Any] = {}
     for rank, commit in sorted(commits.items()):
-        payloads.setdefault(state.stage_of(rank), commit.payload)
+        payloads.setdefault(state.column_of(rank), commit.payload)
     guessed = any(commit.guesses for commit in commits.values())
     state = state.with_generation(commits={}, committed=event.step).with_steps(answered=(event.step, payloads))
     return state, (
