@@ -22,6 +22,7 @@ from lightning_recycle.control.protocol import (
     generation,
     layout_change,
     membership,
+    parking,
     recovery,
     state,
     step_boundary,
@@ -176,6 +177,36 @@ def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(hi
     assert met["outvoted"] > len(histories) / 100
 
 
+MEETS_WITH_MEMBERS = {"a stage ahead in part", "assembled", "parked", "rejoined", "released"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}, {"kills": True, "loses_file": True}],
+    ids=lambda more: " and ".join(more) or "plain",
+)
+def test_every_promise_holds_where_positions_have_two_members(more: dict[str, bool]) -> None:
+    met = check_histories(range(SAMPLE // 2), members=2, plans_late=True, **more)
+    assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
+
+
+def test_every_promise_holds_where_positions_have_three_members() -> None:
+    met = check_histories(range(SAMPLE // 4), members=3)
+    assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("more", [{}, {"stops": True}, {"strays": True}], ids=lambda more: "".join(more) or "plain")
+@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize("tens_of_thousands", range(10))
+def test_every_promise_holds_in_100_000_histories_where_positions_have_two_members(
+    tens_of_thousands: int, kills: bool, more: dict[str, bool]
+) -> None:
+    first = 10_000 * tens_of_thousands
+    check_histories(range(first, first + 10_000), members=2, kills=kills, **more)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("more", [{}, {"layouts": True}, {"stops": True}], ids=lambda more: "".join(more) or "checks")
@@ -256,7 +287,8 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("answers to an earlier pause count", step_boundary, "on_paused",
      "(event.generation, event.number) != (state.generation.number, pause.number)",
      "event.generation != state.generation.number"),
-    ("the last holder of a stage may leave", step_boundary, "_wanted", "- leave - {rank}", "| {rank}"),
+    ("the last holder of a stage may leave", step_boundary, "_wanted",
+     "without=leave | {rank}", "without=()"),
     ("who moves does not leave", step_boundary, "_wanted", "roster.moves.get(rank, -1) in leave or", "True or"),
     ("the leader changes though it lives", generation, "with_leader", "roster.leader in roster.live and", "False and"),
     ("the dead leader speaks", membership, "_lose", "generation.with_leader(", "("),
@@ -267,7 +299,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("the last holder of a stage is evicted for a link", attribution, "choose_evictions",
      "not all(stage - evicted for stage in stages)", "False"),
     ("more are evicted than necessary", attribution, "choose_evictions",
-     "(frozenset({worst}), partners)", "(frozenset({worst}) | partners,)"),
+     "(frozenset({worst}), *apart)", "(frozenset({worst}).union(*apart),)"),
     ("an exception that is said twice counts twice", generation, "on_raised", "return state, ()  # said twice", "pass"),
     ("a worker that raised does not let the others know", generation, "on_raised",
      "event.generation < state.generation.number", "True"),
@@ -289,10 +321,11 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("who joins counts as having the state", state.MembershipState, "holders",
      "self.roster.live - self.roster.joining", "self.roster.live"),
     ("the donor is anybody", membership, "_report", "min(holders)", "min(state.roster.live)"),
-    ("a stage without a holder goes on", membership, "_report", "not state.holders(stage)", "False"),
-    ("where all go on is what the fastest can reach", recovery, "decide",
-     "min(reachable.values())", "max(reachable.values())"),
-    ("a step without its loss is committed", recovery, "decide", "known_losses is not None", "False"),
+    ("a stage without a holder goes on", membership, "_report", "not state.holders(column)", "False"),
+    ("where all go on is what the fastest can reach", recovery, "committed_version",
+     "min(_reachable(statuses).values())", "max(_reachable(statuses).values())"),
+    ("a step without its loss is committed", recovery, "committed_version",
+     "min(version, known_losses)", "version"),
     ("nobody adopts a gradient", recovery, "decide", "adoptions.append(", "(lambda _: None)("),
     ("a gradient is adopted from who lacks it", recovery, "decide", "min(has)", "min(workers.keys() - has)"),
     ("a loss is told without all of its parts", step_commit, "_sum_up", "< state.grid.global_microbatches", "< 1"),
@@ -312,7 +345,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("parts of two generations are put together", control_collectives, "forget_retracted",
      "arrive.generation is None", "True"),
     ("a death completes what it should retract", membership, "_lose", "control_collectives.forget_retracted(", "("),
-    ("one stage's result is enough", control_collectives, "_answer_if_complete", "< state.grid.stages", "< 1"),
+    ("one stage's result is enough", control_collectives, "_answer_if_complete", "< state.columns", "< 1"),
     ("the dead are waited for", control_collectives, "_answer_if_complete",
      "state.roster.live <=", "state.roster.joined | state.roster.causes.keys() <="),
 ]
@@ -385,7 +418,7 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
 REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a generation is used again", restart, "rebuilt", "number=generation)", "number=generation - 1)"),
     ("the first that returns is enough", membership, "_go_on_if_all_returned",
-     "not state.roster.live <= state.returned.keys()", "False"),
+     "not state.roster.live <= returned.keys()", "False"),
     ("nobody is told again what was answered", restart, "_repeated", "if newest is not None:", "if False:"),
     ("nobody is told again what the loss was", restart, "_repeated", "yield Resend(lack, loss)", "pass"),
     ("the losses that were told do not count", restart, "rebuilt", "*(step + 1 for step in told), ", ""),
@@ -461,6 +494,41 @@ STRAYS: list[tuple[str, Any, str, str, str]] = [
 ]
 """As above, in histories in which workers that join have other values than the others."""
 
+MEMBERS: list[tuple[str, Any, str, str, str]] = [
+    ("a position that lost a member stays in the roster", state.MembershipState, "without",
+     "self.positions.expand(ranks)", "frozenset(ranks)"),
+    ("no position is put together", parking, "assemble", "if not of_column:", "if True:"),
+    ("the oldest that are parked are put together", parking, "assemble",
+     "max(of_column, key=state.version_of_parked)", "min(of_column, key=state.version_of_parked)"),
+    ("workers that are put together keep their places", parking, "assemble",
+     "moved=state.positions.exchanged(rank, pipeline)", "moved={}"),
+    ("the parked hear nothing", state.MembershipState, "heard",
+     "self.roster.live.union(parked)", "self.roster.live"),
+    ("what the parked have said does not count", membership, "_handle", "and kind in _OF_PARKED", "and False"),
+    ("the parked have not arrived anywhere", control_collectives, "forget_retracted",
+     "state.roster.live.union(state.roster.parked)", "state.roster.live"),
+    ("a member of a position enters alone", step_boundary, "_wanted",
+     "positions.whole(ready)", "{positions.position(rank) for rank in ready}"),
+    ("a worker that missed a validation comes back", control_collectives, "_answer_if_complete",
+     "any(arrive.generation is not None for arrive in arrived.values())", "False"),
+    ("a worker that is ahead leaves its sibling alone", recovery, "part_of",
+     "not (done and siblings_done)", "not done"),
+    ("workers without a state go back with the others", parking, "without_latecomers",
+     "late |= state.roster.joining", "pass"),
+    ("workers without a shadow go back with the others", recovery, "decide",
+     "s.version > version and not s.has_shadow", "False"),
+    ("one column of a stage is enough", membership, "_report",
+     "for column in range(state.columns):", "for column in range(0, state.columns, state.members):"),
+]
+"""As above, in histories in which positions have two members."""
+
+MEMBERS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
+    ("the parked are forgotten", restart, "revived", "parked=written.parked,", ""),
+    ("who moved is forgotten", restart, "revived", "moved=written.moved,", ""),
+    ("a parked worker that is late comes back", restart, "rebuilt", "if rank in there", ""),
+]
+"""As above, and the coordinator is killed."""
+
 LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("the layout is forgotten", restart, "revived", "cuts=written.cuts", ""),
 ]
@@ -495,16 +563,18 @@ def broken(owner: Any, name: str, old: str, new: str) -> Any:
 def assert_noticed(mutation: str) -> None:
     first = HUNT_FROM.get(mutation, 0)
     stops = mutation in [name for name, *_ in (*STOPPING, *STOPPING_REVIVAL)]
-    kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL)]
+    kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL, *MEMBERS_REVIVAL)]
+    members = 1 + (mutation in [name for name, *_ in (*MEMBERS, *MEMBERS_REVIVAL)])
     layouts = mutation in [name for name, *_ in (*LAYOUTS, *LAYOUTS_REVIVAL)]
     checks = mutation in [name for name, *_ in CHECKS]
     strays = mutation in [name for name, *_ in STRAYS]
     options = {"stops": stops, "kills": kills, "layouts": layouts, "checks": checks, "strays": strays}
     with pytest.raises(Violation, match="history"):
-        check_histories(range(first, first + HUNT), **options)
+        check_histories(range(first, first + HUNT), members=members, **options)
 
 
-ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *LAYOUTS, *LAYOUTS_REVIVAL, *CHECKS, *STRAYS)
+OF_LAYOUTS, OF_MEMBERS = (*LAYOUTS, *LAYOUTS_REVIVAL), (*MEMBERS, *MEMBERS_REVIVAL)
+ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *OF_LAYOUTS, *CHECKS, *STRAYS, *OF_MEMBERS)
 
 
 @pytest.mark.long
