@@ -93,7 +93,7 @@ class Promises:
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
         self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
-        self.parked: frozenset[int] = frozenset()  # before the event that is being handled
+        self.heard: frozenset[int] = frozenset()  # the live and the parked before the event that is being handled
         self.bug_step = -1  # in which a stage raises, whoever computes it; -1 for none
         # stage, place, version, verdict, rank and generation
         self._raised: list[tuple[int, tuple[int, str], int, Any, tuple[int, int]]] = []
@@ -241,8 +241,9 @@ class Promises:
 
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
         all_hear = (messages.Regroup, messages.Answer, messages.StepLoss, messages.StopRequested, messages.StopVerdict)
-        parked = self.parked.union(state.roster.parked) if isinstance(message, all_hear) else frozenset()
-        if not set(state.heard if parked else state.roster.ranks) <= set(ranks) <= parked.union(state.roster.ranks):
+        goes_to_all = isinstance(message, all_hear)
+        least = set(state.heard if goes_to_all else state.roster.ranks)
+        if not least <= set(ranks) <= (least | self.heard if goes_to_all and state.members > 1 else least):
             raise Violation(f"{message} goes to {ranks} instead of {state.roster.ranks}")
         members = [worker for rank in ranks if (worker := self.members.get(rank)) is not None]
         match message:

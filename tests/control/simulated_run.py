@@ -506,7 +506,7 @@ class Run:
         if self.trace is not None:
             self._say(f"{event}")
         was_over, was_returning = self.state.outcome is not None, self.state.returned is not None
-        self.promises.parked = frozenset(self.state.roster.parked)
+        self.promises.heard = frozenset(self.state.heard)
         state, commands = membership.transition(self.state, event)
         if not is_planned and self._is_plan_late(commands):
             self.met["held"] += 1

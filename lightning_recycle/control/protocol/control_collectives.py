@@ -215,7 +215,9 @@ def _settle_stop(state: MembershipState) -> Next:
     if not state.roster.live <= stop.wanted:
         return state, ()
     state = state.with_collectives(stop_round=replace(stop, is_over=True, agreed=True))
-    return state, (Send(state.heard, messages.StopVerdict(stop.point, True)),)
+    verdict = Send(state.heard, messages.StopVerdict(stop.point, True))
+    state, released = parking.release(state, state.roster.parked.keys() - stop.wanted)  # they would go on there
+    return state, (*released, verdict)
 
 
 def _stop_later(state: MembershipState, point: int, rank: int) -> Next:

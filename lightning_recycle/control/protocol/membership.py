@@ -200,7 +200,8 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         decision = decide(statuses, state.steps.summed)
     except ReCycleError as error:
         if state.roster.assembled:  # they were parked for too long: the others cannot go back to where they are
-            return _lose_stage(state, state.stage_of(min(state.roster.assembled)))
+            behind = min(state.roster.assembled, key=lambda rank: statuses[rank].version + statuses[rank].reduced)
+            return _lose_stage(state, state.stage_of(behind))
         return end(state, Failed(str(error)))
     donors: dict[int, int] = {}
     for rank in joining:
