@@ -140,7 +140,7 @@ class SupervisorLauncher:
                 raise signals.error()
             restarts = run.options.recovery.on_stage_lost == "restart" and run.call.fits and signals.received is None
             if not isinstance(outcome, StageLost) or not restarts:
-                raise error_of(outcome, run.setup.grid, self.history)
+                raise error_of(outcome, run.setup.positions, self.history)
             run = self._restarted(run, policy, outcome)
 
     def _attempt(self, run: PreparedRun, number: int, signals: EndSignals) -> Outcome | None:
@@ -159,7 +159,7 @@ class SupervisorLauncher:
         if run.call.fits:
             self._note_missing_weights(run.call.trainer, one_stage=False)
             if run.options.monitoring.run_summary:
-                for line in summary(self.history, run.setup.grid):
+                for line in summary(self.history, run.setup.positions):
                     rank_zero_info(line)
         if signals.received is not None:
             log.warning("%s: the run was at its end; its results are here.", signals.received.name)
@@ -172,14 +172,14 @@ class SupervisorLauncher:
         Raises:
             StageLostError: if there is none.
         """
-        grid = run.setup.grid
+        positions = run.setup.positions
         checkpoint = newest_saved(self.history, run.call.trainer.strategy.checkpoint_io)
         saved = max((event.step for event in self.history if event.kind == "saved"), default=0)
         next_grid = policy.next_grid(None if checkpoint is None else saved, devices_left(run))
         if isinstance(next_grid, str):
-            raise error_of(outcome, grid, self.history, next_grid)
+            raise error_of(outcome, positions, self.history, next_grid)
         again = f"The run starts again from {checkpoint} with {next_grid.pipelines} pipelines"
-        log.warning("%s", error_of(outcome, grid, self.history, again))
+        log.warning("%s", error_of(outcome, positions, self.history, again))
         # weights_only: this run wrote the file itself.
         setup = replace(run.setup, grid=next_grid, weights_only=False, has_run=True, restarts=True)
         return replace(run, call=run.call.from_checkpoint(checkpoint), setup=setup)

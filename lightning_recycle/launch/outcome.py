@@ -20,9 +20,9 @@ import torch
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
 from lightning_recycle.pickling import MainPickler, dumps
-from lightning_recycle.planning.grid import Grid, Worker
 
 __all__ = ["WorkerTraceback", "dump_exception", "error_of", "from_users_code", "summary"]
 
@@ -32,14 +32,16 @@ log = logging.getLogger(__name__)
 _CAUSES_SHOWN = 5
 
 
-def summary(history: Sequence[Event], grid: Grid) -> list[str]:
-    """The lines on a run with this record on ``grid``; none if it made no step."""
+def summary(history: Sequence[Event], positions: Positions) -> list[str]:
+    """The lines on a run with this record, on the grid of ``positions``; none if it made no step."""
     steps = [event for event in history if event.kind == "step"]
     if not steps:
         return []
     begin = next(event for event in history if event.kind in ("resumed", "step"))
     done, seconds = steps[-1].step + 1, steps[-1].time - begin.time
-    lines = [f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, grid)}{_memory(history)}."]
+    lines = [
+        f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, positions)}{_memory(history)}."
+    ]
     counts = [
         _count(number, name)
         for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
@@ -74,10 +76,14 @@ def _loss(steps: Sequence[Event]) -> str:
     return f", loss {first:.4g} at first and {last:.4g} now"
 
 
-def _workers(history: Sequence[Event], grid: Grid) -> str:
+def _workers(history: Sequence[Event], positions: Positions) -> str:
     rosters = [event.details["roster"] for event in history if event.kind == "regrouped"]
-    alive = len(rosters[-1]) if rosters else grid.num_workers
-    return f"{_count(alive, 'worker')}" if alive == grid.num_workers else f"{alive} of {grid.num_workers} workers left"
+    alive = len(rosters[-1]) if rosters else positions.num_workers
+    return (
+        f"{_count(alive, 'worker')}"
+        if alive == positions.num_workers
+        else f"{alive} of {positions.num_workers} workers left"
+    )
 
 
 def _backwards(history: Sequence[Event]) -> list[str]:
@@ -128,12 +134,12 @@ def _count(number: int, name: str) -> str:
 # ---------------------------------------------------------------------- errors
 
 
-def error_of(outcome: Any, grid: Grid, history: Sequence[Event], then: str | None = None) -> BaseException:
+def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then: str | None = None) -> BaseException:
     """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
     the user can do.
     """
     if isinstance(outcome, outcomes.StageLost):
-        causes = "; ".join(f"worker {grid.worker(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
+        causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
             return WorkerStartError(
                 f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"
@@ -146,11 +152,11 @@ def error_of(outcome: Any, grid: Grid, history: Sequence[Event], then: str | Non
                 " more pipelines (more devices, or a smaller pipeline_parallel_size) to survive more failures"
             )
         return StageLostError(
-            f"All {grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters exist"
-            f" nowhere else. {then[0].upper()}{then[1:]}."
+            f"All {positions.grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters"
+            f" exist nowhere else. {then[0].upper()}{then[1:]}."
         )
     if isinstance(outcome, outcomes.Crashed):
-        return _exception_from(outcome.crash, grid)
+        return _exception_from(outcome.crash, positions)
     if isinstance(outcome, outcomes.Failed):
         return ReCycleError(outcome.reason)
     return ReCycleError(f"The run ended in an unknown way: {outcome!r}.")
@@ -161,14 +167,14 @@ class WorkerTraceback(Exception):
 
     __module__ = "builtins"  # so Python shows its name without that of a module
 
-    def __init__(self, worker: Worker, text: str) -> None:
+    def __init__(self, worker: str, text: str) -> None:
         self.text = f"In worker {worker}:\n\n{text}"
 
     def __str__(self) -> str:
         return self.text
 
 
-def _exception_from(crash: Crash, grid: Grid) -> BaseException:
+def _exception_from(crash: Crash, positions: Positions) -> BaseException:
     error: BaseException | None = None
     if crash.exception is not None:
         try:
@@ -176,7 +182,7 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
         except Exception as reason:  # a class whose pickle does not load: only its text is left
             log.debug("The worker's exception could not be loaded: %s", reason)
     if isinstance(error, SystemExit):
-        worker = grid.worker(crash.rank)
+        worker = positions.name(crash.rank)
         if not error.code:  # this process would report success, without a result
             error = ReCycleError(
                 f"Worker {worker} called sys.exit({'' if error.code is None else error.code}) before the run was over,"
@@ -186,7 +192,7 @@ def _exception_from(crash: Crash, grid: Grid) -> BaseException:
             log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)
     if error is None:
         error = ReCycleError(crash.summary)
-    error.__cause__ = WorkerTraceback(grid.worker(crash.rank), crash.traceback)
+    error.__cause__ = WorkerTraceback(positions.name(crash.rank), crash.traceback)
     return error
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.launch.outcome import summary
 from lightning_recycle.planning.grid import Grid
 
-GRID = Grid(2, 2, 4)
+POSITIONS = Positions(Grid(2, 2, 4))
 ALL = (0, 1, 2, 3)
 
 
@@ -22,23 +23,23 @@ BEGIN = [event("resumed", 10.0), event("regrouped", 10.5, roster=ALL), event("st
 
 def test_a_quiet_run_is_one_line() -> None:
     history = [*BEGIN, event("step", 12.5, 1, loss=0.12345)]
-    assert summary(history, GRID) == ["Run: at step 2 after 2.5 s, loss 2 at first and 0.1235 now, 4 workers."]
+    assert summary(history, POSITIONS) == ["Run: at step 2 after 2.5 s, loss 2 at first and 0.1235 now, 4 workers."]
 
 
 def test_the_most_memory_is_told_with_its_stage() -> None:
     history = [*BEGIN, event("memory", 13.0, peak_bytes=(3_214_000_000, None, 12_500_000_000))]
-    assert summary(history, GRID)[0].endswith("4 workers with at most 12.5 GB of memory (stage 2).")
+    assert summary(history, POSITIONS)[0].endswith("4 workers with at most 12.5 GB of memory (stage 2).")
     history.append(event("memory", 19.0, peak_bytes=(13_000_000_000, 1, 2)))  # after the loss of a stage
-    assert summary(history, GRID)[0].endswith("4 workers with at most 13 GB of memory (stage 0).")
+    assert summary(history, POSITIONS)[0].endswith("4 workers with at most 13 GB of memory (stage 0).")
 
 
 def test_a_run_without_a_step_has_no_lines() -> None:
-    assert summary(BEGIN[:2], GRID) == []
+    assert summary(BEGIN[:2], POSITIONS) == []
 
 
 def test_a_run_that_went_on_says_its_last_loss_only() -> None:
     history = [*BEGIN[:2], event("step", 11.0, 1400, loss=2.0), event("step", 12.0, 1401, loss=1.0)]
-    assert summary(history, GRID) == ["Run: at step 1,402 after 2.0 s, loss 1, 4 workers."]
+    assert summary(history, POSITIONS) == ["Run: at step 1,402 after 2.0 s, loss 1, 4 workers."]
 
 
 def test_time_that_was_lost_is_told_by_cause() -> None:
@@ -56,7 +57,7 @@ def test_time_that_was_lost_is_told_by_cause() -> None:
         event("regrouped", 15.0, roster=ALL),
         event("step", 16.0, 2, loss=0.5),
     ]
-    assert summary(history, GRID) == [
+    assert summary(history, POSITIONS) == [
         "Run: at step 3 after 6.0 s, loss 2 at first and 0.5 now, 4 workers.",
         "2 failures, 1 redone step, 2 replacements; 6.1 s lost:",
         "  4.0 s: worker (0, 0) was silent or stuck, and came back",
@@ -74,7 +75,7 @@ def test_a_lost_stage_costs_until_the_next_step() -> None:
         event("regrouped", 15.0, roster=(0, 1)),
         event("step", 17.0, 1, loss=1.0),
     ]
-    assert summary(history, GRID)[1:] == [
+    assert summary(history, POSITIONS)[1:] == [
         "1 failure; 5.0 s lost:",
         "  5.0 s: stage lost at step 1, and started again",
     ]
@@ -85,7 +86,7 @@ def test_many_causes_are_cut_short() -> None:
         [event("failure", 12.0, 1, worker=(0, 0), cause=f"cause {number}"), event("recovered", 13.0, 1, seconds=number)]
         for number in range(1, 8)
     ]
-    lines = summary([*BEGIN, *(each for pair in failures for each in pair), event("step", 20.0, 1)], GRID)
+    lines = summary([*BEGIN, *(each for pair in failures for each in pair), event("step", 20.0, 1)], POSITIONS)
     assert lines[1] == "7 failures; 28.0 s lost:"
     assert lines[2] == "  7.0 s: worker (0, 0): cause 7"
     assert lines[-1] == "  3.0 s: 2 other causes"
@@ -96,8 +97,8 @@ def test_why_backwards_are_split_or_not_is_told() -> None:
     fused = {"split": False, "cost": 0.101, "wins": -0.07, "fused_seconds": 1.0, "split_seconds": 1.07}
     history = [*BEGIN, event("chosen", 12.0, 1, **fused), event("step", 12.5, 1, loss=0.1)]
     line = "Backwards are fused: splitting takes 10.1 % longer than F and BW, a plan with them loses 7.0 %."
-    assert summary(history, GRID)[1:] == [line]
+    assert summary(history, POSITIONS)[1:] == [line]
     split = {**fused, "split": True, "wins": 0.2}
     history += [event("resumed", 13.0, 1, backward=split), event("step", 13.5, 2, loss=0.1)]
     line = "Backwards are split: splitting takes 10.1 % longer than F and BW, a plan with them saves 20.0 %."
-    assert summary(history, GRID)[-1] == line
+    assert summary(history, POSITIONS)[-1] == line
