@@ -31,6 +31,7 @@ __all__ = [
     "take_apart",
     "to_cpu",
     "unpack_tensors",
+    "whole",
 ]
 
 
@@ -45,6 +46,13 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def whole(value: Any) -> Any:
+    """``value``, or a tuple, with whole tensors for DTensors; all processes of their mesh call it."""
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(whole(item) for item in value)
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
@@ -154,24 +162,24 @@ def merge_shards(parts: Sequence[Any]) -> Any:
     """
     first = parts[0]
     if isinstance(first, TensorShard):
-        whole = torch.empty(first.shape, dtype=first.part.dtype)
+        merged = torch.empty(first.shape, dtype=first.part.dtype)
         for shard in parts:
-            whole[shard.place] = shard.part
-        return whole
+            merged[shard.place] = shard.part
+        return merged
     if len(parts) == 1 or not isinstance(first, (Mapping, list, tuple)):
         return first
     if isinstance(first, Mapping):
         return {key: merge_shards([part[key] for part in parts]) for key in first}
-    merged = [merge_shards(items) for items in zip(*parts, strict=True)]
-    return type(first)(merged) if type(first) in (list, tuple) else first
+    items = [merge_shards(each) for each in zip(*parts, strict=True)]
+    return type(first)(items) if type(first) in (list, tuple) else first
 
 
-def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """``whole`` sharded as ``tensor`` is; itself if that is not sharded."""
-    if not hasattr(tensor, "to_local") or hasattr(whole, "to_local"):
-        return whole
+def part_like(given: Tensor, tensor: Tensor) -> Tensor:
+    """``given``, a whole tensor, sharded as ``tensor`` is; itself if that is not sharded."""
+    if not hasattr(tensor, "to_local") or hasattr(given, "to_local"):
+        return given
     shard = shard_of(tensor)
-    return sharded_like(tensor, whole[shard.place].to(shard.part.device).contiguous())
+    return sharded_like(tensor, given[shard.place].to(shard.part.device).contiguous())
 
 
 def to_cpu(value: Any, copies: bool = True) -> Any:

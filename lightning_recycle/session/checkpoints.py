@@ -258,7 +258,7 @@ class Checkpoints:
             outcome: bool | WriteFailure | None = None
             if self.collectives.leads:
                 outcome = attempt(action, path, content) or True
-            outcomes = self.collectives.gather("checkpoint", outcome).values()
+            outcomes = self.collectives.gather_all("checkpoint", outcome).values()
             known = [part for part in outcomes if part is not None]  # of one worker: only one leads
             if known:
                 return known[0] if isinstance(known[0], WriteFailure) else None

@@ -56,7 +56,7 @@ from lightning_recycle.session.object_attributes import (
     tensors_of,
     vars_of,
 )
-from lightning_recycle.tensor_memory import memory_address, to_cpu
+from lightning_recycle.tensor_memory import local_part, memory_address, to_cpu
 from lightning_recycle.torch_internals import version_of
 
 __all__ = ["LargeData", "ObjectGraph", "ObjectPack"]
@@ -400,6 +400,8 @@ class _Update:
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed:
             old = None
         merge = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
+        if isinstance(new, Tensor) and hasattr(new, "to_local"):
+            merge = _Update.sharded
         if merge is None:
             return new
         self._received.append(new)
@@ -418,6 +420,18 @@ class _Update:
         self.claim(old, new)
         with torch.no_grad():
             old.copy_(new)  # its version shows that it has changed since the run began
+        if old.requires_grad != new.requires_grad and old.is_leaf:
+            old.requires_grad = new.requires_grad
+        return old
+
+    def sharded(self, old: Any, new: Any) -> Any:
+        """A DTensor: its part is copied."""
+        if old is None or old.shape != new.shape or old.dtype != new.dtype or old.placements != new.placements:
+            self.claim(new, new)
+            return new
+        self.claim(old, new)
+        with torch.no_grad():
+            local_part(old).copy_(local_part(new))
         if old.requires_grad != new.requires_grad and old.is_leaf:
             old.requires_grad = new.requires_grad
         return old

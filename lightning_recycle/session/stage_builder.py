@@ -134,7 +134,7 @@ class StageBuilder:
             changed: called with the new bundle when they have moved.
         """
         context = self._context
-        if not context.fitting or self._by_itself or context.grid.stages == 1:
+        if not context.fitting or self._by_itself or context.grid.stages == 1 or context.mesh is not None:
             return None
         return StageLayers(
             context.trainer,

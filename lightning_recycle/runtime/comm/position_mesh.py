@@ -21,6 +21,7 @@ Must not know: which layers are sharded, generations other than the current one.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -129,6 +130,20 @@ for _name in _COLLECTIVES:
     setattr(MemberGroup, _name, _collective(_name))
 
 
+_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+"""The mesh of this process, by the names of its dimensions."""
+
+
+def _reduced_mesh(mesh: DeviceMesh) -> tuple[Callable[..., DeviceMesh], tuple[Any, ...]]:
+    return _mesh_named, (mesh.mesh_dim_names,)
+
+
+def _mesh_named(names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of this process with the dimensions ``names``: what is sent between members is on the receiver's."""
+    (root,) = _meshes.values()
+    return root if names == root.mesh_dim_names else root[names]
+
+
 def _await_completion(_: Any, work: Any) -> None:
     work.wait()
 
@@ -155,6 +170,7 @@ class PositionMesh:
         }
         for name, group in self.groups.items():
             _register(group, self._ranks[name])
+        copyreg.pickle(DeviceMesh, _reduced_mesh)
         distributed_c10d._update_default_pg(self.groups[_WHOLE])
         self.mesh = DeviceMesh.from_group(
             [self.groups[DATA_PARALLEL], self.groups[TENSOR_PARALLEL]],
@@ -162,6 +178,7 @@ class PositionMesh:
             mesh=torch.arange(sizes[0] * sizes[1]).view(sizes),
             mesh_dim_names=(DATA_PARALLEL, TENSOR_PARALLEL),
         )
+        _meshes[DATA_PARALLEL, TENSOR_PARALLEL] = self.mesh
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether this member counts what it holds of ``tensor``: of what several members hold, the first one does."""
@@ -230,6 +247,7 @@ class PositionMesh:
     def close(self) -> None:
         """Takes the groups out of torch's tables."""
         distributed_c10d._update_default_pg(None)
+        _meshes.clear()
         for group in self.groups.values():
             _unregister(group)
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.tensor_memory import whole
 from lightning_recycle.torch_internals import buffers_of
 
 __all__ = ["SavedInput", "Sharing", "Stage"]
@@ -223,7 +224,7 @@ class Stage:
         if self._takes_target:
             inputs = (inputs, *target)
         with self._forward_context(), intercept_linear() if split_backward else _NOTHING:
-            output = self._run(self._layers, held.step, microbatch, inputs)
+            output = whole(self._run(self._layers, held.step, microbatch, inputs))
         held.outputs = output if isinstance(output, tuple) else (output,)
         return output
 
@@ -253,7 +254,7 @@ class Stage:
         self, layers: Sequence[nn.Module], step: int, draw: int, value: Any, target: Any, is_one: bool = True
     ) -> Value:
         inputs = value if isinstance(value, tuple) else (value,)
-        output = self._run(layers, step, draw, (inputs, *target) if self._takes_target else inputs, is_one)
+        output = whole(self._run(layers, step, draw, (inputs, *target) if self._takes_target else inputs, is_one))
         if self._loss is None:
             self._check_output(output)
         return output  # type: ignore[no-any-return]
@@ -292,7 +293,7 @@ class Stage:
         assert self._loss is not None
         with self._forward_context(), self._randomness(step, microbatch) as draw_for:
             draw_for(self._first_layer + len(self._layers))
-            loss = self._loss(output, target)
+            loss = whole(self._loss(output, target))
         if loss is None and self._loss_is_optional:
             self._in_flight[microbatch].outputs = ()
             return torch.zeros((), device=self._device)
