@@ -36,6 +36,7 @@ from lightning_recycle.launch.resume import RestartPolicy, newest_saved, settle_
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
 from lightning_recycle.launch.trainer_results import MissingWeights, take_results
+from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning
 from lightning_recycle.pickling import end_import
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
@@ -82,6 +83,7 @@ class SupervisorLauncher:
         """
         assert trainer is not None
         install_if_wanted()
+        ignore_deprecations_of_lightning()
         end_import()
         outside = discover()
         if outside is None:

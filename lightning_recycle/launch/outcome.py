@@ -295,6 +295,7 @@ def _can_be_sent(value: Any) -> bool:
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _PACKAGES = (lightning.fabric, lightning.pytorch, torch)
 _LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in _PACKAGES]
+_STAGE = f"{_PACKAGE}{os.sep.join(('runtime', 'stage', 'stage.py'))}"
 _INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
 
 
@@ -305,15 +306,23 @@ def from_users_code(error: BaseException) -> str:
     while links:
         link = links.pop()
         if link is not None:  # a chain that has a loop is cut by the standard library
-            link.stack = _from_users_code(link.stack)
+            link.stack = _from_users_code(link.stack, _has_remedy(link))
             links += [link.__cause__, link.__context__, *(getattr(link, "exceptions", None) or ())]
     return "".join(shown.format())
 
 
-def _from_users_code(stack: StackSummary) -> StackSummary:
+def _has_remedy(shown: TracebackException) -> bool:
+    """Whether it is an error of this package about the user's input, not a defect."""
+    return isinstance(shown.exc_type, type) and issubclass(shown.exc_type, ReCycleError)
+
+
+def _from_users_code(stack: StackSummary, has_remedy: bool = False) -> StackSummary:
     users = (index for index, frame in enumerate(stack) if not frame.filename.startswith(_INTERNAL))
     first = next(users, None)
-    if first is None:
-        return stack
+    if first is None and has_remedy:
+        return StackSummary.from_list(stack[-1:])
+    if first is None:  # what a layer of torch raises, or a defect
+        runs = [index for index, frame in enumerate(stack) if frame.filename == _STAGE and frame.name == "_run"]
+        return StackSummary.from_list(stack[runs[-1] + 1 :]) if runs and stack[-1].filename != _STAGE else stack
     *called, raised = stack[first:]
     return StackSummary.from_list([*(frame for frame in called if not frame.filename.startswith(_PACKAGE)), raised])

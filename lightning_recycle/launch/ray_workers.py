@@ -21,8 +21,9 @@ from typing import Any
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.errors import WorkerStartError
+from lightning_recycle.launch.payload_errors import not_sent
 from lightning_recycle.launch.worker_group import WorkerHandles
-from lightning_recycle.launch.worker_payload import dump, load, not_sent
+from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Grid, Worker
 
@@ -50,11 +51,11 @@ class RayPayload:
     logs = None  # Ray passes on what workers print
 
     def __init__(self, value: Any) -> None:
-        file = io.BytesIO()
+        file, main = io.BytesIO(), MainModule(imported=False)
         try:
-            dump(value, MainModule(imported=False), file)
+            dump(value, main, file)
         except Exception as error:
-            raise not_sent(error) from error
+            raise not_sent(error, value, lambda part, file: dump(part, main, file)) from error
         self._data = ray_cluster.import_ray().put(file.getvalue())
 
     def load(self) -> Any:

@@ -30,8 +30,8 @@ import cloudpickle
 import torch
 from omegaconf.basecontainer import BaseContainer
 
-from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
+from lightning_recycle.launch.payload_errors import not_sent
 from lightning_recycle.lightning_names import name_here
 from lightning_recycle.pickling import MainModule, MainPickler, enter_main
 from lightning_recycle.session.lightning_internals import GlobalStateSnapshot, default_profiler_schedule
@@ -42,10 +42,10 @@ __all__ = [
     "Settings",
     "WorkerPayload",
     "dump",
+    "ignore_deprecations_of_lightning",
     "ignore_untrue_warnings",
     "load",
     "modules_found",
-    "not_sent",
     "set_num_threads",
 ]
 
@@ -178,9 +178,14 @@ def _is_own(name: str, resolver: Any) -> bool:
     return True
 
 
+def ignore_deprecations_of_lightning() -> None:
+    """Hides what newer versions of torch deprecate in Lightning 2.6: users can do nothing about it."""
+    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")
+
+
 def ignore_untrue_warnings() -> None:
     """Hides warnings of Lightning in a worker that do not hold there, whatever the user's filters are."""
-    warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")  # of Lightning 2.6 itself, on newer torch
+    ignore_deprecations_of_lightning()
     # Data is addressed: any epoch can resume in the middle.
     warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
     # Every PipelineModule has a validation_step, whether or not validation is wanted.
@@ -214,7 +219,7 @@ class WorkerPayload:
             self._file.flush()
         except Exception as error:
             self.close()
-            raise not_sent(error) from error
+            raise not_sent(error, value, lambda part, file: dump(part, main, file)) from error
         self.logs = LogForwarding()
 
     def close(self) -> None:
@@ -256,15 +261,6 @@ def load(data: Any) -> Any:
     value, definitions = pickle.loads(data)
     vars(sys.modules["__main__"]).update(definitions)
     return value
-
-
-def not_sent(error: Exception) -> ConfigurationError:
-    """The error for ``error``, which was raised when the Trainer, model and data were pickled."""
-    return ConfigurationError(
-        f"The Trainer, model or data cannot be sent to the worker processes: {type(error).__name__}: {error}."
-        " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"
-        " global variables that the functions of your script read."
-    )
 
 
 class _PayloadPickler(MainPickler):

@@ -81,6 +81,7 @@ class AbsentLayer(nn.Module):
 
     Args:
         spec: its recipe, if there is one.
+        name: its name in the module, for messages.
 
     Attributes:
         elsewhere: whether the layer belongs to another stage and must not be built here.
@@ -88,9 +89,9 @@ class AbsentLayer(nn.Module):
         kept: parameters of the layer, by name in it, to which unbuilt layers of this stage are tied.
     """
 
-    def __init__(self, spec: LayerSpec | None = None) -> None:
+    def __init__(self, spec: LayerSpec | None = None, name: str = "this layer") -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.name = spec, name
         self.elsewhere = spec is None
         self.dtype: torch.dtype | None = None
         self.kept: dict[str, nn.Parameter] = {}
@@ -101,7 +102,7 @@ class AbsentLayer(nn.Module):
         except AttributeError:
             place = "belongs to another stage" if self.elsewhere else "has not been built yet"
             raise AttributeError(
-                f"This layer has no {name!r} here, as it {place}: configure_optimizers() and hooks run on every worker"
+                f"{self.name} has no {name!r} here, as it {place}: configure_optimizers() and hooks run on every worker"
                 " and find the parameters of its own stage in self.parameters() and self.named_parameters(), which have"
                 " the names of the whole model."
             ) from None

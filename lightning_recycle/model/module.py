@@ -214,7 +214,7 @@ class PipelineModule(RecordedModule):
         layers = nn.ModuleList()
         for index, entry in enumerate(entries):
             if isinstance(entry, LayerSpec):
-                layers.append(AbsentLayer(entry))
+                layers.append(AbsentLayer(entry, f"self.layers[{index}]"))
             elif isinstance(entry, nn.Module):
                 layers.append(entry)
             else:
@@ -277,7 +277,7 @@ class PipelineModule(RecordedModule):
             if index not in indices:
                 layer = layers[index]
                 if not isinstance(layer, AbsentLayer):
-                    layers[index] = layer = AbsentLayer()
+                    layers[index] = layer = AbsentLayer(name=f"self.layers[{index}]")
                 layer.elsewhere = True
                 layer.kept.update(kept.get(index, {}))
 

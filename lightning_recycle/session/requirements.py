@@ -6,6 +6,8 @@ anything starts. What is supported, with the reasons for the rest, is listed in 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +31,7 @@ __all__ = [
     "check_trained",
     "check_trainer",
     "loaders_in",
+    "several_optimizers_refused",
     "warn_of_lost_compilation",
 ]
 
@@ -156,6 +159,23 @@ def warn_of_lost_compilation(module: pl.LightningModule) -> None:
             " compiled: module.compile() holds in the process that calls it. Call it in configure_model(), which"
             " workers run, or use torch.compile(module), which they get."
         )
+
+
+@contextlib.contextmanager
+def several_optimizers_refused(module: pl.LightningModule) -> Iterator[None]:
+    """Raises ConfigurationError where Lightning refuses the optimizers of a PipelineModule: its advice is manual
+    optimization, which such a module does not have.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(module, PipelineModule) or "multiple optimizers" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers() returned several optimizers; a PipelineModule has one,"
+            " with any number of parameter groups. Several optimizers need a LightningModule with manual optimization"
+            " and one stage (pipeline_parallel_size=1)."
+        ) from None
 
 
 def check_optimizers(optimizers: list[Optimizer], several: bool = False) -> None:

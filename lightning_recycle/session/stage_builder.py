@@ -33,7 +33,12 @@ from lightning_recycle.session.commit_requirements import commit_requirements, m
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.microbatch_state import ManualStepState
 from lightning_recycle.session.outputs import OutputRecorder
-from lightning_recycle.session.requirements import check_graphs, check_optimizers, check_trained
+from lightning_recycle.session.requirements import (
+    check_graphs,
+    check_optimizers,
+    check_trained,
+    several_optimizers_refused,
+)
 from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.weight_callbacks import Finetuning, WeightAverages, empty_optimizers, has_recipes
 
@@ -56,7 +61,7 @@ def build_layers(context: WorkerContext, parts: ModelParts, averages: WeightAver
     parts.check_parameters(stage, stages)
     if context.fitting:
         check_graphs(module, stages)
-        with empty_optimizers():
+        with empty_optimizers(), several_optimizers_refused(module):
             strategy.setup_optimizers(trainer)
     strategy.setup_precision_plugin()
     if context.fitting:

@@ -136,6 +136,16 @@ def test_a_process_that_died_is_started_again(process: PlanningProcess, gated: G
     assert process.pid != first
 
 
+def test_a_signal_that_is_sent_to_all_processes_is_left_to_the_one_that_asks(process: PlanningProcess) -> None:
+    process.ask(QUICK, WANTED)
+    first = process.pid
+    assert first is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(first, number)
+    process.ask(QUICK, WANTED)
+    assert process.pid == first
+
+
 def test_a_process_that_died_while_nothing_was_asked_is_started_again(process: PlanningProcess) -> None:
     process.ask(QUICK, WANTED)
     first = process.pid

@@ -73,6 +73,11 @@ class NoOptimizer(Regression):
         return None
 
 
+class TwoOptimizers(Regression):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
 class WrongBatch(Regression):
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         return super().split_batch([*batch, 1])
@@ -140,10 +145,11 @@ def test_wrong_grids_are_refused_before_anything_starts(
         (WrongEntry, ["'a layer'", "layer 1", "LayerSpec"]),
         (Outside, ["head.weight", "configure_pipeline()"]),
         (NoOptimizer, ["configure_optimizers()", "exactly one"]),
+        (TwoOptimizers, ["TwoOptimizers.configure_optimizers()", "has one", "pipeline_parallel_size=1"]),
         (WrongBatch, ["split_batch", "length 3", "(input, target)"]),
         (NotAPipeline, ["PipelineModule", "NotAPipeline"]),
         (NoLoss, ["NoLoss", "loss(self, output, target)"]),
-        (AbsentLayers, ["'weight'", "another stage", "self.named_parameters()"]),
+        (AbsentLayers, ["self.layers[", "'weight'", "another stage", "self.named_parameters()"]),
         (WrongShape, ["In layers[5]", "Linear(in_features=9", "(2, 4) torch.float64"]),
     ],
 )
@@ -178,10 +184,11 @@ def test_data_without_addresses_is_refused(loader: Any, words: list[str]) -> Non
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_the_reason() -> None:
+def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_and_the_reason() -> None:
     model = Regression().double()
-    model.lock = threading.Lock()
-    with pytest.raises(ConfigurationError, match=r"cannot be sent to the worker processes.*in setup\(\)"):
+    model.helpers = {"database": [1, threading.Lock()]}
+    expected = r"model\.helpers\['database'\]\[1\] cannot be sent to the worker processes.*lock.*in setup\(\)"
+    with pytest.raises(ConfigurationError, match=expected):
         fit(model, 2, 2)
 
 

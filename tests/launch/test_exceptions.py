@@ -16,6 +16,8 @@ from torch import nn
 from lightning_recycle.launch.outcome import dump_exception, from_users_code
 from lightning_recycle.launch.outside_worker import patiently
 from lightning_recycle.runtime.machine_errors import suspicion_of
+from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.session.requirements import check_optimizers
 
 
 class Pruned(Exception):
@@ -153,6 +155,24 @@ def test_an_exception_without_users_code_is_shown_whole() -> None:
     assert "linear.py" in text
     text = from_users_code(raised(lambda: suspicion_of(3)))  # type: ignore[arg-type]
     assert "machine_errors.py" in text
+
+
+def test_of_an_error_with_a_remedy_the_frames_that_lead_to_it_are_left_out() -> None:
+    text = from_users_code(raised(lambda: check_optimizers([])))
+    assert text.count("  File ") == 1
+    assert "requirements.py" in text
+    assert "torch.optim.AdamW(self.parameters())" in text
+
+
+def test_an_error_in_a_layer_of_torch_is_shown_from_that_layer_on() -> None:
+    layers = [nn.Linear(1, 2), nn.Linear(1, 2)]
+    stage = Stage(layers, 0, 1, torch.device("cpu"))
+    text = from_users_code(raised(lambda: stage.forward(0, 0, torch.ones(3, 1), split_backward=False)))
+    assert "linear.py" in text
+    assert "stage.py" not in text
+    if sys.version_info >= (3, 11):
+        assert "In layers[1], Linear(in_features=1" in text
+        assert "(3, 2) torch.float32" in text
 
 
 def test_the_cause_of_an_exception_is_shown_likewise() -> None:

@@ -217,7 +217,9 @@ def _read(frame: bytes) -> tuple[str, Any]:
 
 def serve(connection: Connection) -> None:
     """The process: answers questions until the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, and that ends this one
+    # Ctrl-C, and what a cluster manager sends to all processes, are for the process that asks, and that ends this one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         while True:
             connection.send_bytes(_ALIVE)

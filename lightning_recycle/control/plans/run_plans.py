@@ -297,7 +297,7 @@ class RunPlans:
         if other_memory and not newest.fits(problem):
             log.warning("The plan that runs needs more memory than there is: changing to one that needs less.")
         elif gain < (_LEAST_GAIN_OF_MEMORY if other_memory else _LEAST_GAIN):
-            log.info("%s found no better plan than the one that runs (%.2f %%).", result.backend, 100 * gain)
+            log.debug("%s found no better plan than the one that runs (%.2f %%).", result.backend, 100 * gain)
             return None
         return self._change_to(schedule, gain, before, result.seconds, result.backend)
 
