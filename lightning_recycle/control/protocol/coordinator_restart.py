@@ -261,7 +261,7 @@ def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None,
         cuts=knows.cuts,
         newcomers=tuple(rank for rank, one in sorted(members.items()) if one.joining),
         moved=newest.moved,
-        assembled=tuple(rank for rank, one in members.items() if one.resumed < knows.resumed and not one.joining),
+        assembled=tuple(rank for rank, one in members.items() if one.was_parked),
     ), members
 
 

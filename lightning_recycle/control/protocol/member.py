@@ -100,6 +100,7 @@ class Member:
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
         self._memory = MessageRecord() if returns else None
         self._announced: messages.Regroup | None = None
+        self._was_parked = False  # since it was told where to go on
         self._resume: messages.Resume | None = None
         self._judged: messages.Judged | None = None
         self._committed: messages.Committed | None = None
@@ -126,8 +127,9 @@ class Member:
                     assert self._announced is not None
                     message = replace(message, unproven=max(message.unproven, self._announced.unproven))
                 self._announced = message
+                self._was_parked = self._was_parked or self.rank not in message.roster
             case messages.Resume():
-                self._resume = message
+                self._resume, self._was_parked = message, False
                 if message.settled:
                     step = message.decision.version
                     self._committed = messages.Committed(message.generation, step, message.commits, False)
@@ -183,6 +185,7 @@ class Member:
         announced, resume = self._announced, self._resume
         if announced is not None:
             who.update(roster=announced.roster, leader=announced.leader, moved=announced.moved)
+            who.update(was_parked=self._was_parked)
         if resume is not None:
             who.update(resumed=resume.generation, cuts=resume.cuts)
         if self._verdicts:

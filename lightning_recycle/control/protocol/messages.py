@@ -587,6 +587,7 @@ class Returned:
         generation: the newest that was announced to it; -1 before the first.
         roster, leader, moved: of that generation.
         resumed: the newest generation in which it was told where all go on; -1 for none.
+        was_parked: whether it was parked since then.
         cuts: the layout of that one.
         applied: the newest step that it has applied, or got with its state; -1 for none.
         joins_after: the step after which the newest generation gives it its state; -1 for none.
@@ -623,6 +624,7 @@ class Returned:
     leader: int = -1
     moved: Mapping[int, int] = field(default_factory=dict)
     resumed: int = -1
+    was_parked: bool = False
     cuts: Cuts = ()
     applied: int = -1
     joins_after: int = -1
