@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from slow_planners import Endless, Failing, Unpicklable
+from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans import planning_process
@@ -108,7 +109,7 @@ def test_answers_are_published_wherever_they_were_found(planner: BackgroundPlann
     assert woken.acquire(timeout=PATIENCE)
     one, answer = planner.take()
     assert (one, answer.result.schedule) == (1, heuristic(PROBLEM))
-    assert wait_for(lambda: planner.is_idle, PATIENCE)
+    assert wait_for(lambda: is_idle(planner), PATIENCE)
     assert planner.take() == []
 
 
@@ -192,7 +193,7 @@ def test_a_closed_planner_begins_nothing(planner: BackgroundPlanner) -> None:
     planner.begin(Urgency.AHEAD, publishing(planner, Here(Waiting())))
     planner.close()
     planner.begin(Urgency.AHEAD, publishing(planner, Here(Value(1))))
-    assert planner.is_idle
+    assert is_idle(planner)
     assert planner.take() == []
 
 
@@ -217,7 +218,7 @@ def test_many_jobs_begun_by_many_threads_all_end(planner: BackgroundPlanner) -> 
         thread.start()
     for thread in beginning:
         thread.join(PATIENCE)
-    assert wait_for(lambda: planner.is_idle, PATIENCE)
+    assert wait_for(lambda: is_idle(planner), PATIENCE)
     assert ends == dict.fromkeys(Urgency, 49)
 
 
@@ -249,7 +250,7 @@ def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins: bool) -> None:
     planner = RunPlanner(Grid(2, 2, 2), "heuristic", Technique())
     if begins:
         planner.plan_ahead(frozenset(), {})
-        assert wait_for(lambda: planner.background.is_idle, 60)
+        assert wait_for(lambda: is_idle(planner.background), 60)
     planner.close()
     assert not threads()
 

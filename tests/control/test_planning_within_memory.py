@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.commands.plan_settings import problems_ahead
@@ -85,7 +86,7 @@ def test_a_survivor_does_not_hold_all_micro_batches(planner: RunPlanner) -> None
 def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: RunPlanner) -> None:
     planner.assumptions.measured(everywhere())
     planner.plan_ahead(ALL, {})
-    assert wait_for(lambda: planner.background.is_idle, 60)
+    assert wait_for(lambda: is_idle(planner.background), 60)
     assert 300 < peaks(planner, FAILED)[1] <= 500
     assert planner.source == "ahead"
     planner.assumptions.measured(everywhere(fixed=300))
@@ -106,7 +107,7 @@ def three_steps(planner: RunPlanner, plans: RunPlans) -> None:
     """After which plans are made ahead."""
     for _ in range(3):
         plans.stepped(1.0)
-    assert wait_for(lambda: planner.background.is_idle, 60)
+    assert wait_for(lambda: is_idle(planner.background), 60)
 
 
 def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: RunPlanner, plans: RunPlans) -> None:
@@ -229,7 +230,7 @@ def test_plans_of_the_library_stay_if_they_fit_and_are_improved(tmp_path: Path) 
     assert planner.source == "library"
     assert schedule.period == heuristic(limited[1]).period, "it fits, so nobody waits for a planner"
     planner.plan_ahead(FAILED, {}, schedule)
-    assert wait_for(lambda: planner.background.is_idle, 60)
+    assert wait_for(lambda: is_idle(planner.background), 60)
     (better,) = planner.background.take()
     assert better.schedule.period < schedule.period
     assert planner.plan(FAILED, {}) == better.schedule

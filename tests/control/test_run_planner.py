@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from slow_planners import Failing
+from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans import plan_maker
@@ -136,7 +137,7 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
     planner = open_planner(grid, Counted(), Technique())
     planner.prepare()
     planner.plan_ahead(ALL, {})
-    assert wait_for(lambda: planner.background.is_idle, 60)
+    assert wait_for(lambda: is_idle(planner.background), 60)
     distributions = {distribution_of(grid, problem.failed) for problem in asked}
     assert len(asked) == len(distributions) == 1 + 3, "none, one of 3 stages"
     for failed in map(frozenset, combinations(grid.workers(), 1)):
@@ -145,7 +146,7 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
         assert schedule.failed == failed
         validate(schedule)
     planner.plan_ahead(frozenset({Worker(2, 1)}), {})
-    assert wait_for(lambda: planner.background.is_idle, 60)
+    assert wait_for(lambda: is_idle(planner.background), 60)
     assert len(asked) == 4 + 3, "one more in any stage"
 
 
@@ -186,7 +187,7 @@ def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
     (better,) = planner.background.take()
     assert better.schedule == heuristic(needed.problem)
     assert better.schedule.period < needed.period
-    assert wait_for(lambda: planner.background.is_idle, 60)
+    assert wait_for(lambda: is_idle(planner.background), 60)
     assert planner.plan(failed, {}) == better.schedule
     assert planner.source == "better"
     following = planner.plan(failed | {Worker(1, 2)}, {})
@@ -200,7 +201,7 @@ def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
     planner = open_planner(Grid(2, 2, 2), Failing(), Technique())
     for _ in range(2):
         planner.plan_ahead(ALL, {})
-        assert wait_for(lambda: planner.background.is_idle, 60)
+        assert wait_for(lambda: is_idle(planner.background), 60)
     messages = [record.getMessage() for record in caplog.records]
     assert (
         len([message for message in messages if "found no plan for the failure of (0, 0): no licence" in message]) == 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans.planning_process import PlanningProcess
@@ -53,7 +54,7 @@ class Run:
         self.settle()
 
     def settle(self) -> None:
-        assert wait_for(lambda: self.planner.background.is_idle, 120)
+        assert wait_for(lambda: is_idle(self.planner.background), 120)
 
 
 @pytest.fixture

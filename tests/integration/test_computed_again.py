@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from support.held import EACH, Heavy, Hold, Peaks, peaks
+from support.planning_in_background import is_idle
 from support.sampling import sampled
 from support.training import QUIET, difference, exact_fit, failures, fit, on_one_device
 from support.waiting import wait_for
@@ -44,7 +45,7 @@ def plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan_ahead(plans: RunPlans) -> None:
         begin(plans)
-        wait_for(lambda: plans._planner.background.is_idle)
+        wait_for(lambda: is_idle(plans._planner.background))
 
     monkeypatch.setattr(RunPlans, "plan_ahead", plan_ahead)
 

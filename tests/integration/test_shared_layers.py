@@ -440,7 +440,7 @@ class CountsSums(Callback):
                     name: [
                         stages
                         for tensor, stages in begun
-                        if _lies_in(executor._runner.gradients.of_parameter(p, step), tensor)
+                        if _lies_in(dict(executor._runner.gradients.by_parameter(step))[p], tensor)
                     ]
                     for name, p in trainer.lightning_module.named_parameters()
                 }

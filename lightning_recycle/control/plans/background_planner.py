@@ -111,11 +111,6 @@ class BackgroundPlanner:
         self._closed = False
 
     @property
-    def is_idle(self) -> bool:
-        """Whether all that was begun is done."""
-        return not self._jobs
-
-    @property
     def pid(self) -> int | None:
         """Id of the planning process, while there is one."""
         return self._process.pid

@@ -248,10 +248,6 @@ class GradientBuffers:
                     " hooks."
                 )
 
-    def of_parameter(self, parameter: nn.Parameter, step: int) -> Tensor:
-        """The gradient of ``parameter`` in ``step``, in its buffer."""
-        return next(view for p, view in self.by_parameter(step) if p is parameter)
-
     def by_parameter(self, step: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter, with its gradient in ``step``, or this process's part of it."""
         chosen = self._sets[step % 2]
