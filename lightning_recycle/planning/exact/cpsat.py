@@ -98,7 +98,7 @@ class _CpSatSearch:
         solver.best_bound_callback = on_bound
         report, best = self.report, None
 
-        class Found(self.cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined]
+        class OnSolution(self.cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined]
             def on_solution_callback(self) -> None:
                 nonlocal best
                 if self.value(objective) < known:
@@ -107,7 +107,7 @@ class _CpSatSearch:
 
         report("call", 1)
         started = time.monotonic()
-        status = solver.solve(model.cp, Found())
+        status = solver.solve(model.cp, OnSolution())
         report("seconds", time.monotonic() - started)
         if status == self.cp_model.MODEL_INVALID:
             raise AssertionError(model.cp.validate())
