@@ -124,11 +124,13 @@ def test_every_attribute_after_fit_is_that_of_one_device(fitted: Runs) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 def test_every_attribute_after_a_test_that_follows_is_that_of_one_device(tested: Runs) -> None:
     found = differences(*tested)
     assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 def test_what_may_differ_exists(tested: Runs) -> None:
     """An entry of the list that stands for nothing would hide what gets its name."""
     known = attributes_of(tested[0].trainer, tested[0].module, tested[0].root)

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 import same_script as same
 import torch
 from same_script import Classifier, Session, assert_same
@@ -80,6 +81,7 @@ def test_the_hooks_of_each_fit_are_those_of_one_device(again: same.Runs) -> None
     assert_same(one.diary("callback"), entries)
 
 
+@pytest.mark.long
 def test_a_fit_after_evaluations_goes_on_with_the_next_epoch(evaluated: same.Runs) -> None:
     one, grid = evaluated
     assert grid.results["fit"][0] == (2, 8)
@@ -87,6 +89,7 @@ def test_a_fit_after_evaluations_goes_on_with_the_next_epoch(evaluated: same.Run
     assert_same(one.weights, grid.weights)
 
 
+@pytest.mark.long
 def test_a_second_fit_counts_its_steps_after_those_of_the_first(counted: same.Runs) -> None:
     one, grid = counted
     assert_same(one.results, grid.results)

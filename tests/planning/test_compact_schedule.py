@@ -47,7 +47,7 @@ def compact_schedules(draw: st.DrawFn) -> CompactSchedule:
     return plan_by_lanes(replace(problem, worker_factors=()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(compact_schedules())
 def test_it_answers_as_the_list_of_all_its_operations_does(schedule: CompactSchedule) -> None:
     problem, every = schedule.problem, schedule.expand()
@@ -147,7 +147,7 @@ def another_technique(lane: Lane, draw: random.Random) -> Lane:
     return replace(lane, problem=replace(lane.problem, technique=technique))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(compact_schedules(), st.sampled_from(CHANGES), st.integers(0, 1000), st.sampled_from([1.0, 0.9, 1.1]))
 def test_the_check_of_its_lane_agrees_with_that_of_all_operations(
     schedule: CompactSchedule, changed: Callable[[Lane, random.Random], Lane], seed: int, scale: float
@@ -167,7 +167,7 @@ def is_valid(schedule: p.Schedule) -> bool:
     return True
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems())
 def test_every_live_worker_and_every_microbatch_is_in_one_lane(problem: p.Problem) -> None:
     grid, lanes = problem.grid, lanes_of(problem)

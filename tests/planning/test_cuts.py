@@ -146,7 +146,7 @@ def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
     assert (found.cuts, found.bottleneck) == ((0, 1, 2), 3.0)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(whole_stages())
 def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[int]]) -> None:
     stages, rooms = case
@@ -160,7 +160,7 @@ def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[
     assert (found.cuts, found.workers) in {(cuts, needs) for _, cuts, needs in all_of_them}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(whole_stages(), st.randoms(use_true_random=False))
 def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages, list[int]], random: Any) -> None:
     """Where each stage has one number of workers."""
@@ -229,7 +229,7 @@ def largest(stages: Stages, bounds: tuple[float, ...]) -> float:
     return max(stages.load(stage, *ends, 1) for stage, ends in enumerate(pairwise(bounds)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(stages=sharing_stages(), slack=st.sampled_from([0.0, 0.02, 0.2]))
 def test_no_cut_with_shared_layers_is_faster(stages: Stages, slack: float) -> None:
     fit = [

@@ -133,7 +133,7 @@ QUICKEST = {("cbc", "split_backward"), ("cpsat", "staggered"), ("highs", "fused-
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        pytest.param(backend, name, marks=[] if (backend, name) in QUICKEST else pytest.mark.exhaustive)
+        pytest.param(backend, name, marks=pytest.mark.long if (backend, name) in QUICKEST else pytest.mark.exhaustive)
         for backend, name in itertools.product(BACKENDS, OPTIMA)
     ],
 )
@@ -276,6 +276,7 @@ def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
     assert p.plan(example(STAGGERED, 2), backend) == p.heuristic(example(STAGGERED, 2))
 
 
+@pytest.mark.long
 def test_durations_without_a_common_slot_are_rounded_and_the_order_is_timed_with_the_real_ones() -> None:
     costs = p.Costs.uniform(3, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
     problem = p.Problem(p.Grid(2, 3, 4), costs, frozenset({p.Worker(0, 1)}), SPLIT, (3, 3, 3))
@@ -446,6 +447,7 @@ def test_a_solver_that_lies_is_not_believed(fake, name: str) -> None:
     assert result.schedule.period <= start.period
 
 
+@pytest.mark.long
 def test_what_a_solver_found_before_it_crashed_counts(fake) -> None:
     result = fake("good_then_crash").improve(one_at_a_time(example(SPLIT, 1)))
     assert (result.schedule.period, result.status) == (28, "optimal")
@@ -453,6 +455,7 @@ def test_what_a_solver_found_before_it_crashed_counts(fake) -> None:
     assert "signal 9" in result.warning
 
 
+@pytest.mark.long
 def test_a_solver_finds_a_shorter_plan_around_the_known_one(fake) -> None:
     start = p.heuristic(example(SPLIT, 2, 4), 0)
     assert start.period == 30

@@ -92,7 +92,7 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, LayerCosts, tuple[int, ...]]
     return problem, layers, cuts
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(situations(), st.sampled_from([1.0, 100.0, 1e6]))
 def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situation: tuple, next_change: float) -> None:
     problem, layers, cuts = situation

@@ -70,7 +70,7 @@ def test_bytes_are_what_counts_where_a_problem_has_them(after_backward: float) -
     assert tightest < 0.6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems())
 def test_less_memory_never_costs_time(problem: p.Problem) -> None:
     """Slow workers, limits in bytes and micro-batches, with and without techniques."""

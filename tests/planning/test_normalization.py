@@ -158,7 +158,7 @@ def test_failures_go_to_stages_with_little_work() -> None:
     assert p.normalize(p.Grid(4, 3, 12), costs, 2) == (0, 2, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_plans_of_normalized_failures_reach_the_chosen_bound(data: st.DataObject) -> None:
     grid = p.Grid(data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(4, 8)))
@@ -188,7 +188,7 @@ def moves(grid: p.Grid, failed: Collection[p.Worker], wanted: tuple[int, ...]) -
     return p.layer_moves(grid, failed, stages, stages, p.roles(grid, failed, wanted))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(accidents())
 def test_roles_are_a_bijection_onto_the_live_positions_with_the_fewest_moves(
     case: tuple[p.Grid, frozenset[p.Worker], tuple[int, ...]],

@@ -50,7 +50,7 @@ def memories(draw: st.DrawFn, stages: int) -> p.Memory:
     return p.Memory(tuple(base + size * most for base, size, most in rooms), fixed, held, waiting)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_every_plan_is_valid_and_respects_its_bounds(problem: p.Problem) -> None:
     schedule = p.heuristic(problem, EFFORT)
@@ -63,7 +63,7 @@ def test_every_plan_is_valid_and_respects_its_bounds(problem: p.Problem) -> None
     assert schedule.period <= schedule.makespan + CLOSE
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(with_failures=False))
 def test_1f1b_is_valid_for_any_costs_and_limits(problem: p.Problem) -> None:
     schedule = p.one_f_one_b(problem)
@@ -86,7 +86,7 @@ def test_a_plan_survives_json_and_pickle(problem: p.Problem) -> None:
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems())
 def test_orphans_are_dealt_evenly_and_nothing_else_moves_at_equal_speeds(problem: p.Problem) -> None:
     grid = problem.grid

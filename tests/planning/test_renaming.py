@@ -36,7 +36,7 @@ def pairs(draw: st.DrawFn) -> tuple[p.Problem, p.Problem]:
     return one, other
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(pairs())
 def test_a_renamed_plan_is_a_valid_plan_of_the_same_value(problems: tuple[p.Problem, p.Problem]) -> None:
     one, other = problems

@@ -43,7 +43,7 @@ def test_a_fast_peer_adopts_more_and_not_all_at_once() -> None:
     assert max(len(run) for run in "".join(map(str, adopted)).split("2")) <= 4
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0]), min_size=2, max_size=3), st.integers(1, 5), st.booleans())
 def test_no_assignment_has_a_smaller_slowest_worker(speeds: list[float], microbatches: int, fails: bool) -> None:
     grid = Grid(len(speeds) + fails, 1, microbatches)

@@ -26,7 +26,7 @@ def loads(schedule: p.Schedule) -> Counter[p.Worker]:
     return Counter({w: sum(op.kind is p.OpKind.FORWARD for op in schedule.program(w)) for w in schedule.live_workers})
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_plans_for_unequal_speeds_are_valid_and_so_are_those_that_ignore_them(problem: p.Problem) -> None:
     schedule = p.heuristic(problem, EFFORT)

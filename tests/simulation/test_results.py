@@ -36,7 +36,7 @@ POLICIES = [
 ]
 
 
-@examples(150, 2000)
+@examples(40, 2000)
 def test_the_parts_add_up_and_agree_with_the_failures(examples) -> None:
     check_examples(check_failures, examples)
 
