@@ -124,12 +124,12 @@ class Codes:
         routes: Sequence[Mapping[Microbatch, Worker]],
         *,
         fused: bool,
-        turns: MicrobatchVariation | None = None,
+        variation: MicrobatchVariation | None = None,
     ) -> None:
         grid, costs = problem.grid, problem.costs
         self.problem = problem
         self.fused = fused
-        self.turns = turns
+        self.variation = variation
         self.stages = grid.stages
         self.n = grid.global_microbatches
         self.size = 5 * self.stages * self.n
@@ -142,7 +142,7 @@ class Codes:
         self.ranks: list[list[int]] = rank_of * 5
         self.durations = _durations(costs, fused)
         factors = {grid.rank(worker): factor for worker, factor in problem.worker_factors}
-        rows = [[d] * self.n for d in self.durations] if turns is None else _by_microbatch(costs, turns, fused)
+        rows = [[d] * self.n for d in self.durations] if variation is None else _by_microbatch(costs, variation, fused)
         self.times: list[list[float]] = [
             [duration * factors.get(rank, 1.0) for duration, rank in zip(row, ranks, strict=True)] if factors else row
             for row, ranks in zip(rows, self.ranks, strict=True)
@@ -174,10 +174,10 @@ class Codes:
             found.append([])
             for stage in range(self.stages):
                 held, waiting = memory.parts(kind, stage)
-                if self.turns is None or memory is not self.problem.memory:
+                if self.variation is None or memory is not self.problem.memory:
                     found[-1].append([held + waiting] * self.n)
                 else:
-                    pairs = zip(self.turns.held, self.turns.waiting, strict=True)
+                    pairs = zip(self.variation.held, self.variation.waiting, strict=True)
                     found[-1].append([held * h[stage] + waiting * w[stage] for h, w in pairs])
         return found
 
@@ -196,7 +196,7 @@ class Codes:
 
     def under(self, problem: Problem) -> Codes:
         """The same operations on the same workers, of another problem."""
-        return Codes(problem, self.routes, fused=self.fused, turns=self.turns)
+        return Codes(problem, self.routes, fused=self.fused, variation=self.variation)
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
         """The code of an operation."""
@@ -214,10 +214,10 @@ def _durations(costs: Costs, fused: bool) -> list[float]:
     return [*costs.forward, *backward, *costs.backward_weight, *both, *costs.forward]
 
 
-def _by_microbatch(costs: Costs, turns: MicrobatchVariation, fused: bool) -> list[list[float]]:
+def _by_microbatch(costs: Costs, variation: MicrobatchVariation, fused: bool) -> list[list[float]]:
     """The durations of each micro-batch, by key."""
-    split = (costs.forward, turns.forward), (costs.backward_input, turns.backward_input)
-    weight = costs.backward_weight, turns.backward_weight
+    split = (costs.forward, variation.forward), (costs.backward_input, variation.backward_input)
+    weight = costs.backward_weight, variation.backward_weight
     forward, backward, weights = (
         [[usual * ratios[stage] for ratios in each] for stage, usual in enumerate(of_stages)]
         for of_stages, each in (*split, weight)
@@ -317,14 +317,14 @@ def earliest(codes: Codes, sequence: Sequence[int], begin: Sequence[float]) -> T
         stage_begin.append(min(first[rank] for rank in live))
         stage_end.append(free[slowest] + codes.closing[stage])
         stage_source.append(free_source[slowest])
-    if codes.turns is not None:
-        _await_others(codes, codes.turns, ends, sources, stage_end, stage_source)
+    if codes.variation is not None:
+        _await_others(codes, codes.variation, ends, sources, stage_end, stage_source)
     return Timing(starts, stage_begin, stage_end, stage_source)
 
 
 def _await_others(
     codes: Codes,
-    turns: MicrobatchVariation,
+    variation: MicrobatchVariation,
     ends: Sequence[float],
     sources: Sequence[int],
     stage_end: list[float],
@@ -332,7 +332,7 @@ def _await_others(
 ) -> None:
     """Stages that share a layer step once both have its gradients; changes the last two arguments."""
     n, stages = codes.n, codes.stages
-    for layer in turns.layers:
+    for layer in variation.layers:
         for stage, other, microbatches in (
             (layer.stage, layer.stage + 1, layer.later),
             (layer.stage + 1, layer.stage, layer.earlier),
@@ -443,7 +443,7 @@ def retime(
 
 
 def operations_of(
-    schedule: Schedule, problem: Problem, turns: MicrobatchVariation | None = None
+    schedule: Schedule, problem: Problem, variation: MicrobatchVariation | None = None
 ) -> tuple[Codes, list[int]]:
     """The operations of a schedule that lists all of them, on its workers and in its order, with the costs of
     ``problem``.
@@ -452,7 +452,7 @@ def operations_of(
     microbatches = tuple(grid.all_microbatches())
     routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
     fused = not problem.technique.split_backward
-    codes = Codes(problem, routes, fused=fused, turns=turns)
+    codes = Codes(problem, routes, fused=fused, variation=variation)
     kind_codes = {
         OpKind.FORWARD: FORWARD,
         OpKind.BACKWARD: BACKWARD if fused else FUSED,

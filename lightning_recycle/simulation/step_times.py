@@ -29,7 +29,7 @@ from lightning_recycle.planning import (
     normalized_failures,
 )
 from lightning_recycle.planning.compact_schedule import CompactSchedule
-from lightning_recycle.planning.layouts.layout_candidates import Judgement, in_turns
+from lightning_recycle.planning.layouts.layout_candidates import Judgement, with_variation
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, one_f_one_b_seconds
@@ -184,16 +184,16 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
     )
 
 
-def step_judgement(problem: Problem, turns: MicrobatchVariation | None, effort: int) -> Judgement:
+def step_judgement(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     """A step of the planner's schedule, or of 1F1B where that is faster and nothing has failed.
 
     Args:
         problem: with the mean costs of micro-batches.
-        turns: how these differ, where stages share layers.
+        variation: how these differ, where stages share layers.
         effort: of the planner.
     """
-    if turns is not None:
-        return _in_turns(problem, turns, effort)
+    if variation is not None:
+        return _with_variation(problem, variation, effort)
     step = planned_step(problem, effort)
     if not problem.failed and problem.technique == Technique():
         usual = one_f_one_b_seconds(problem.costs, problem.grid.microbatches)
@@ -203,6 +203,6 @@ def step_judgement(problem: Problem, turns: MicrobatchVariation | None, effort: 
 
 
 @lru_cache(maxsize=4096)
-def _in_turns(problem: Problem, turns: MicrobatchVariation, effort: int) -> Judgement:
+def _with_variation(problem: Problem, variation: MicrobatchVariation, effort: int) -> Judgement:
     schedule = planned_schedule(problem, effort)
-    return replace(in_turns(Judgement(schedule.period, schedule=schedule), turns, effort), schedule=None)
+    return replace(with_variation(Judgement(schedule.period, schedule=schedule), variation, effort), schedule=None)

@@ -249,7 +249,7 @@ def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_di
     grid, cuts = Grid(3, 2, 8), (0, 2.4, 5)
     slots = (1.0,) * 5
     layers = LayerCosts(slots, slots, slots)
-    split, fused = (layers.turns(cuts, grid, split_backward=split_backward) for split_backward in (True, False))
+    split, fused = (layers.variation(cuts, grid, split_backward=split_backward) for split_backward in (True, False))
     assert split is not None
     assert fused is not None
     seconds = {
@@ -257,13 +257,13 @@ def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_di
         for stage, costs in enumerate(layers.costs(cuts).forward)
     }
     found = []
-    for turns in (None, (split, fused)):
+    for variation in (None, (split, fused)):
         planner = open_planner(grid, "heuristic", Technique(), in_flight_limit=3)
         planner.prepare()
-        planner.relaid(seconds, None, turns)
+        planner.relaid(seconds, None, variation)
         schedule = planner.plan(frozenset({Worker(1, 1)}), seconds)
         validate(schedule)
         codes, sequence = operations_of(schedule, schedule.problem, split)
         found.append(best_timing(codes, sequence).period)
-    mean, in_turns = found
-    assert in_turns < mean
+    mean, varied = found
+    assert varied < mean

@@ -289,18 +289,24 @@ def test_what_stages_take_says_what_layers_take() -> None:
 
 def test_micro_batches_have_costs_and_sizes_of_their_own() -> None:
     costs, grid = layers(6, held_bytes=(1.0,) * 6, waiting_bytes=(2.0,) * 6, reduce=(0.5,) * 6), Grid(2, 2, 4)
-    turns = costs.turns((0, 2.5, 6), grid)
-    assert turns is not None
-    forward = [(2.5 * first, 3.5 * second) for first, second in turns.forward]
+    variation = costs.variation((0, 2.5, 6), grid)
+    assert variation is not None
+    forward = [(2.5 * first, 3.5 * second) for first, second in variation.forward]
     assert {(round(first), round(second)) for first, second in forward} == {(2, 4), (3, 3)}
     assert sum(first for first, _ in forward) / len(forward) == pytest.approx(2.5)
-    assert turns.forward == turns.backward_input == turns.backward_weight == turns.held == turns.waiting
-    assert turns.reserved == (1.0, 1.0)
-    (layer,) = turns.layers
+    assert (
+        variation.forward
+        == variation.backward_input
+        == variation.backward_weight
+        == variation.held
+        == variation.waiting
+    )
+    assert variation.reserved == (1.0, 1.0)
+    (layer,) = variation.layers
     assert (layer.stage, layer.reduce) == (0, pytest.approx(1 / 3))
     assert {*layer.earlier, *layer.later} == set(range(8))
     assert all(round(forward[number][0]) == 3 for number in layer.earlier)
-    assert costs.turns((0, 3, 6), grid) is None
+    assert costs.variation((0, 3, 6), grid) is None
 
 
 def test_only_what_a_stage_lacks_is_sent() -> None:

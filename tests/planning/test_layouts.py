@@ -18,8 +18,8 @@ from lightning_recycle.planning.layouts.layout_candidates import (
     Judgement,
     Layout,
     LayoutPlan,
-    in_turns,
     judged,
+    with_variation,
 )
 from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.timing import MicrobatchVariation
@@ -27,10 +27,10 @@ from lightning_recycle.planning.timing import MicrobatchVariation
 HOUR = 3600.0
 
 
-def quick(problem: p.Problem, turns: MicrobatchVariation | None = None) -> Judgement:
+def quick(problem: p.Problem, variation: MicrobatchVariation | None = None) -> Judgement:
     schedule = p.heuristic(problem, 2_000)
     found = Judgement(schedule.period, schedule.makespan - schedule.period, schedule=schedule)
-    return in_turns(found, turns, 2_000)
+    return with_variation(found, variation, 2_000)
 
 
 def equal_layers(count: int, **changes: object) -> LayerCosts:

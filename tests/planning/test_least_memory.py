@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from test_properties import problems
 
 from lightning_recycle import planning as p
-from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_in_turns
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_with_variation
 from lightning_recycle.planning.heuristic.refinement import with_least_memory
 from lightning_recycle.planning.heuristic.rule_search import search
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
@@ -89,9 +89,9 @@ def test_micro_batches_that_differ_are_held_by_their_own_bytes() -> None:
     grid, cuts, slots = p.Grid(2, 2, 8), (0, 2.5, 5), (1.0,) * 5
     layers = LayerCosts(slots, slots, slots, held_bytes=slots, parameter_bytes=slots, memory_limit=40.0)
     problem = p.Problem(grid, layers.costs(cuts), frozenset({p.Worker(1, 1)}), memory=layers.memory(cuts))
-    turns = layers.turns(cuts, grid)
-    assert turns is not None
-    schedule, _ = heuristic_in_turns(p.heuristic(problem), turns)
+    variation = layers.variation(cuts, grid)
+    assert variation is not None
+    schedule, _ = heuristic_with_variation(p.heuristic(problem), variation)
     assert max(peaks(schedule)) <= 4
 
 
@@ -104,9 +104,9 @@ def test_a_limit_below_the_largest_micro_batch_is_no_plan() -> None:
     )
     failed = frozenset(p.Worker(*place) for place in ((0, 2), (1, 2), (2, 0)))
     problem = p.Problem(grid, layers.costs(cuts), failed, memory=layers.memory(cuts))
-    turns = layers.turns(cuts, grid)
-    assert turns is not None
-    schedule, timing = heuristic_in_turns(p.heuristic(problem), turns)
+    variation = layers.variation(cuts, grid)
+    assert variation is not None
+    schedule, timing = heuristic_with_variation(p.heuristic(problem), variation)
     assert timing.period >= 0.03 * 18 * 2.35
     p.validate(schedule)
 

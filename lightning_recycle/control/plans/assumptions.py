@@ -22,7 +22,7 @@ from typing import TypeAlias
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, PlannerInTurns
+from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, VariedPlanner
 from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.problem import Problem, Technique
@@ -98,7 +98,7 @@ class Assumptions:
         self._footprints: Mapping[Worker, Footprint] = {}
         self._predicted: Memory | None = None  # of another layout, until it is measured
         # How micro-batches differ, with split and with fused backwards.
-        self._turns: tuple[MicrobatchVariation, MicrobatchVariation] | None = None
+        self._variation: tuple[MicrobatchVariation, MicrobatchVariation] | None = None
         self._refused: set[str] = set()  # why there is no plan within memory, as far as it was logged
 
     def snapshot(self) -> Assumptions:
@@ -117,16 +117,17 @@ class Assumptions:
         self,
         seconds: OperationSeconds,
         memory: Memory | None,
-        turns: tuple[MicrobatchVariation, MicrobatchVariation] | None,
+        variation: tuple[MicrobatchVariation, MicrobatchVariation] | None,
     ) -> None:
         """The layers lie in another way.
 
         Args:
             seconds: what operations take now.
             memory: the memory that is predicted, until it is measured; None if it is unknown.
-            turns: how micro-batches differ where backwards may be split, and where they are fused; None if they do not.
+            variation: how micro-batches differ where backwards may be split, and where they are fused; None if they do
+                not.
         """
-        self._turns, self._footprints, self._predicted = turns, {}, memory
+        self._variation, self._footprints, self._predicted = variation, {}, memory
         if self.costs is not None:
             self.costs = replace(costs_from(seconds, self._grid.stages), communication=self.costs.communication)
 
@@ -153,8 +154,8 @@ class Assumptions:
 
     def planner(self, planner: Planner) -> Planner:
         """``planner``, for micro-batches that differ if they do."""
-        if self._turns is not None and isinstance(planner, HeuristicPlanner):
-            return PlannerInTurns(planner, *self._turns)
+        if self._variation is not None and isinstance(planner, HeuristicPlanner):
+            return VariedPlanner(planner, *self._variation)
         return planner
 
     def retime(self, schedule: Schedule, seconds: OperationSeconds) -> Schedule:

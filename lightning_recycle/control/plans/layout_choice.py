@@ -241,7 +241,7 @@ class LayoutChoice:
             seconds = self._seconds_under(cuts, seconds)
         self.cuts = cuts
         self._measured.relaid(seconds)
-        self._planner.relaid(seconds, self.choice_of(cuts), self._turns(cuts, grid))
+        self._planner.relaid(seconds, self.choice_of(cuts), self._variation(cuts, grid))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """What operations will take under the layout ``cuts``, of which ``seconds`` is known under that of now."""
@@ -261,14 +261,14 @@ class LayoutChoice:
         answer = self._newest
         return None if answer is None or answer.cuts != cuts else answer.plan.chosen
 
-    def _turns(self, cuts: Cuts, grid: Grid) -> tuple[MicrobatchVariation, MicrobatchVariation] | None:
+    def _variation(self, cuts: Cuts, grid: Grid) -> tuple[MicrobatchVariation, MicrobatchVariation] | None:
         """How micro-batches differ under the layout ``cuts``, with split and with fused backwards; None if they do not,
         or nobody has measured the layers.
         """
         if self._layers is None:
             return None
         split, fused = (
-            self._layers.turns(cuts, grid, split_backward=split_backward) for split_backward in (True, False)
+            self._layers.variation(cuts, grid, split_backward=split_backward) for split_backward in (True, False)
         )
         return None if split is None or fused is None else (split, fused)
 

@@ -348,7 +348,7 @@ class RunPlanner:
         self,
         seconds: OperationSeconds,
         chosen: Candidate | None,
-        turns: tuple[MicrobatchVariation, MicrobatchVariation] | None,
+        variation: tuple[MicrobatchVariation, MicrobatchVariation] | None,
     ) -> None:
         """The layers lie in another way. What was planned is forgotten.
 
@@ -356,12 +356,13 @@ class RunPlanner:
             seconds: what operations take now.
             chosen: the layout with the plan for those who train, if it was chosen. Its memory counts until it is
                 measured.
-            turns: how micro-batches differ where backwards may be split, and where they are fused; None if they do not.
+            variation: how micro-batches differ where backwards may be split, and where they are fused; None if they do
+                not.
         """
         self._drop_plans_ahead()
         self._ready, self.maker.library = ReadyPlans(self._grid), None
         problem = None if chosen is None else chosen.problem
-        self.assumptions.relaid(seconds, None if problem is None else problem.memory, turns)
+        self.assumptions.relaid(seconds, None if problem is None else problem.memory, variation)
         if chosen is not None and problem is not None and chosen.judgement is not None:
             schedule = chosen.judgement.schedule
             if schedule is not None:

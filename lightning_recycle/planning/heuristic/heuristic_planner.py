@@ -42,7 +42,7 @@ from lightning_recycle.planning.result import is_better
 from lightning_recycle.planning.schedule import Schedule, gc_paused
 from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 
-__all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "PlannerInTurns", "heuristic", "heuristic_in_turns"]
+__all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "VariedPlanner", "heuristic", "heuristic_with_variation"]
 
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
@@ -100,14 +100,14 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
     return listed if is_better(listed, by_lanes) else by_lanes
 
 
-def heuristic_in_turns(
-    schedule: Schedule, turns: MicrobatchVariation, effort: int = DEFAULT_EFFORT
+def heuristic_with_variation(
+    schedule: Schedule, variation: MicrobatchVariation, effort: int = DEFAULT_EFFORT
 ) -> tuple[Schedule, Timing]:
     """A schedule where stages share layers, planned by what each micro-batch takes.
 
     Args:
         schedule: one for the mean micro-batch, which lists all operations; what is found is at most 0.1 % slower.
-        turns: how micro-batches differ.
+        variation: how micro-batches differ.
         effort: see :func:`heuristic`.
 
     Returns:
@@ -117,9 +117,9 @@ def heuristic_in_turns(
     """
     problem = exact = schedule.problem
     if problem.memory is not None:
-        fixed = map(sub, problem.memory.fixed, turns.reserved)
+        fixed = map(sub, problem.memory.fixed, variation.reserved)
         exact = replace(problem, memory=replace(problem.memory, fixed=tuple(fixed)))
-    codes, sequence = operations_of(schedule, exact, turns)
+    codes, sequence = operations_of(schedule, exact, variation)
     with gc_paused():
         found = _best(codes, effort, [sequence] if _fits(codes, sequence) else [])
     mean = Codes(problem, codes.routes, fused=codes.fused)
@@ -135,7 +135,7 @@ def _counted(schedule: Schedule) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerInTurns:
+class VariedPlanner:
     """A heuristic planner for stages that share layers, within the memory that problems give to the mean micro-batch.
 
     Args:
@@ -149,12 +149,12 @@ class PlannerInTurns:
     fused: MicrobatchVariation
 
     def plan(self, problem: Problem) -> Schedule:
-        """See :func:`heuristic_in_turns`."""
+        """See :func:`heuristic_with_variation`."""
         schedule = self.planner.plan(problem)
         if isinstance(schedule, CompactSchedule):
             return schedule
-        turns = (self.split if problem.technique.split_backward else self.fused).alike_in_memory()
-        return heuristic_in_turns(schedule, turns, self.planner.effort)[0]
+        variation = (self.split if problem.technique.split_backward else self.fused).alike_in_memory()
+        return heuristic_with_variation(schedule, variation, self.planner.effort)[0]
 
 
 def _listed(problem: Problem, effort: int) -> Schedule:

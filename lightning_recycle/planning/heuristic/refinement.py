@@ -181,7 +181,7 @@ class _Descent:
         plays = min(plays, self.plays)
         try:
             problem = self.limited(limits)
-            if self.codes.turns is None and lower_bound(problem) > self.goal[0]:
+            if self.codes.variation is None and lower_bound(problem) > self.goal[0]:
                 return False
             found = search(self.codes.under(problem), plays * self.operations, goal=self.goal, first=self.best.rule)
         except PlanningError:  # not even one micro-batch

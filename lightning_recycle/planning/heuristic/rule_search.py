@@ -129,7 +129,7 @@ def goal_of(codes: Codes) -> float:
     """A length that is good enough: the lower bound. Where micro-batches differ, that of the mean one without a limit
     on memory, as fewer or more of them fit into it.
     """
-    problem = codes.problem if codes.turns is None else replace(codes.problem, memory=None)
+    problem = codes.problem if codes.variation is None else replace(codes.problem, memory=None)
     return lower_bound(problem) * (1 + 1e-9)
 
 
@@ -332,8 +332,10 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
     for memory in codes.problem.memories:
         for stage, held in enumerate(memory.after_forward):
             each = held if codes.fused else min(held, memory.after_backward[stage])
-            if codes.turns is not None and memory is codes.problem.memory:
-                least = (min(ratios[stage] for ratios in part) for part in (codes.turns.held, codes.turns.waiting))
+            if codes.variation is not None and memory is codes.problem.memory:
+                least = (
+                    min(ratios[stage] for ratios in part) for part in (codes.variation.held, codes.variation.waiting)
+                )
                 each *= min(least)
             most[stage] = min(most[stage], memory.most(stage, each))
     return tuple(map(int, most))

@@ -6,13 +6,13 @@ behind 4.25 layers means that the stages on both sides hold layer 4, and that a 
 the earlier one. Each micro-batch has whole bounds of its own, so nothing within a layer is cut. A bound is a whole
 number, or one with two decimals. Each stage has at least one layer of its own, so a layer has two holders at most.
 
-*Turns*: the last micro-batch of each pipeline runs a shared layer on the earlier stage: then the later one, which ends
-a step about an F after the other, has the layer's gradients before its last W, and the other one does not wait for
-them. Each of the others has a place in [0, 1), and runs it on the earlier stage if that is less than their part.
-Multiples of the golden section spread the places evenly over the step, and shifts by 1 / D over the pipelines, so that
-every worker has its part, whatever the routes are. A micro-batch has the same place at all bounds: where all stages
-have 4.25 layers, it meets 4 or 5 at each, never 3. Where the part is less than one micro-batch of each pipeline, the
-last ones of some run the layer there.
+*Shared layers*: the last micro-batch of each pipeline runs a shared layer on the earlier stage: then the later one,
+which ends a step about an F after the other, has the layer's gradients before its last W, and the other one does not
+wait for them. Each of the others has a place in [0, 1), and runs it on the earlier stage if that is less than their
+part. Multiples of the golden section spread the places evenly over the step, and shifts by 1 / D over the pipelines, so
+that every worker has its part, whatever the routes are. A micro-batch has the same place at all bounds: where all
+stages have 4.25 layers, it meets 4 or 5 at each, never 3. Where the part is less than one micro-batch of each pipeline,
+the last ones of some run the layer there.
 
 *Search*: a stage with n of the live workers runs the largest of n shares of the D M micro-batches, so its load is
 

@@ -233,7 +233,9 @@ class LayerCosts:
             after_backward=self._stages(self.waiting_bytes, bounds),
         )
 
-    def turns(self, cuts: Sequence[float], grid: Grid, *, split_backward: bool = True) -> MicrobatchVariation | None:
+    def variation(
+        self, cuts: Sequence[float], grid: Grid, *, split_backward: bool = True
+    ) -> MicrobatchVariation | None:
         """Differences between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
         cuts = check_cuts(cuts, self.layers)
         shared = shared_layers(cuts)

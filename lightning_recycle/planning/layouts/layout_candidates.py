@@ -45,7 +45,7 @@ from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, CompactSchedule, lane_problem, worth_compacting
 from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_in_turns
+from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_with_variation
 from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, rounded, shared_layers
 from lightning_recycle.planning.problem import Problem, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.schedule import Schedule
@@ -62,11 +62,11 @@ __all__ = [
     "LayoutPlan",
     "Way",
     "chosen_of",
-    "in_turns",
     "is_better",
     "judged",
     "shown",
     "weighed",
+    "with_variation",
 ]
 
 _LARGER_SIZE = 0.25  # by the prior, a failure of n + 1 workers at once is so much as likely as one of n
@@ -160,42 +160,42 @@ class Judgement:
 Judge: TypeAlias = Callable[[Problem, MicrobatchVariation | None], Judgement]
 
 
-def judged(problem: Problem, turns: MicrobatchVariation | None = None) -> Judgement:
+def judged(problem: Problem, variation: MicrobatchVariation | None = None) -> Judgement:
     """A step of ``problem``.
 
     Args:
         problem: with the mean costs of micro-batches.
-        turns: how these differ, where stages share layers. A plan that does not list all operations is made by the
+        variation: how these differ, where stages share layers. A plan that does not list all operations is made by the
             mean.
 
     Raises:
         PlanningError: when there is no plan.
     """
-    return _judged(problem, turns, _EFFORT)
+    return _judged(problem, variation, _EFFORT)
 
 
 @lru_cache(maxsize=256)
-def _judged(problem: Problem, turns: MicrobatchVariation | None, effort: int) -> Judgement:
+def _judged(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     if not worth_compacting(problem, COMPACT_FROM):
-        return in_turns(_of(heuristic(problem, effort)), turns, effort)
+        return with_variation(_of(heuristic(problem, effort)), variation, effort)
     lane, bound = lane_problem(problem), lower_bound(problem)
     if lower_bound(lane) <= _GOOD * bound:
         return replace(_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
     return Judgement(bound, makespan_lower_bound(problem) - bound if problem.technique.staggered else 0.0)
 
 
-def in_turns(judgement: Judgement, turns: MicrobatchVariation | None, effort: int) -> Judgement:
+def with_variation(judgement: Judgement, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     """Predicted seconds of a step if micro-batches differ.
 
     Args:
         judgement: for the mean micro-batch. Without a plan, or with one by lanes, it stands for each.
-        turns: how they differ; None if they do not.
+        variation: how they differ; None if they do not.
         effort: of the planner.
     """
     schedule = judgement.schedule
-    if turns is None or schedule is None or isinstance(schedule, CompactSchedule):
+    if variation is None or schedule is None or isinstance(schedule, CompactSchedule):
         return judgement
-    schedule, timing = heuristic_in_turns(schedule, turns, effort)
+    schedule, timing = heuristic_with_variation(schedule, variation, effort)
     staggered = schedule.problem.technique.staggered
     period = timing.period if staggered else timing.makespan
     lead = max(timing.stage_end) - min(timing.stage_end) if staggered else 0.0

@@ -307,23 +307,23 @@ class _LayoutSearch:
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
-        return self.judge(problem, self.turns(cuts))
+        return self.judge(problem, self.variation(cuts))
 
-    def turns(self, cuts: Bounds) -> MicrobatchVariation | None:
+    def variation(self, cuts: Bounds) -> MicrobatchVariation | None:
         """Differences between micro-batches under these cuts."""
-        return self.layers.turns(cuts, self.grid, split_backward=self.split_backward)
+        return self.layers.variation(cuts, self.grid, split_backward=self.split_backward)
 
     def bound(self, cuts: Bounds, problem: Problem) -> float:
         """A step is no shorter: where stages share layers, than the work of all micro-batches over the workers. For
         plans whose operations are not listed, those of the mean micro-batch.
         """
-        turns = self.turns(cuts)
-        if turns is None or worth_compacting(problem, COMPACT_FROM):
+        variation = self.variation(cuts)
+        if variation is None or worth_compacting(problem, COMPACT_FROM):
             return lower_bound(problem)
         costs, loads = problem.costs, [0.0]
         parts = zip(
             (costs.forward, costs.backward_input, costs.backward_weight),
-            (turns.forward, turns.backward_input, turns.backward_weight),
+            (variation.forward, variation.backward_input, variation.backward_weight),
             strict=True,
         )
         ratios = [(usual, [sum(column) for column in zip(*each, strict=True)]) for usual, each in parts]

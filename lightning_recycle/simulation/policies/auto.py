@@ -296,7 +296,7 @@ def _planned(
             next_change=1e12,
             fixed=fixed,
             ways=ways,
-            judge=lambda other, turns: step_judgement(other, turns, effort // _LAYOUT_SHARE),
+            judge=lambda other, variation: step_judgement(other, variation, effort // _LAYOUT_SHARE),
         )
     except PlanningError:
         return ()
@@ -315,8 +315,8 @@ def _planned(
         chosen = found[number]
         problem = _problem(model, technique, chosen.cuts, chosen.counts)
         exact = replace(problem, memory=costs.memory(chosen.cuts))
-        turns = costs.turns(chosen.cuts, model.grid, split_backward=technique.split_backward)
-        step = step_judgement(exact, turns, effort)
+        variation = costs.variation(chosen.cuts, model.grid, split_backward=technique.split_backward)
+        step = step_judgement(exact, variation, effort)
         found[number] = replace(
             chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)
         )

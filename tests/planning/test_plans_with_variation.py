@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, heuristic
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_in_turns
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_with_variation
 from lightning_recycle.planning.layouts.cuts import bounds_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
 from lightning_recycle.planning.result import EQUALLY_FAST
@@ -119,11 +119,11 @@ def test_steps_follow_each_other_as_predicted(places: set[tuple[int, int]], spli
     grid, costs = Grid(3, 3, 5), layers()
     failed = frozenset(Worker(*place) for place in places)
     problem = Problem(grid, costs.costs(CUTS, split_backward=split_backward), failed, Technique(split_backward, True))
-    turns = costs.turns(CUTS, grid, split_backward=split_backward)
-    assert turns is not None
+    variation = costs.variation(CUTS, grid, split_backward=split_backward)
+    assert variation is not None
     usual = heuristic(problem, 20_000)
-    schedule, timing = heuristic_in_turns(usual, turns, 20_000)
-    codes, sequence = operations_of(usual, problem, turns)
+    schedule, timing = heuristic_with_variation(usual, variation, 20_000)
+    codes, sequence = operations_of(usual, problem, variation)
     assert timing.period <= best_timing(codes, sequence).period * (1 + EQUALLY_FAST)
     stepped = repeated(schedule, costs, 24)
     assert (stepped[-1] - stepped[-13]) / 12 == pytest.approx(timing.period, rel=1e-6)
@@ -134,9 +134,9 @@ def test_nobody_waits_for_gradients_that_are_complete_before_the_last_operations
     costs = LayerCosts((1.0,) * 5, (1.0,) * 5, (1.0,) * 5)
     cuts = (0, 2.5, 5)
     problem = Problem(grid, costs.costs(cuts), frozenset(), Technique())
-    turns = costs.turns(cuts, grid)
-    assert turns is not None
-    _, timing = heuristic_in_turns(heuristic(problem, 50_000), turns, 50_000)
+    variation = costs.variation(cuts, grid)
+    assert variation is not None
+    _, timing = heuristic_with_variation(heuristic(problem, 50_000), variation, 50_000)
     work = 8 * 3 * 2.5  # of a worker; the second stage begins at least two slots after the first one
     assert work <= timing.period < work + 2
 
@@ -154,9 +154,9 @@ def test_no_worker_holds_more_than_it_has(places: set[tuple[int, int]], room: fl
     )
     failed = frozenset(Worker(*place) for place in places)
     problem = Problem(grid, costs.costs(CUTS), failed, Technique(), memory=costs.memory(CUTS))
-    turns = costs.turns(CUTS, grid)
-    assert turns is not None
-    schedule, _ = heuristic_in_turns(heuristic(problem, 20_000), turns, 20_000)
+    variation = costs.variation(CUTS, grid)
+    assert variation is not None
+    schedule, _ = heuristic_with_variation(heuristic(problem, 20_000), variation, 20_000)
     for worker in schedule.live_workers:
         now = 8.0 * 3
         for op in schedule.program(worker):
@@ -178,11 +178,11 @@ def test_light_micro_batches_leave_room_for_one_more() -> None:
     slots = (1.0,) * 7
     costs = LayerCosts(slots, slots, slots, held_bytes=slots, parameter_bytes=slots, memory_limit=3 + 1 + 8.8)
     problem = Problem(grid, costs.costs(cuts), frozenset(), Technique(), memory=costs.memory(cuts))
-    turns = costs.turns(cuts, grid)
-    assert turns is not None
+    variation = costs.variation(cuts, grid)
+    assert variation is not None
     assert problem.counted().in_flight_limit == (3, 3, 3)
     usual = heuristic(problem, 50_000)
-    schedule, timing = heuristic_in_turns(usual, turns, 50_000)
-    codes, sequence = operations_of(usual, problem, turns)
+    schedule, timing = heuristic_with_variation(usual, variation, 50_000)
+    codes, sequence = operations_of(usual, problem, variation)
     assert timing.period < best_timing(codes, sequence).period
     assert max(schedule.peak_in_flight(worker) for worker in schedule.live_workers) > 3
