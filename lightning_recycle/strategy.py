@@ -367,7 +367,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> StepLoader | object:
-        """What a loop reads: a worker reads steps, the launching process the user's own batches, if asked to.
+        """Data that a loop reads: in a worker steps, in the launching process the user's own batches, if asked to.
 
         Raises:
             UnsupportedFeatureError: in the launching process, if a step takes batches of several pipelines.
@@ -398,7 +398,7 @@ class ReCycleStrategy(ParallelStrategy):
         return self.session.evaluate("predict", args)
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
-        """What the module returns for ``inputs`` where this worker has one stage of it; all workers call it."""
+        """Output of the module for ``inputs`` where this worker has one stage of it; all workers call it."""
         return self.session.forward_whole(inputs)
 
     @override

@@ -378,7 +378,7 @@ class ControlClient(ActivityRecorder):
         return self._hiding_failures(lambda interruptible: self._await_answer(message, interruptible))
 
     def _hiding_failures(self, wait: Callable[[bool], _T]) -> _T:
-        """What ``wait`` (interruptible) returns; carries out the regroups that are announced meanwhile."""
+        """Result of ``wait`` (interruptible); carries out the regroups that are announced meanwhile."""
         while True:
             # Before the executor exists there is nothing to regroup: the announcement waits for it.
             ready = self.regroup is not None

@@ -32,7 +32,7 @@ _RESTARTS_FROM_CHECKPOINT = 10
 @suggests_options
 @dataclass(frozen=True)
 class RecoveryOptions(OptionGroup):
-    """What follows when workers are lost.
+    """Recovery from lost workers.
 
     Args:
         max_restarts: how many lost workers are replaced in the whole run by new processes, which get their state from a

@@ -1,4 +1,4 @@
-"""What a user's DataLoader says about its data, and the errors for unusable ones.
+"""Batching of a user's DataLoader, and the errors for unusable ones.
 
 Any worker must be able to get any sample, even a second time. So the data has addresses (a map-style dataset, or an
 IterableDataset that can be indexed), or it is a *stream*: its dataset or its iterator has ``state_dict`` and

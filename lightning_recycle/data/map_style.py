@@ -135,7 +135,7 @@ class MicrobatchLoader(SampleLoader):
             )
 
     _unit = "samples"
-    """What the sampler yields."""
+    """Items of the sampler."""
 
     @property
     def _draws_from_seed(self) -> bool:
@@ -155,7 +155,7 @@ class MicrobatchLoader(SampleLoader):
 
     @property
     def left_out(self) -> str:
-        """What a training leaves out of each epoch although the user did not ask for that; "" for nothing."""
+        """Samples that training leaves out of each epoch unasked, in words; "" for none."""
         rest = self._num_samples - self._num_steps * self.global_batch_size
         if self.evaluation or rest <= 0 or self._drops_last:
             return ""

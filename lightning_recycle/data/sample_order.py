@@ -233,7 +233,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(encoded: Any, current: Any = None) -> Any:
-    """What was encoded; ``current``: the value that it replaces."""
+    """The decoded value; ``current``: the value that it replaces."""
     if not isinstance(encoded, dict):
         return encoded
     ((kind, content), *rest) = encoded.items()
@@ -297,7 +297,7 @@ def add_sample(digest: int, sample: Any) -> int:
 
 
 def _tensor_bytes(tensor: Tensor) -> Any:
-    """What can be hashed of ``tensor``, without a copy where that is possible."""
+    """Bytes of ``tensor`` to be hashed, without a copy where that is possible."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return b""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -69,7 +69,7 @@ def numbers_of(index: Any) -> Iterable[int]:
 
 
 class StepHandle:
-    """What Lightning's loops and hooks see as the batch of one step: an address, not the data.
+    """Address of the batch of one step, which Lightning's loops and hooks see instead of the data.
 
     Callbacks that look into the batch, by index, key or iteration, find the whole global batch: this process reads it
     on the first access.
@@ -115,7 +115,7 @@ class Collate:
         self.collate, self.seed = collate, seed
 
     def collect(self, addressed: list[AddressedSample], reseed: Callable[[int], None] | None) -> Any:
-        """What the user's function makes of samples; ``reseed`` is None if it draws nothing."""
+        """Batch that the user's function makes of samples; ``reseed`` is None if it draws nothing."""
         epoch = addressed[0][0][0]
         if reseed is not None:
             reseed(derive_seed(self.seed, epoch, *(n for (_, index), _ in addressed for n in numbers_of(index))))
@@ -127,7 +127,7 @@ class Collate:
 
 
 class StepSource(ABC):
-    """What the executor sees of the data of a step.
+    """The executor's view of the data of a step.
 
     Args:
         grid: the grid, for D, S and M.
@@ -251,7 +251,7 @@ class StepLoader(StepSource):
         self.first_step, self.end_step = first_step, end_step
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all workers before the first step of an epoch, by name; None: unknown to this one."""
+        """Values that must be equal on all workers before an epoch, by name; None: unknown to this one."""
         return {}
 
     @property

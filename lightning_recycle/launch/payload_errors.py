@@ -70,7 +70,7 @@ def _find_unpicklable(payload: Any, dump: Dump) -> str | None:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled with ``value``, with how to get there."""
+    """Objects that are pickled with ``value``, each with its path."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", member) for key, member in value.items())
     elif isinstance(value, list | tuple):

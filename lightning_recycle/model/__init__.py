@@ -1,1 +1,1 @@
-"""What the user writes: the module, its layers, weights that layers share, and how layers are cut into stages."""
+"""The user's side of a model: the module, its layers, weights that layers share, and how layers are cut into stages."""

@@ -70,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ReturnShape:
-    """What a layer returns besides the value that goes on.
+    """Items that a layer returns beside the value that goes on.
 
     Args:
         is_tuple: whether the value that goes on is the first item of a tuple.
@@ -88,7 +88,7 @@ class ReturnShape:
         return output[0], cls(True, tuple(item is None for item in output[1:]))
 
     def around(self, value: Any, layer: str) -> Any:
-        """What a layer would return; the other items are not there."""
+        """Output of a layer without its other items."""
         if not self.is_tuple:
             return value
         what = f"more than the first item of what layer {layer!r} returned"
@@ -139,7 +139,7 @@ def _flat(value: Any) -> list[Any]:
 
 @dataclass
 class ChainTracer:
-    """What has happened to the chain so far.
+    """Calls of the chain so far.
 
     Args:
         chain: the layers.

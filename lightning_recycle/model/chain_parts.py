@@ -433,7 +433,7 @@ class _LastStage(nn.Module):
 
 
 def _message(tracer: ChainTracer, hidden: Any, shape: ReturnShape, calls: Mapping[int, Call]) -> tuple[Tensor, ...]:
-    """What the next stage must know, as tensors: the value that goes on, and how the layers of middle stages are
+    """Message to the next stage, as tensors: the value that goes on, and how the layers of middle stages are
     called.
     """
     try:

@@ -101,13 +101,13 @@ def _named(module: nn.Module, path: str) -> str:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a call returned, with its tensors on the CPU."""
+    """Result of a call, with its tensors on the CPU."""
 
     value: Any
 
 
 class WholeStep(nn.Module):
-    """What was asked, as the step of an evaluation: its code is recorded as that of other steps is.
+    """A call, as the step of an evaluation: its code is recorded as that of other steps is.
 
     Args:
         module: the user's module.

@@ -266,7 +266,7 @@ def share(layers: nn.ModuleList, groups: Iterable[Sequence[str]], came: Containe
 def needed_elsewhere(
     layers: nn.ModuleList, groups: Iterable[Sequence[str]], indices: Container[int]
 ) -> dict[int, dict[str, nn.Parameter]]:
-    """What to keep of departing layers outside ``indices``: values for recipes inside that are tied to them.
+    """Remains of departing layers outside ``indices``: values for recipes inside that are tied to them.
 
     Returns:
         The parameters of each layer, by their names in it.

@@ -48,7 +48,7 @@ class StepRecorder(Protocol):
         """Records what happens in the block, in the object that the context yields; its ``result`` may be set."""
 
     def dump(self, recording: Any, samples: int) -> bytes:
-        """What was recorded in a block."""
+        """Recording of a block."""
 
 
 class ModelParts:
@@ -163,17 +163,17 @@ class ModelParts:
         return ()
 
     def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """What runs in F, in order."""
+        """Modules that run in F, in order."""
         self._training = _TrainingStep(self.module, recorder, self._take)
         return [self._training]
 
     def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """What runs in an evaluation, in order."""
+        """Modules that run in an evaluation, in order."""
         self._evaluation = _EvaluationStep(self.module, recorder, self._take)
         return [self._evaluation]
 
     def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """What runs in a call of the model outside of steps, in order, where a worker has one stage of it."""
+        """Modules that run in a call outside of steps, in order, where a worker has one stage of the model."""
         return []
 
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
@@ -188,7 +188,7 @@ class ModelParts:
         raise NotImplementedError(f"{type(self).__name__} runs all of its parts")
 
     def record_forward(self, recorder: StepRecorder, output: Any) -> bytes:
-        """What the last of these parts returned, for all workers: its ``result``, and what the user's code did."""
+        """Output of the last of these parts, for all workers: its ``result``, and what the user's code did."""
         return self.record_training(recorder, output, None, samples=1)
 
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
@@ -216,7 +216,7 @@ class ModelParts:
         return True
 
     def record_training(self, recorder: StepRecorder, output: Any, target: Any, samples: int) -> bytes:
-        """What the user's code did with a micro-batch in training."""
+        """Recording of the user's code on a micro-batch in training."""
         taken, self._taken = self._taken, None
         return recorder.dump(taken, samples)
 

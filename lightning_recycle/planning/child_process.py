@@ -55,7 +55,7 @@ class Cancelled(BaseException):
 
 @contextmanager
 def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """What is planned in the block, in this thread, is given up once ``event`` is set."""
+    """Planning in the block, in this thread, is given up once ``event`` is set."""
     token = _cancels.set(event)
     try:
         yield

@@ -72,7 +72,7 @@ def is_machine_error(error: BaseException) -> bool:
 
 
 def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], bool]:
-    """What ``RecoveryOptions(machine_errors=...)`` says of an exception.
+    """Predicate of suspected exceptions, by ``RecoveryOptions(machine_errors=...)``.
 
     Raises:
         ConfigurationError: if the option is neither a predicate nor names exceptions.

@@ -84,7 +84,7 @@ class CheckpointOptions(OptionGroup):
 @suggests_options
 @dataclass(frozen=True)
 class MonitoringOptions(OptionGroup):
-    """What a run shows of itself.
+    """Status page, metrics and summary of a run.
 
     Args:
         status: whether ``recycle-status`` of this user finds the run on this machine. ``"host:port"``, or a port of
@@ -223,7 +223,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is the same for all workers of a run.
+    """Settings that all workers of a run share.
 
     Args:
         grid: the grid of the run.
@@ -263,7 +263,7 @@ class RunSetup:
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """What differs between the workers of a run.
+    """Identity of a worker in a run.
 
     Args:
         rank: position in the grid.

@@ -236,7 +236,7 @@ def rewind_to_batch(trainer: pl.Trainer, begins_step: bool) -> None:
 
 
 def final_settings(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
-    """What a run leaves in the parts of ``trainer``, by path, besides the states of loops and loaders."""
+    """Settings that a run leaves in the parts of ``trainer``, by path; without states of loops and loaders."""
     return {path: settings_of(_at(trainer, path), names) for path, names in _FINAL.items()}
 
 

@@ -71,7 +71,7 @@ class Interval:
     live_gpus: int
     throughput: float
     choice: str = ""
-    """What the policy chose for it, where it chooses among several ways: "reroute", "layers", ..."""
+    """Choice of the policy for it, where it chooses among several ways: "reroute", "layers", ..."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class FailureDetector:
 
     @property
     def activities(self) -> dict[int, tuple[str, str]]:
-        """What main threads did at their newest heartbeats, and what they waited for, for people."""
+        """Activity of main threads at their newest heartbeats, for people."""
         return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._beats.items()}
 
     def forgive(self, now: float) -> None:

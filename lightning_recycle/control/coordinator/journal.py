@@ -178,7 +178,7 @@ class Journal:
             time.sleep(0.05)
 
     def _read(self) -> _Content | None:
-        """What an earlier coordinator has written under the same key."""
+        """Journal of an earlier coordinator with the same key."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
         except FileNotFoundError:

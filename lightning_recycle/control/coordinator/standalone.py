@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal | None:
-    """What the coordinator writes down; nothing if it listens at a port that another one would not have."""
+    """Journal of the coordinator; none if it listens at a port that another one would not have."""
     if state == "none" or (state is None and not address[1]):
         log.info("This coordinator writes nothing down: its end is that of the run.")
         return None
@@ -189,7 +189,7 @@ def allow_descriptors(count: int) -> None:
 
 
 def _given(options: argparse.Namespace) -> Overrides:
-    """What the command line says."""
+    """Options of the command line."""
     settings = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
     if options.monitor_plan:
         settings |= settings_of("monitor", DriftOptions())

@@ -63,7 +63,7 @@ class WorkerTable:
         return rank in self.connections or rank in self.processes
 
     def thread_states(self, rank: int) -> str:
-        """What the threads of a worker's process do, if it is one of this machine."""
+        """Stacks of the threads of a worker's process, if it is on this machine."""
         holder = self.holders.get(rank)
         return "" if holder is None else thread_states(holder.pid, holder.space)
 

@@ -221,7 +221,7 @@ class Readmission:
         return messages.Enrolled(self._journal.run)
 
     def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> ReturnStanding:
-        """What ``returned`` is. ``taken``: the positions whose worker is connected."""
+        """Standing of the worker that sent ``returned``. ``taken``: the positions whose worker is connected."""
         rank = returned.rank
         if returned.run != self._journal.run or not 0 <= rank < state.num_workers:
             return ReturnStanding.LOST

@@ -160,7 +160,7 @@ class Goodput:
             self._live = live
 
     def _interrupt(self, time: float) -> None:
-        """What was computed since the newest commit may be lost; no worker computes from ``time`` on."""
+        """No worker computes from ``time`` on, and work since the newest commit may be lost."""
         if self.phase is Phase.TRAINING:
             trained = self._training
             self._pass(time)

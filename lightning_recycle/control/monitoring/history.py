@@ -119,7 +119,7 @@ _LINES: Mapping[str, tuple[int, str]] = {
         "Worker {worker} wants to stop training after {step} steps: all stop after one of the next steps.",
     ),
 }
-"""What is said of an event in the log of the coordinator, by its kind."""
+"""Log message of the coordinator for an event, by its kind."""
 
 
 def corruption_line(grid: Grid, record: Record) -> str:

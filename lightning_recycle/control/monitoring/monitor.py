@@ -114,7 +114,7 @@ class Monitor:
         return self._viewed.view()
 
     def _of_plan(self, what: str, view: RunView, most: int, make: Callable[[Schedule], Made]) -> Made | None:
-        """What follows from the plan with measured times; None without one, or if it is too large."""
+        """Predictions of the plan with measured times; None without one, or if it is too large."""
         plan, timed = view.status.plan, view.timed
         if plan is None or timed is None or plan.operations > most:
             return None

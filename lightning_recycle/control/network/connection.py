@@ -275,7 +275,7 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
 
 
 def _pieces(sock: socket.socket, deadline: float, handshake: Handshake) -> Iterator[bytes]:
-    """What arrives until ``handshake`` is done."""
+    """Bytes that arrive until ``handshake`` is done."""
     while not handshake.done:
         left = deadline - time.monotonic()
         if left <= 0:

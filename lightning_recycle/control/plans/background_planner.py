@@ -135,7 +135,7 @@ class BackgroundPlanner:
             self._drop(urgency)
 
     def publish(self, found: Any) -> None:
-        """What :meth:`take` returns next; called by jobs."""
+        """Passes a result to :meth:`take`; called by jobs."""
         self._published.put(found)
         self.wake()
 

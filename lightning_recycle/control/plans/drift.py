@@ -48,7 +48,7 @@ _SWAP_SECONDS = 0.1  # for switching to another plan, generously: a message to a
 _KINDS = ("F", "B", "W", "BW")
 
 _Frame: TypeAlias = dict[Worker, dict[str, float]]
-"""What all workers measured in one step: logarithms of the seconds of F, B, W and BW, seconds of REDUCE and STEP."""
+"""Measurements of all workers in one step: logarithms of the seconds of F, B, W and BW, seconds of REDUCE and STEP."""
 
 _Doubt: TypeAlias = dict[Worker | tuple[int, str], float]
 """How far noise may have moved an estimate, as a logarithm: a worker's factor, a stage's level by operation kind."""

@@ -244,7 +244,7 @@ class LayoutChoice:
         self._planner.relaid(seconds, self.choice_of(cuts), self._variation(cuts, grid))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
-        """What operations will take under the layout ``cuts``, of which ``seconds`` is known under that of now."""
+        """Seconds of operations under the layout ``cuts``, from ``seconds`` under that of now."""
         assert self._layers is not None, "a layout was chosen"
         parts = self._layers.forward, self._layers.backward_input, self._layers.backward_weight, self._layers.backward
         found: dict[int, dict[str, float]] = {}

@@ -137,7 +137,7 @@ class Measurements:
 
     @property
     def known_seconds(self) -> dict[int, dict[str, float]]:
-        """What operations take in each stage, by all workers and steps where that is known."""
+        """Seconds of operations in each stage, by all workers and steps where that is known."""
         return {stage: {**seconds, **self.levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
 
     def computing_seconds(self, schedule: Schedule) -> tuple[float, float] | None:

@@ -147,7 +147,7 @@ class ReadyPlans:
 
 
 def _key_of(problem: Problem) -> _PlanKey:
-    """What all plans have in common that one can be made of another by renaming workers."""
+    """Properties that plans share if one can be made of another by renaming workers."""
     common = representative(problem)
     return common.failed, common.worker_factors
 
@@ -172,7 +172,7 @@ class PlanAnswer:
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What is the plan of ``planner`` for ``problem``?
+    """Question for the plan of ``planner`` for ``problem``.
 
     Args:
         problem: the problem; with ``splitting``, with the costs of split backwards.

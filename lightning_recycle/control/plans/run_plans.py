@@ -147,7 +147,7 @@ class RunPlans:
 
     @property
     def timed(self) -> Callable[[], Schedule] | None:
-        """What gives the plan that runs with the times that were measured, in any thread; None before."""
+        """Function for the running plan with measured times, callable in any thread; None before."""
         if not self.schedules or not self.operation_seconds:
             return None
         return partial(self._planner.assumptions.retime, self.schedules[-1], dict(self.operation_seconds))
@@ -320,7 +320,7 @@ class RunPlans:
         return facts
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
-        """What was compared since the last call, as kinds and details of events: "chosen"
+        """Comparisons since the last call, as kinds and details of events: "chosen"
         (:func:`~lightning_recycle.control.plans.plan_maker.facts_of`) and "layout".
         """
         taken, self._notes = self._notes, []

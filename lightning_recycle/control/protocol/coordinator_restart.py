@@ -129,7 +129,7 @@ class JournaledState:
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
-    """What :func:`kept` is made of: as long as these are the same objects, there is nothing new to write down."""
+    """Parts that :func:`kept` is made of: as long as these are the same objects, there is nothing new to write down."""
     roster = state.roster
     return (
         state.generation.number,
@@ -153,7 +153,7 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
 
 
 def kept(state: MembershipState) -> JournaledState:
-    """What must be written down of ``state``, if it has changed, before the commands that came with it are obeyed."""
+    """Journal entry for ``state``, if it has changed; written before the commands that came with it are obeyed."""
     stop = state.collectives.stop_round
     is_decided = stop is not None and stop.is_over
     return JournaledState(
@@ -223,7 +223,7 @@ def revived(grid: Grid, written: JournaledState, retries: int = 1, members: int 
 
 
 def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None, dict[int, messages.Returned]] | str:
-    """What an earlier coordinator of a run knew, without its file, and its members by rank; or what is missing.
+    """State of an earlier coordinator, without its file, and its members by rank; or what is missing.
 
     Args:
         said: what workers of one run say that have lost their coordinator.
@@ -314,7 +314,7 @@ def rebuilt(state: MembershipState) -> Next:
 def _repeated(
     state: MembershipState, members: Mapping[int, messages.Returned], told: Mapping[int, messages.StepLoss]
 ) -> Iterator[Command]:
-    """What an earlier coordinator has told some, for the others."""
+    """Messages that an earlier coordinator has sent to some, for the others."""
     answers = {one.answer.number: one.answer for one in members.values() if one.answer is not None}
     newest = answers.get(state.collectives.next - 1)
     if newest is not None:

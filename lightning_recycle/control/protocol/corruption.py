@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 POLICIES = ("evict", "raise")
-"""What follows for a worker that holds wrong bits."""
+"""Consequence for a worker that holds wrong bits."""
 
 FINITE = "finite"
 """The name under which a worker tells whether what it computed is finite, where that is the question."""

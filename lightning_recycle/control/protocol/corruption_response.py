@@ -194,7 +194,7 @@ def on_voted(state: MembershipState, event: messages.Voted) -> Next:
 
 
 def _settle(state: MembershipState, dispute: Dispute) -> Next:
-    """What follows from the votes of all."""
+    """Reaction to the votes of all."""
     if is_about_numbers(dispute):
         return _settle_numbers(state, dispute)
     finding = decide(dispute)
@@ -318,7 +318,7 @@ def who_made_it(dispute: Dispute) -> Culprit | str:
 
 
 def excuse(state: MembershipState, step: int, why: str) -> Next:
-    """What ``step`` has of such values is the model's, or the data's."""
+    """Such values of ``step`` are the model's, or the data's."""
     count = state.checks.excuses + 1
     until = step if count < MAX_EXCUSED else EXCUSES_ALL
     checks = replace(state.checks, inspects=-1, excused=until, excuses=count)

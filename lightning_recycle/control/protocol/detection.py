@@ -54,7 +54,7 @@ __all__ = [
 _RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process
 
 StepPoint: TypeAlias = tuple[int, str]
-"""What a worker is at: the step, and the micro-batch or else the kind of operation."""
+"""Position of a worker in its work: the step, and the micro-batch or else the kind of operation."""
 
 _Intervals: TypeAlias = tuple[tuple[float, float], ...]  # (begin, end), in order, apart from each other
 
@@ -108,7 +108,7 @@ class Standing:
 
     @property
     def place(self) -> StepPoint | None:
-        """What it is at, if that is known."""
+        """Position of the worker in its work, if that is known."""
         return next((sign.place for sign in self.others if sign.place is not None), None)
 
     @property
@@ -317,7 +317,7 @@ def _excuses(memory: DetectionState, rank: int, is_silence: bool) -> _Intervals:
 
 
 def _counted(seconds: float, excuses: _Intervals, now: float) -> float:
-    """What remains of the newest ``seconds`` without ``excuses``."""
+    """Remainder of the newest ``seconds`` without ``excuses``."""
     begin = now - seconds
     return seconds - sum(end - max(begin, start) for start, end in excuses if end > begin)
 

@@ -243,7 +243,7 @@ class Member:
 
     @property
     def pause(self) -> tuple[int, int | None]:
-        """What is known of a change at a step boundary: its generation (-1 for none), and the step once it is known."""
+        """Change at a step boundary: its generation (-1 for none), and the step once it is known."""
         return self._paused_generation, self._boundary
 
     @property

@@ -358,7 +358,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """What all told each other about ``step`` proves a guess wrong: what was computed with it since is worthless, and
+    """A guess about ``step`` was wrong, as all reports show: what was computed with it since is worthless, and
     the same workers connect again.
     """
 
@@ -803,7 +803,7 @@ class Resume:
     roster: tuple[int, ...]
     decision: Decision
     program: Program | None
-    """What this worker does in a step. The coordinator's shell adds it: each worker has another one."""
+    """Program of this worker for a step. The coordinator's shell adds it: each worker has another one."""
     commits: Mapping[int, Payload | None]
     """Contributions of the stages to the commit of step ``decision.version - 1``, by stage, as far as known; or of all
     stages to that of ``decision.version``, if ``settled``."""
@@ -818,7 +818,7 @@ class Resume:
     strangers: tuple[int, ...] = ()
     """The ranks that join with another layout."""
     vote: Vote | None = None
-    """What some compute before anything else, while the others wait for the next generation."""
+    """Computation of some before anything else, while the others wait for the next generation."""
     inspects: int = -1
     """The step in which all look where values begin that are not finite; -1 for none."""
     excused: int = -1
@@ -958,13 +958,13 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     LookUp,
     FaultInjected,
 )
-"""What a worker may say once it has a position; its first message is a :class:`Hello`."""
+"""Messages of a worker with a position; its first message is a :class:`Hello`."""
 
 FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
-"""What a worker may say that waits for a position."""
+"""Messages of a worker that waits for a position."""
 
 FIRST: tuple[type[Any], ...] = (Hello, Returned)
-"""What a worker may say first."""
+"""First messages of a worker."""
 
 TO_WORKERS: tuple[type[Any], ...] = (
     Enrolled,
@@ -985,4 +985,4 @@ TO_WORKERS: tuple[type[Any], ...] = (
     Alive,
     Stop,
 )
-"""What the coordinator may say."""
+"""Messages of the coordinator."""

@@ -244,7 +244,7 @@ def actions(
     tied: bool,
     settled: bool = False,
 ) -> tuple[Action, ...]:
-    """What a worker does, in order, once the workers of a generation are connected; then all run ``decision.version``.
+    """Actions of a worker, in order, once its generation is connected; then all run ``decision.version``.
 
     Args:
         rank: the worker's rank.

@@ -160,7 +160,7 @@ def _differ(step: int, difference: str) -> Failed:
 
 
 def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int | None, Mapping[str, float]], ...]:
-    """What must be the same on all workers (None, and :data:`_INPUTS`), and on those of its stage."""
+    """Values that must be the same on all workers (None, and :data:`_INPUTS`), and on those of a stage."""
     facts = event.facts
     return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.column_of(event.rank), facts.stage)
 

@@ -253,7 +253,7 @@ class PositionMesh:
 
 
 class _Alone:
-    """What members do who build alone: a broadcast leaves the own value, a barrier is passed."""
+    """Collectives of a member that builds alone: a broadcast leaves its value, a barrier is passed."""
 
     def __init__(self, size: int) -> None:
         self._size = size

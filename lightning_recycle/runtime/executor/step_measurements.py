@@ -228,7 +228,7 @@ class FirstSteps:
         self._passed += passed
 
     def trial(self) -> SplitTrial | None:
-        """What splitting costs, once a step after which the trial is over has been applied."""
+        """Cost of splitting, once a step after which the trial is over has been applied."""
         if self._tried < _TRIAL_STEPS or not self._split:
             return None
         for split, timings in self._by_device.items():

@@ -85,7 +85,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _PolicyState:
-    """What the policy remembers.
+    """Memory of the policy.
 
     Args:
         way: the way in force.
@@ -116,7 +116,7 @@ class Auto(Policy):
 
     @property
     def technique(self) -> Technique:
-        """What plans may use."""
+        """Technique that plans may use."""
         return Technique(self.schedule == "planned", self.schedule == "planned")
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
@@ -165,7 +165,7 @@ class Auto(Policy):
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
 
     def _restart_seconds(self, context: Context) -> float:
-        """What the loss of a layer costs: the pauses, and half of the time between two checkpoints."""
+        """Seconds that the loss of a layer costs: the pauses, and half of the time between two checkpoints."""
         every = self.checkpoint_interval(context)
         return sum(pause.seconds for pause in self.restarting(context, broken=True)) + every / 2
 
@@ -248,7 +248,7 @@ def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
 
 
 def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> Problem:
-    """What is to be planned with so many workers in each stage, without a limit on memory."""
+    """Problem with so many workers in each stage, without a limit on memory."""
     gone = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
     return Problem(model.grid, layer_costs(model).costs(cuts, split_backward=technique.split_backward), gone, technique)
 
@@ -286,7 +286,7 @@ def _planned(
     ways: tuple[LayoutWay, ...],
     fixed: str,
 ) -> tuple[_Way, ...]:
-    """What the planner of a run finds, whether or not it pays."""
+    """Ways that the planner of a run finds, whether or not they pay."""
     costs = layer_costs(model)
     try:
         plan = plan_layout(

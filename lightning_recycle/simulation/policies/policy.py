@@ -77,7 +77,7 @@ __all__ = [
 
 
 class Loss(Enum):
-    """What an event undoes; undone samples are trained again and counted once."""
+    """Training that an event undoes; undone samples are trained again and counted once."""
 
     NOTHING = "nothing"
     STEP = "step"
@@ -88,7 +88,7 @@ class Loss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What is trained, on what.
+    """Training model, cluster and nodes.
 
     Args:
         model: the model.
@@ -163,7 +163,7 @@ class Downtime:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """What a policy reacts to. It includes earlier events whose reaction still waits for the end of a step.
+    """Changes that a policy reacts to, including earlier events whose reaction still waits for the end of a step.
 
     Args:
         time: time in seconds.
@@ -342,7 +342,7 @@ class Policy(ABC):
 
     @abstractmethod
     def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
-        """What to do; None: nothing changes."""
+        """Reaction to a change; None: nothing changes."""
 
     # -- the schedule ----------------------------------------------------------------------------------------------
 

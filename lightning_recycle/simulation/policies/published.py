@@ -91,7 +91,7 @@ class Bamboo(Policy):
         fraction("Bamboo", "threshold", self.threshold)
 
     def memory_bytes(self, model: TrainingModel) -> float:
-        """What the first stage's GPUs need: redundant state, and S micro-batches in flight, redundantly."""
+        """Bytes that the first stage's GPUs need: redundant state, and S micro-batches in flight, redundantly."""
         part = 1 / model.stages
         in_flight = min(model.stages, model.grid.microbatches) * model.activation_bytes(part)
         return _STATE_COPIES * model.state_bytes(part) + self.activation_copies * in_flight
