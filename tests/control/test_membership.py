@@ -69,6 +69,14 @@ def test_a_loss_while_running_tells_all_survivors_to_regroup_in_the_next_generat
     assert state.generation.regrouping
 
 
+def test_survivors_hear_of_a_loss_before_they_hear_what_it_settles() -> None:
+    """Else a coordinator that dies between the two, and whose file is lost, would count the lost worker as live."""
+    state, _ = feed(running(), *(m.StopWish(rank, 6, True) for rank in (0, 1, 2)))
+    _, commands = feed(state, s.Lost(3, "silent"))
+    sent = [type(command.message) for command in commands if isinstance(command, s.Send)]
+    assert sent == [m.Regroup, m.StopVerdict]
+
+
 def test_survivors_resume_together_with_what_the_decision_says() -> None:
     state, _ = feed(running(), all_losses(0), s.Lost(3, "gone"))
     state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True))

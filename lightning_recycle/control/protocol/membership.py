@@ -141,10 +141,11 @@ def _lose(state: MembershipState, event: Lost) -> Next:
     if state.returned is not None:
         return after(commands, _go_on_if_all_returned(state))
     state, settled = step_commit.settle(generation.with_leader(control_collectives.forget_retracted(state)))
-    commands += settled
     if state.outcome is not None:  # the loss has just completed the results
-        return state, commands
-    return after(commands, generation.begin(state) if state.generation.number >= 0 else _begin_if_complete(state))
+        return state, commands + settled
+    state, begins = generation.begin(state) if state.generation.number >= 0 else _begin_if_complete(state)
+    # Whoever hears what the loss has settled has heard of the loss, also if this coordinator dies between the two.
+    return state, commands + begins + settled
 
 
 def _is_lost(state: MembershipState, stage: int) -> bool:
