@@ -4,6 +4,7 @@ import importlib.resources
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -99,3 +100,49 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
         if each.name in pins
     }
     assert bounds == pins
+
+
+USER_SCRIPT = """
+from lightning_recycle import LayerSpec, PipelineModule, RecoveryOptions, ReCycleStrategy
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.planning import Costs, Grid, Problem, Schedule, plan
+
+
+class Model(PipelineModule):
+    def configure_pipeline(self) -> list[LayerSpec]:
+        return [LayerSpec(dict, a=1)]
+
+
+strategy = ReCycleStrategy(pipeline_parallel_size=2, recovery=RecoveryOptions(max_restarts=10))
+callbacks = [HeartbeatCallback(timeout=5.0), FaultInjectionCallback([Fault("kill", pipeline=1, stage=0, step=3)])]
+schedule: Schedule = plan(Problem(Grid(3, 4, 6), Costs.uniform(4)))
+period: float = schedule.period
+"""
+USER_MISTAKES = {
+    'ReCycleStrategy(pipeline_parallel_size="two")': "arg-type",
+    "ReCycleStrategy(pipelines=2)": "call-arg",
+    "Grid(3, 4, 6).width": "attr-defined",
+    "HeartbeatCallback(timeout=None)": "arg-type",
+}
+
+
+def test_mypy_reads_the_types_of_the_wheel_in_a_users_project(wheel: Path, tmp_path: Path) -> None:
+    """In an environment that has the wheel beside what this one has, as pip installs it."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False, symlinks=True)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    project = tmp_path / "project"
+    project.mkdir()
+    # What torch and Lightning say of types is not judged here, and takes a minute to read.
+    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "lightning", "torchmetrics"))
+    (project / "mypy.ini").write_text(f"[mypy]\nstrict = true\ndisallow_subclassing_any = false\n{skipped}")
+    (project / "right.py").write_text(USER_SCRIPT)
+    (project / "wrong.py").write_text("\n".join([*USER_SCRIPT.splitlines()[1:4], *USER_MISTAKES, ""]))
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "right.py", "wrong.py"]
+    checked = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    found = re.findall(r"^(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.M)
+    expected = [("wrong.py", str(number), kind) for number, kind in enumerate(USER_MISTAKES.values(), start=4)]
+    assert found == expected, checked.stdout + checked.stderr
