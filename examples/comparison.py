@@ -1,4 +1,4 @@
-"""What a failure costs: the same training with and without it, and what a restart would have cost.
+"""Used by train_gpt.py: what a failure costs, by the same training with and without it, and by a restart.
 
 Four runs of the same model on the same data, one after the other:
 

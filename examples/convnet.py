@@ -1,7 +1,7 @@
-"""A small convolutional network as a list of layers, with an accuracy that is exact on every grid.
+"""Used by train_vision.py and others: a small convolutional network as a list of layers.
 
-Norms are GroupNorm: unlike BatchNorm's, its result does not depend on how a batch is cut into micro-batches. Shapes are
-(batch, channels, height, width).
+Its accuracy is exact on every grid. Norms are GroupNorm: unlike BatchNorm's, its result does not depend on how a batch
+is cut into micro-batches. Shapes are (batch, channels, height, width).
 """
 
 import torch

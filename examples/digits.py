@@ -1,4 +1,4 @@
-"""Real images that come with a package: the 8 x 8 handwritten digits of scikit-learn, 1,797 of them in 10 classes.
+"""Used by train_vision.py and others: scikit-learn's handwritten digits, 1,797 images of 8 x 8 in 10 classes.
 
 They are read in :meth:`Digits.setup`, so workers receive a pickled recipe instead of the images.
 """

@@ -1,4 +1,4 @@
-"""A byte-level GPT as a list of layers: what a model for ``lightning_recycle`` looks like.
+"""Used by train_gpt.py and others: a byte-level GPT as a list of layers.
 
 The network is the usual decoder: token and position embedding, pre-norm causal blocks, norm and head. The only special
 part is :meth:`GPT.configure_pipeline`, which returns the layers in order, as :class:`LayerSpec`: each worker

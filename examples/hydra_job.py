@@ -1,4 +1,4 @@
-"""What the Hydra applications of this directory share: from a configuration to a Trainer, and clear errors.
+"""Used by train_gpt.py and train_vision.py: from a Hydra configuration to a Trainer, with clear errors.
 
 A mistake in the call (an unknown option, a fault outside the grid) ends the program with one line and exit code 2;
 ``RECYCLE_FULL_ERROR=1`` shows the traceback instead.

@@ -1,4 +1,4 @@
-"""A script that calls ``trainer.fit`` as on one machine, and whose workers are actors of a Ray cluster.
+"""A script whose workers are actors of a Ray cluster: some minutes on four cores.
 
     python examples/ray_driver.py
     ray job submit --working-dir examples -- python ray_driver.py

@@ -1,4 +1,4 @@
-"""Search for a learning rate with Ray Tune; every trial trains on its own four actors.
+"""Search for a learning rate with Ray Tune, four actors for each trial: some minutes on ten cores.
 
     python examples/ray_sweep.py --cpus 10
 

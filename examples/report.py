@@ -1,4 +1,4 @@
-"""The report at the end of a run: what failed, what it cost, and what the plan promised.
+"""Used by train_gpt.py and train_vision.py: the report at the end of a run, what failed and what it cost.
 
 Everything is computed from two records that the launching process has after ``trainer.fit``: the strategy's history (a
 list of events) and the schedules it planned, one per generation, i.e. per set of live workers. The functions that

@@ -1,4 +1,4 @@
-"""Lose the leader, stop, and continue elsewhere: on another grid and on one device, with the same result.
+"""Lose the leader, stop, and continue on another grid, with the same result: half a minute on two cores.
 
     python examples/resume_on_another_grid.py                     # about 30 seconds; keeps nothing
     python examples/resume_on_another_grid.py --directory runs    # keeps the checkpoints there

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library, as windows of bytes.
+"""Used by train_gpt.py and others: the sources of Python's standard library as windows of bytes.
 
 The text depends only on the interpreter: files in sorted order, cut at a bounded number of bytes. It is read in
 :meth:`StdlibText.setup`, so workers receive a pickled recipe instead of megabytes.

@@ -1,4 +1,4 @@
-"""An ordinary Lightning script with manual optimization: a GAN. Nothing in it is made for failures but the strategy.
+"""An ordinary Lightning script with manual optimization, a GAN: a minute on two cores.
 
     python examples/unmodified_gan.py                       # four workers; a minute on two cores
     python examples/unmodified_gan.py --kill                # one of them gets SIGKILL between the two optimizers' steps

@@ -1,4 +1,4 @@
-"""An ordinary LightningModule, larger than one worker: two pipeline stages, and nothing in it is made for that.
+"""An ordinary LightningModule cut into two pipeline stages: a minute on two cores.
 
     python examples/unmodified_stages.py                       # two pipelines of two stages; a minute on two cores
     python examples/unmodified_stages.py --kill                # one of the workers gets SIGKILL in the middle

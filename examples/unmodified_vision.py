@@ -1,4 +1,4 @@
-"""An ordinary Lightning script: nothing in it is made for failures but the name of the strategy.
+"""An ordinary Lightning script with another strategy: a minute on two cores.
 
     python examples/unmodified_vision.py                       # four workers; a minute on two cores
     python examples/unmodified_vision.py --kill                # one of them gets SIGKILL in the middle
