@@ -33,8 +33,17 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,cpsat]'
 	touch $@
 
-demo: $(STAMP) ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs
-	$(BIN)/python examples/train_gpt.py experiment=demo $(ARGS)
+# The demo needs none of the tools of `make install`: without these it has an environment with the package alone.
+DEMO_VENV := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
+
+.venv-demo/.installed: pyproject.toml $(CONSTRAINTS)
+	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
+	@echo "Installing the package with torch and Lightning into .venv-demo"
+	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .
+	touch $@
+
+demo: $(DEMO_VENV)/.installed ## train a small GPT on 2 x 2 CPU workers with and without a failure, compare what it costs
+	$(DEMO_VENV)/bin/python examples/train_gpt.py experiment=demo $(ARGS)
 
 test: $(STAMP) ## run the tests, JOBS files at a time, 3 by default (ARGS are passed on to pytest)
 	$(PYTEST_JOBS) $(ARGS)
@@ -99,6 +108,6 @@ check: $(STAMP) ## check lint, formatting, types, direction of imports; print th
 	$(BIN)/python tests/room_sizes.py
 
 clean: ## remove the virtual environment, caches, build and run outputs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf outputs multirun lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
