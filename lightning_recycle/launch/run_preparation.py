@@ -236,7 +236,8 @@ def prepare(
         )
     if grid.pipelines == 1:
         log.warning(
-            "%d device(s) in %d stage(s) give each stage one worker: no loss is survived. Use at least devices=%d.",
+            "%d device(s) in %d stage(s) give each stage one worker: the run survives no failure."
+            " Use at least devices=%d.",
             grid.stages,
             grid.stages,
             2 * grid.stages,
