@@ -40,7 +40,7 @@ def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -
     ("grid", "worker", "step", "at", "technique"),
     sampled(
         [(*kill, how) for kill in SAMPLE for how in TECHNIQUES],
-        8,
+        6,
     ),
 )
 def test_weights_equal_after_a_kill(

@@ -171,6 +171,7 @@ class PerEpoch(Regression):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "entry",
     [
@@ -201,6 +202,7 @@ def test_a_scheduler_that_steps_every_step_goes_on_in_a_replacement() -> None:
     assert rejoined(run) == [(1, 1)]
 
 
+@pytest.mark.long
 def test_callbacks_with_a_state_decide_the_same_with_a_replacement(tmp_path: Path) -> None:
     """EarlyStopping ends the run at the same epoch although a worker that counts for it is new, and later leads."""
     data = TensorDataset(*(t[: GLOBAL_BATCH * 4] for t in dataset().tensors))

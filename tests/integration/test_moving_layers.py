@@ -180,7 +180,7 @@ MOMENTS = (56, 66, 58) * 2
 
 @pytest.mark.parametrize(
     ("rank", "moment"),
-    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 3),
+    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 2),
 )
 def test_a_worker_may_be_killed_at_any_moment_of_a_move(rank: int, moment: int) -> None:
     run = exact_fit(

@@ -131,7 +131,11 @@ def alone() -> tuple[dict[str, Any], Returned]:
 
 
 @pytest.mark.parametrize("microbatches", sampled([None, 2], 1, rest=pytest.mark.long))
-@pytest.mark.parametrize("faults", [[], [Fault("kill", 1, 0, step=3), Fault("kill", 2, 0, step=8)]], ids=["", "kills"])
+@pytest.mark.parametrize(
+    "faults",
+    sampled([[], [Fault("kill", 1, 0, step=3), Fault("kill", 2, 0, step=8)]], 1, rest=pytest.mark.long),
+    ids=["", "kills"],
+)
 def test_all_that_a_user_sees_is_that_of_one_device(alone: Any, microbatches: int | None, faults: list[Fault]) -> None:
     expected, seen = alone
     returned = Returned()

@@ -223,6 +223,7 @@ def test_who_joins_holds_what_its_peers_hold(tmp_path: Path) -> None:
             assert not found, f"{path.name} differs from {peer.name}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "averaging",
     sampled(

@@ -64,7 +64,7 @@ def layouts(seed: int, layers: int, stages: int, count: int) -> list[tuple[float
     return found
 
 
-@pytest.mark.parametrize(("seed", "stages"), sampled([(seed, stages) for seed in range(20) for stages in (2, 3, 4)], 2))
+@pytest.mark.parametrize(("seed", "stages"), sampled([(seed, stages) for seed in range(20) for stages in (2, 3, 4)], 1))
 def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
     still, moved = Regression(dropout=0.2).double(), Regression(dropout=0.2).double()
     fit(still, 2, stages, strategy=STAY)
