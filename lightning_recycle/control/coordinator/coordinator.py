@@ -85,6 +85,7 @@ class Coordinator:
         staggered: told to workers that were started by hand.
         journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
         takes_results: whether somebody takes the results from the outcome of the run.
+        members: the processes of each position of the grid.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -106,23 +107,28 @@ class Coordinator:
         staggered: bool = True,
         journal: Journal | None = None,
         takes_results: bool = True,
+        members: int = 1,
     ) -> None:
         self.grid = grid
+        self.members = members
+        workers = grid.num_workers * members
         self.options = options or CoordinatorOptions()
         self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
-        self._history = History(grid)
+        self._history = History(grid, members)
         self._owns_reception = reception is None
-        self._reception = reception or Reception((host, port), self.authkey, grid.num_workers)
+        self._reception = reception or Reception((host, port), self.authkey, workers)
         self._loop = self._reception.loop
-        self._plans = RunPlans(
-            grid, planner, self.options.drift, on_profile, self._loop.wake, self.options.recovery.rebalance
-        )
+        # Layers do not move where positions have several members, nor do workers.
+        self._layers_move = self.options.recovery.rebalance if members == 1 else "never"
+        self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self._layers_move)
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
         self._journal = journal
-        self._readmission = None if journal is None else Readmission(journal, grid, self.options, time.monotonic())
+        self._readmission = (
+            None if journal is None else Readmission(journal, grid, self.options, time.monotonic(), members)
+        )
         holders = {} if journal is None else journal.processes
         self._workers = WorkerTable(self._loop, self._on_messages, self._lose_worker, holders)
-        self._state = protocol.initial_state(grid, self.options.recovery.machine_error_retries)
+        self._state = protocol.initial_state(grid, self.options.recovery.machine_error_retries, members)
         if self._readmission is not None:
             self._state = self._readmission.state()
         self._state = self._state.updated(
@@ -132,17 +138,17 @@ class Coordinator:
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._watch = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
         self._rendezvous = PublishedKeys()
-        self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, grid.stages)
-        self._entrance = Admission(grid, self, self._loop, self._vacancies, objection, self._readmission)
+        self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, self._state.columns)
+        self._entrance = Admission(self, self._loop, self._vacancies, objection, self._readmission)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
         self._to_evict: list[protocol.Evict] = []
         self._held: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
         self._next_review = 0.0
-        self._review_seconds = max(_TICK, grid.num_workers * _REVIEW_SECONDS)
+        self._review_seconds = max(_TICK, workers * _REVIEW_SECONDS)
         self._fills = False  # whether a vacancy may be filled, or a spare be placed
         self._filled = self._state.roster.live  # the workers when that was last tried
-        self._order = sorted(range(grid.num_workers), key=lambda rank: (grid.worker(rank).stage, rank))
+        self._order = sorted(range(workers), key=lambda rank: (self._state.stage_of(rank), rank))
         self._sign_seconds = min(SIGN_SECONDS, self.options.coordinator_timeout / _SIGNS)
         self._next_sign = 0.0
         self._views = Views(self._view, self._loop.wake)
@@ -152,6 +158,7 @@ class Coordinator:
         self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
         self._started: dict[int, WorkerProcess] = {}  # of the first roster
         self._end_wanted = False
+        self._unconfirmed: dict[int, messages.Confirm] = {}
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
@@ -359,7 +366,7 @@ class Coordinator:
         if held is not None:
             self._handle(held)
         for plan in self._plans.better():
-            self._handle(plan)
+            self._handle(self._for_ranks(plan))
         for kind, details in self._plans.take_notes():
             self._history.add(kind, self._state, details=details)
         if self._end_wanted:
@@ -377,7 +384,8 @@ class Coordinator:
         said = coordinator_restart.events(returned) if place is not ReturnStanding.MEMBER else iter(())
         if place is ReturnStanding.MEMBER:
             self._watch.reported(rank)
-        self._plans.returned(self.grid.worker(rank), returned)
+        if self._leads(rank):
+            self._plans.returned(self._position(rank), returned)
         process = describe(returned, returned.incarnation)
         self.admit(rank, connection, process, place is ReturnStanding.CANDIDATE, returned)
         for message in said:
@@ -401,7 +409,7 @@ class Coordinator:
             self._watch.begin_start(time.monotonic())
         # The sign of life has the limit of the coordinator's silence.
         self._workers.connect(rank, connection, process, messages.Alive(self.options.coordinator_timeout))
-        if returned is not None and self._state.returned is not None and rank in self._state.roster.live:
+        if returned is not None and self._state.returned is not None and rank in self._state.heard:
             self._handle(returned)
             if self._state.returned is None:  # what they have said meanwhile
                 self._unread.extend(self._workers.connections)
@@ -434,7 +442,7 @@ class Coordinator:
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
         told = self._setup, self._staggered, self._takes_results
-        return messages.Assign(rank, incarnation, joining, self.grid, *told)
+        return messages.Assign(rank, incarnation, joining, self.grid, *told, self.members)
 
     def _has_candidate(self, rank: int) -> bool:
         return self._workers.has(rank) or self._vacancies.is_starting(rank)
@@ -447,7 +455,7 @@ class Coordinator:
         for rank in self._state.vacant:
             if (
                 self._has_candidate(rank)
-                or self._wrong[rank] >= _WRONG_STATES
+                or any(self._wrong[one] >= _WRONG_STATES for one in self._state.positions.expand({rank}))
                 or not self._vacancies.may_start(rank, now)
             ):
                 continue
@@ -455,8 +463,8 @@ class Coordinator:
                 self._history.add("restarting", self._state, rank)
                 self._vacancies.start(rank)
                 self._watch.expect(rank, now)
-            elif self._vacancies.may_move and not self._state.roster.moves:
-                mover = self._plans.propose_move(self._failed(), self.grid.worker(rank))
+            elif self._vacancies.may_move and not self._state.roster.moves and self.members == 1:
+                mover = self._plans.propose_move(self._failed(), self._position(rank))
                 if mover is not None:
                     self._handle(protocol.MovePlanned(rank, self.grid.rank(mover)))
                     self._vacancies.start(rank, on=self.grid.rank(mover))
@@ -478,19 +486,22 @@ class Coordinator:
                     raise BadMessageError(f"{type(message).__name__}: {why}")
                 self._on_message(rank, message)
         except BadMessageError as error:
-            log.warning("Closed the connection of worker %s: %s.", self.grid.worker(rank), error)
+            log.warning("Closed the connection of worker %s: %s.", self._state.name(rank), error)
             self._lose_worker(rank, f"it sent a message that no worker sends ({error})")
         except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
-            log.exception("The coordinator could not handle a message of worker %s", self.grid.worker(rank))
+            log.exception("The coordinator could not handle a message of worker %s", self._state.name(rank))
             self._lose_worker(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
 
     def _lose_worker(self, rank: int, cause: str) -> None:
         """Drops a worker or candidate that is lost, so that it cannot return and write, and lets the protocol react."""
         was_there = self._workers.drop(rank)
         self._watch.forget(rank)
+        self._unconfirmed.pop(rank, None)
         self._vacancies.leave_node(rank)
         if rank in self._state.roster.live:
             self._handle(protocol.Lost(rank, cause))
+        elif rank in self._state.roster.parked:
+            self._handle(protocol.CandidateLost(rank))
         elif was_there:
             self._lose_candidate(rank)
 
@@ -507,9 +518,10 @@ class Coordinator:
         self._lose_worker(rank, cause)
 
     def _dismiss(self, rank: int) -> None:
-        """Dismisses a worker that leaves at a step boundary."""
+        """Dismisses a worker that leaves at a step boundary, or was parked."""
         self._workers.dismiss(rank)
         self._watch.forget(rank)
+        self._unconfirmed.pop(rank, None)
 
     # ------------------------------------------------------------------ messages
 
@@ -526,17 +538,9 @@ class Coordinator:
             case messages.Reached(milestone=messages.Milestone.CONNECTED):
                 self._on_connected(message)
                 return
-            case messages.Profiled():
-                self._plans.profiled(message)
-                return
-            case messages.Measured():
-                self._plans.measured(message)
-                return
-            case messages.LayerFacts():
-                self._plans.layers(message)
-                return
-            case messages.Tried():
-                self._plans.tried(message)
+            case messages.Profiled() | messages.Measured() | messages.LayerFacts() | messages.Tried():
+                if self._leads(rank):
+                    self._plans.take(self._position(rank), message)
                 return
             case messages.Publish():
                 self._answer(self._rendezvous.publish(message))
@@ -554,6 +558,8 @@ class Coordinator:
                 if rank in self._state.roster.live:
                     self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
                     self._evict_unreachable()
+                elif rank in self._state.roster.parked:
+                    self._unconfirmed[rank] = message
                 return
             case messages.Report():
                 self._watch.reported(rank)
@@ -565,16 +571,17 @@ class Coordinator:
                 return
             case messages.Applied():
                 self._watch.applied(rank)
-                worker = self.grid.worker(rank)
                 self._history.held(rank, message.peak_bytes)
-                self._plans.applied(worker, message, rank == self._state.lead_of(worker.stage))
+                if self._leads(rank):
+                    worker = self._position(rank)
+                    self._plans.applied(worker, message, rank == self._state.lead_of(worker.stage))
             case messages.Broken():
-                log.debug("Worker %s: %s", self.grid.worker(rank), message)
+                log.debug("Worker %s: %s", self._state.name(rank), message)
             case messages.Raised():
-                worker, text = self.grid.worker(rank), message.traceback.rstrip()
-                log.warning("Worker %s raised an exception that may be a fault of its machine:\n%s", worker, text)
+                name, text = self._state.name(rank), message.traceback.rstrip()
+                log.warning("Worker %s raised an exception that may be a fault of its machine:\n%s", name, text)
             case messages.Crash():
-                log.debug("Worker %s: %s", self.grid.worker(rank), message)
+                log.debug("Worker %s: %s", self._state.name(rank), message)
                 if message.fault:
                     self._lose_worker(rank, message.summary)
                     return
@@ -626,6 +633,8 @@ class Coordinator:
             return
         self._state = state
         self._write_down()
+        for rank in self._unconfirmed.keys() & state.roster.live:  # it was parked when it asked
+            self._on_message(rank, self._unconfirmed.pop(rank))
         for command in commands:
             if isinstance(command, protocol.Send):
                 self._send(command)
@@ -653,7 +662,7 @@ class Coordinator:
         message, schedule = command.message, command.schedule
         if isinstance(message, messages.Resume):
             self._divide_time()
-            joining = [self.grid.worker(rank) for rank in self._state.roster.joining]
+            joining = self._state.positions.whole(self._state.roster.joining)
             try:
                 schedule = self._plans.begin_generation(self._failed(), joining, self._state.steps.version)
             except Exception as error:  # whoever sent the last report is not to blame
@@ -680,12 +689,12 @@ class Coordinator:
         told = frozenset(command.ranks)
         for rank in command.ranks if len(told) == 1 else (rank for rank in self._order if rank in told):
             if programs is not None:
-                frame = encode(replace(message, program=programs.of(self.grid.worker(rank))))
+                frame = encode(replace(message, program=programs.of(self._position(rank))))
             self._workers.post((rank,), frame)
 
     def _plan_is_ready(self, state: protocol.MembershipState) -> bool:
         """Whether there is a plan for a generation of those that are in; if not, it is being made."""
-        joining = [self.grid.worker(rank) for rank in state.roster.joining]
+        joining = state.positions.whole(state.roster.joining)
         try:
             return self._plans.is_ready(self._failed(state), joining)
         except Exception:  # whoever asks for the plan itself meets the same error, and tells it
@@ -693,8 +702,21 @@ class Coordinator:
             return True
 
     def _failed(self, state: protocol.MembershipState | None = None) -> frozenset[Worker]:
-        live = (state or self._state).roster.live
-        return frozenset(self.grid.worker(rank) for rank in range(self.grid.num_workers) if rank not in live)
+        state = state or self._state
+        return frozenset(self.grid.workers()) - state.positions.whole(state.roster.live)
+
+    def _position(self, rank: int) -> Worker:
+        return self._state.positions.position(rank)
+
+    def _leads(self, rank: int) -> bool:
+        """Whether ``rank`` is the first member of its position, whose measurements count for all of them."""
+        return self._state.positions.member(rank) == 0
+
+    def _for_ranks(self, ready: protocol.PlanReady | protocol.LayoutReady) -> protocol.MembershipEvent:
+        """``ready``, whose roster is of positions, for the workers that hold these."""
+        positions = map(self.grid.worker, ready.roster)
+        ranks = (rank for position in positions for rank in self._state.positions.ranks(position))
+        return replace(ready, roster=tuple(sorted(ranks)))
 
     def _divide_time(self) -> None:
         """Accounts for the time of the steps until now: another plan takes other times."""
@@ -705,7 +727,7 @@ class Coordinator:
         self._divide_time()
         spares = tuple(ProcessLocation(process.node or None, process.pid) for _, process in self._vacancies.spares)
         schedules = self._plans.schedules
-        candidates = frozenset(rank for rank in range(self.grid.num_workers) if self._has_candidate(rank))
+        candidates = frozenset(rank for rank in range(self._state.num_workers) if self._has_candidate(rank))
         awaited = (
             candidates - self._workers.connections.keys()
         )  # their process is another one than that which was known
@@ -733,7 +755,7 @@ class Coordinator:
             self._history.counters.update({name: value for name, value in known if name != "live_workers"})
             if self._state.layout.cuts:
                 self._plans.layout_is(self._state.layout.cuts)
-        if record.kind in ("left", "moved") and record.rank is not None:
+        if record.kind in ("left", "moved", "released") and record.rank is not None:
             self._dismiss(record.rank)
         if record.kind == "layers_moved":
             self._plans.relaid(record.details["cuts"])

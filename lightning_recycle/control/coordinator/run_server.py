@@ -100,7 +100,7 @@ class Serving:
             return None
         for text in terms.overruled:
             log.warning("%s, which counts.", text)
-        log.info("A run of %s begins with %d workers: %s", terms.grid, terms.grid.num_workers, terms.wants)
+        log.info("A run of %s begins with %d workers: %s", terms.grid, terms.num_workers, terms.wants)
         coordinator = Coordinator(
             terms.grid,
             planner,
@@ -111,6 +111,7 @@ class Serving:
             staggered=bool(terms.planning.staggered),
             journal=self._journal,
             takes_results=False,
+            members=terms.members,
         )
         try:
             coordinator.start({})

@@ -39,6 +39,7 @@ from lightning_recycle.control.network.addresses import address_from, http_addre
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import Setting
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.option_table import Check, shared_options
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         http = _shown_at(options.http)
         given = _given(options)
         given.check()
-        workers = _WORKERS if given.grid is None else given.grid.num_workers
+        workers = _WORKERS if given.grid is None else given.grid.num_workers * (given.members or 1)
         address, key = address_from(options.listen, "--listen"), key_from_environment()
         reception = Reception(address, key, workers)
         journal = _journal(options.state, address, key)
@@ -171,7 +172,8 @@ def _tell(terms: RunConfig, outcome: Outcome) -> None:
         log.error("All replicas of stage %d are lost: %s", outcome.stage, dict(outcome.causes))
     elif isinstance(outcome, Crashed):
         crash = outcome.crash
-        log.error("Worker %s ended the run: %s\n%s", terms.grid.worker(crash.rank), crash.summary, crash.traceback)
+        name = Positions(terms.grid, terms.members).name(crash.rank)
+        log.error("Worker %s ended the run: %s\n%s", name, crash.summary, crash.traceback)
     else:
         log.error("The run ended: %s", outcome)
 
@@ -193,7 +195,7 @@ def _given(options: argparse.Namespace) -> Overrides:
     settings = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
     if options.monitor_plan:
         settings |= settings_of("monitor", DriftOptions())
-    return Overrides(options.pipelines, options.stages, options.microbatches, settings)
+    return Overrides(options.pipelines, options.stages, options.microbatches, settings, options.processes_per_position)
 
 
 def _setting(text: str) -> Setting:
@@ -219,6 +221,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipelines", type=int, metavar="D", help="data-parallel size")
     parser.add_argument("--stages", type=int, metavar="S", help="pipeline-parallel size")
     parser.add_argument("--microbatches", type=int, metavar="M", help="per pipeline and step")
+    parser.add_argument(
+        "--processes-per-position", type=int, metavar="T", help="of each stage of a pipeline; default 1"
+    )
     parser.add_argument(
         "--http", metavar="HOST:PORT", help="where its page, /status and /metrics are; a port alone: for this machine"
     )

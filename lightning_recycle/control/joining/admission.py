@@ -70,7 +70,6 @@ class Admission:
     """Decides about each connection by its first message.
 
     Args:
-        grid: the grid of the run.
         inside: who is in.
         loop: watches the connections.
         vacancies: keeps the spares.
@@ -84,7 +83,6 @@ class Admission:
 
     def __init__(
         self,
-        grid: Grid,
         inside: Inside,
         loop: EventLoop,
         vacancies: Vacancies,
@@ -93,7 +91,7 @@ class Admission:
     ) -> None:
         self.has_met = False
         self.has_ended_before = inside.state.outcome is not None
-        self._grid, self._inside, self._loop, self._vacancies = grid, inside, loop, vacancies
+        self._inside, self._loop, self._vacancies = inside, loop, vacancies
         self._objection, self._readmission = objection, readmission
         self._has_new_spare = False
 
@@ -138,7 +136,7 @@ class Admission:
     def _fits(self, hello: messages.Hello) -> bool:
         if hello.rank is None:
             return True
-        if not 0 <= hello.rank < self._grid.num_workers or hello.rank in self._inside.connections:
+        if not 0 <= hello.rank < self._inside.state.num_workers or hello.rank in self._inside.connections:
             return False
         return (hello.rank in self._inside.state.roster.live) is not hello.joining
 

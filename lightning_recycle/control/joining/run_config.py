@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from lightning_recycle.arguments import whole
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions, VerificationOptions
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.run_planner import RunPlanner
@@ -69,13 +70,15 @@ def where(setting: str) -> str:
 class Overrides:
     """The command line of the coordinator; what it leaves open is None, or missing from ``settings``.
 
-    ``pipelines``, ``stages`` and ``microbatches``: the grid. ``settings``: as in :class:`RunRequest`.
+    ``pipelines``, ``stages`` and ``microbatches``: the grid. ``members``: the processes of each of its positions.
+    ``settings``: as in :class:`RunRequest`.
     """
 
     pipelines: int | None = None
     stages: int | None = None
     microbatches: int | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    members: int | None = None
 
     @property
     def grid(self) -> Grid | None:
@@ -86,6 +89,7 @@ class Overrides:
 
     def check(self) -> None:
         """Raises ConfigurationError for what no script could agree with."""
+        whole("recycle-coordinator", "processes_per_position", self.members or 1, 1)
         sizes = [self.pipelines or 1, self.stages or 1, self.microbatches or 1]
         _check(_overruled(self, RunRequest("", Grid(*sizes), False)))
 
@@ -105,6 +109,15 @@ class RunConfig:
     @property
     def grid(self) -> Grid:
         return self.wants.grid
+
+    @property
+    def members(self) -> int:
+        """The processes of each position of the grid."""
+        return self.wants.members
+
+    @property
+    def num_workers(self) -> int:
+        return self.grid.num_workers * self.members
 
     @property
     def planning(self) -> PlanningOptions:
@@ -164,6 +177,11 @@ def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
             " the same devices * num_nodes, pipeline_parallel_size and num_microbatches in both, or start"
             " recycle-coordinator without --pipelines, --stages and --microbatches."
         )
+    if given.members not in (None, wants.members):
+        raise ConfigurationError(
+            f"This script wants {wants.members} processes for each position, the coordinator has {given.members}: start"
+            " recycle-coordinator without --processes-per-position, or with that of the script."
+        )
     settled = _overruled(given, wants)
     _check(settled)
     script, ran = complete_settings(wants), complete_settings(settled)
@@ -199,6 +217,11 @@ def _difference(given: Overrides, terms: RunConfig, wants: RunRequest) -> str | 
             f"This script wants a grid of {settled.grid}, the run has {terms.grid} (pipelines x stages x"
             " micro-batches), as its first worker wanted: start all workers with the same script and the same options."
         )
+    if settled.members != terms.members:
+        return (
+            f"This script wants {settled.members} processes for each position, the run has {terms.members}, as its"
+            " first worker wanted: start all workers with the same script and the same options."
+        )
     mine, theirs = complete_settings(settled), complete_settings(terms.wants)
     for name in {**theirs, **mine}:
         if mine.get(name) != theirs.get(name):
@@ -215,7 +238,8 @@ def _overruled(given: Overrides, wants: RunRequest) -> RunRequest:
     sizes = (given.pipelines, given.stages, given.microbatches)
     own = (grid.pipelines, grid.stages, grid.microbatches)
     merged = Grid(*(mine if size is None else size for size, mine in zip(sizes, own, strict=True)))
-    return replace(wants, grid=merged, settings={**wants.settings, **given.settings})
+    members = wants.members if given.members is None else given.members
+    return replace(wants, grid=merged, settings={**wants.settings, **given.settings}, members=members)
 
 
 def _group(kind: type[_Group], wants: RunRequest) -> _Group:
@@ -245,7 +269,7 @@ def _check(wants: RunRequest) -> None:
         raise ConfigurationError(f"This coordinator knows no setting {unknown[0]!r}: use the same version everywhere.")
     for group, _ in GROUPS.values():
         _group(group, wants)
-    if wants.grid.num_workers > _MOST_WORKERS:
+    if wants.grid.num_workers * wants.members > _MOST_WORKERS:
         raise ConfigurationError(f"A grid of {wants.grid} has more than {_MOST_WORKERS} workers: give a smaller one.")
 
 

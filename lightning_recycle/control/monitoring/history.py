@@ -22,6 +22,7 @@ from lightning_recycle.control.monitoring.goodput import Goodput, Phase
 from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.protocol.detection import Waited
 from lightning_recycle.control.protocol.messages import FaultInjected
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import MembershipState, Record
 from lightning_recycle.planning.grid import Grid
 
@@ -122,10 +123,10 @@ _LINES: Mapping[str, tuple[int, str]] = {
 """Log message of the coordinator for an event, by its kind."""
 
 
-def corruption_line(grid: Grid, record: Record) -> str:
-    """A record of kind "corruption" in words."""
+def corruption_line(name: str, record: Record) -> str:
+    """A record of kind "corruption" in words; ``name``: that of its worker, if there is one."""
     details = record.details
-    who = "" if record.rank is None else f"Worker {grid.worker(record.rank)} on device {details['device']} is wrong: "
+    who = f"Worker {name} on device {details['device']} is wrong: " if name else ""
     since = details["since"]
     if details["proof"] == "computation":
         return (
@@ -140,9 +141,9 @@ def corruption_line(grid: Grid, record: Record) -> str:
 
 
 class History:
-    """Collects the events of one run on ``grid``."""
+    """Collects the events of one run on ``grid``, each of whose positions has so many ``members``."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, members: int = 1) -> None:
         self.events: list[Event] = []  # all of them, except that only the newest "step" are kept
         self._steps_kept = 0
         self.counters: dict[str, float] = {
@@ -153,12 +154,12 @@ class History:
             "corruptions": 0.0,
             "replans": 0.0,
         }  # all of them from the start: who logs them has the same columns whatever happens
-        self._grid = grid
+        self._positions = Positions(grid, members)
         self._losses: dict[int, float] = {}  # of steps that are not committed yet
         self.peaks: dict[int, int] = {}  # the most bytes of memory that the newest process at each rank has held
         self._most: dict[int, int] = {}  # the same of all workers of a stage
         self.processes: dict[int, tuple[str, int]] = {}  # host and process id of the newest one at each rank
-        self.digest = Digest(grid.num_workers, time.time())
+        self.digest = Digest(self._positions.num_workers, time.time())
         self._injected: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
@@ -188,14 +189,14 @@ class History:
     def held(self, rank: int, peak_bytes: int) -> None:
         """The worker at ``rank`` has held so much memory at most, or 0 if it does not know."""
         if peak_bytes:
-            stage = self._grid.worker(rank).stage
+            stage = self._positions.stage(rank)
             self.peaks[rank] = peak_bytes
             self._most[stage] = max(self._most.get(stage, 0), peak_bytes)
 
     def ended(self, state: MembershipState) -> None:
         """The run is over."""
         if self._most:
-            self.add("memory", state, details={"peak_bytes": tuple(map(self._most.get, range(self._grid.stages)))})
+            self.add("memory", state, details={"peak_bytes": tuple(map(self._most.get, range(state.grid.stages)))})
             self._most = {}
 
     def add_loss(self, step: int, loss: float) -> None:
@@ -215,7 +216,7 @@ class History:
         """Adds an event unchanged."""
         worker, host, pid = None, None, None
         if rank is not None:
-            position = self._grid.worker(rank)
+            position = state.positions.position(rank)
             worker = (position.pipeline, position.stage)
             host, pid = self.processes.get(rank, (None, None))
         event = Event(
@@ -278,7 +279,7 @@ class History:
             case "rejoined":
                 self.counters["rejoined_workers"] += 1
                 seconds = now - self._paused_time if self._paused_time is not None else None
-        self._log(record, details, len(state.roster.live))
+        self._log(record, details, state)
         self.add(record.kind, state, record.rank, details, step=record.step, seconds=seconds)
         if record.kind == "step" and self._recovering and self._failure_time is not None:
             self._recovering = False
@@ -287,17 +288,18 @@ class History:
             self.add("recovered", state, step=record.step, seconds=recovered)
             self._failure_time = None
 
-    def _log(self, record: Record, details: Mapping[str, Any], live: int) -> None:
+    def _log(self, record: Record, details: Mapping[str, Any], state: MembershipState) -> None:
         """Says in words what a user should read."""
+        worker = "" if record.rank is None else state.name(record.rank)
         if record.kind == "corruption":
-            log.error("%s", corruption_line(self._grid, record))
+            log.error("%s", corruption_line(worker, record))
         elif record.kind in _LINES:
             level, line = _LINES[record.kind]
-            worker = None if record.rank is None else self._grid.worker(record.rank)
-            known = {"cause": "", "who": "" if worker is None else f"Worker {worker}: ", "worker": worker, **details}
+            known = {"cause": "", "who": f"Worker {worker}: " if worker else "", "worker": worker, **details}
             known["process"] = self._process(record.rank)
             known["stays"] = _STAYS if details.get("stays_empty") else ""
-            log.log(level, "%s", line.format(step=record.step, live=live, all=self._grid.num_workers, **known))
+            live, total = len(state.roster.live), state.num_workers
+            log.log(level, "%s", line.format(step=record.step, live=live, all=total, **known))
 
     def suspect(self, rank: int, waited: Waited, state: MembershipState) -> None:
         """A worker is silent or slow, and is waited for."""
@@ -305,7 +307,7 @@ class History:
         self.add("suspected", state, rank, details)
         log.warning(
             "Worker %s is suspected at step %d: %s. It is waited for until %g s have passed, because %s.",
-            self._grid.worker(rank),
+            state.name(rank),
             state.steps.version,
             waited.cause,
             waited.limit,
@@ -315,7 +317,7 @@ class History:
     def clear(self, rank: int, seconds: float, state: MembershipState) -> None:
         """A worker that was waited for is well again."""
         self.add("cleared", state, rank, seconds=seconds)
-        log.warning("Worker %s is well again after %.1f s.", self._grid.worker(rank), seconds)
+        log.warning("Worker %s is well again after %.1f s.", state.name(rank), seconds)
 
     def _process(self, rank: int | None) -> str:
         known = None if rank is None else self.processes.get(rank)

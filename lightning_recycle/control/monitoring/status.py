@@ -53,6 +53,8 @@ class PositionState(str, Enum):
     """A new process is set up, or is given the state of its stage."""
     SUSPECTED = "suspected"
     """Silent or stuck, and waited for."""
+    PARKED = "parked"
+    """It is well, and another process of its position is lost."""
     LOST = "lost"
     """Its worker is out, and nobody has come for it."""
     VACANT = "vacant"
@@ -224,13 +226,14 @@ def status_of(
     """
     grid, counts = state.grid, digest.counts
     leads = (
-        grid.worker(state.roster.leader)
+        state.positions.position(state.roster.leader)
         if state.generation.number >= 0 and state.roster.leader in state.roster.live
         else None
     )
     positions = []
-    for rank in range(grid.num_workers):
-        worker = grid.worker(rank)
+    ranks = state.positions
+    for rank in range(state.num_workers):
+        worker = ranks.position(rank)
         kind = _state_of(rank, state, digest, candidates)
         since, cause = digest.suspected.get((worker.pipeline, worker.stage), (None, None))
         if kind is PositionState.LOST:
@@ -278,7 +281,9 @@ def status_of(
 
 
 def _state_of(rank: int, state: MembershipState, digest: Digest, candidates: frozenset[int]) -> PositionState:
-    worker = state.grid.worker(rank)
+    worker = state.positions.position(rank)
+    if rank in state.roster.parked:
+        return PositionState.PARKED
     if rank in state.roster.live:
         if (worker.pipeline, worker.stage) in digest.suspected:
             return PositionState.SUSPECTED

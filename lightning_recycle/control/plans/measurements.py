@@ -114,9 +114,9 @@ class Measurements:
         """The operations of ``stage`` take so many seconds."""
         self.operation_seconds[stage] = self._as_run(seconds)
 
-    def profiled(self, message: Profiled) -> Profile | None:
+    def profiled(self, stage: int, message: Profiled) -> Profile | None:
         """A stage was profiled; the profile of the model if it was the last one."""
-        self._profiled.setdefault(self._grid.worker(message.rank).stage, message)
+        self._profiled.setdefault(stage, message)
         if len(self._profiled) < self._grid.stages:
             return None
         parts = [part for _, part in sorted(self._profiled.items())]

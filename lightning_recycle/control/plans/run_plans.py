@@ -174,32 +174,39 @@ class RunPlans:
         """``worker`` reports again what it had measured."""
         if message.facts:
             self.measurements.took(worker.stage, message.facts[-1].operation_seconds)
-        if message.profiled is not None:
-            self.profiled(message.profiled)
-        if message.measured is not None:
-            self.measured(message.measured)
-        if message.layers is not None:
-            self.layers(message.layers)
-        if message.tried is not None:
-            self.tried(message.tried)
+        for measurement in (message.profiled, message.measured, message.layers, message.tried):
+            if measurement is not None:
+                self.take(worker, measurement)
 
-    def profiled(self, message: Profiled) -> None:
+    def take(self, worker: Worker, message: Profiled | Measured | LayerFacts | Tried) -> None:
+        """``worker`` has measured something."""
+        match message:
+            case Profiled():
+                self.profiled(worker, message)
+            case Measured():
+                self.measured(worker, message)
+            case LayerFacts():
+                self.layers(message)
+            case Tried():
+                self.tried(worker, message)
+
+    def profiled(self, worker: Worker, message: Profiled) -> None:
         """A stage was profiled."""
-        if (profile := self.measurements.profiled(message)) is not None:
+        if (profile := self.measurements.profiled(worker.stage, message)) is not None:
             self._on_profile(profile)
 
-    def measured(self, message: Measured) -> None:
+    def measured(self, worker: Worker, message: Measured) -> None:
         """A worker has measured its memory."""
         known = self.measurements.footprints
-        known[self._grid.worker(message.rank)] = message.footprint
+        known[worker] = message.footprint
         if self.schedules and known.keys() >= set(self.schedules[-1].live_workers):
             self._planner.assumptions.measured(known)
             self._plan_ahead_again()
 
-    def tried(self, message: Tried) -> None:
+    def tried(self, worker: Worker, message: Tried) -> None:
         """A worker has tried what it costs to split backwards."""
         known = self.measurements.trials
-        known[self._grid.worker(message.rank)] = message.trial
+        known[worker] = message.trial
         if not self.schedules:
             return
         newest = self.schedules[-1]
