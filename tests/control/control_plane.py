@@ -114,8 +114,8 @@ class FakePlanner:
 class ControlPlane:
     """A coordinator with the workers that a test gives it."""
 
-    def __init__(self, grid: Grid = GRID, planner: Any = None, **options: Any) -> None:
-        self.processes = {rank: FakeProcess() for rank in range(grid.num_workers)}
+    def __init__(self, grid: Grid = GRID, planner: Any = None, of_position: int = 1, **options: Any) -> None:
+        self.processes = {rank: FakeProcess() for rank in range(grid.num_workers * of_position)}
         patient = dict.fromkeys(("heartbeat_timeout", "report_timeout"), PATIENCE)
         self.planner = FakePlanner(grid) if planner is None else planner
         all_options: Any = CoordinatorOptions(
@@ -128,7 +128,10 @@ class ControlPlane:
         )
         setup = pack("for who is started by hand")
         start: Any = self._start_worker if all_options.recovery.max_restarts else None
-        self.coordinator = Coordinator(grid, self.planner, all_options, start_worker=start, setup=setup)
+        self.coordinator = Coordinator(
+            grid, self.planner, all_options, start_worker=start, setup=setup, members=of_position
+        )
+        self.columns = grid.stages * of_position
         self.started: list[tuple[int, int, int]] = []
         self.replacements: list[FakeProcess] = []
         self.grid = grid
@@ -159,7 +162,7 @@ class ControlPlane:
 
     def members(self, *ranks: int) -> list[Member]:
         """Members that have joined; all ranks of the grid by default."""
-        members = [Member(self.client(rank), self.grid.stages) for rank in ranks or range(self.grid.num_workers)]
+        members = [Member(self.client(rank), self.columns) for rank in ranks or self.processes]
         together(*(member.join for member in members))
         return members
 

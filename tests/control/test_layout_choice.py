@@ -49,7 +49,8 @@ def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: 
         plans.layers(LayerFacts(stage, cuts, begin, own, none, sizes, sizes, (True,) * half, fixed=fixed))
     if state:  # 4 layers of 1,000 bytes, and room for 1.5 micro-batches
         for rank in range(GRID.num_workers):
-            plans.measured(Measured(rank, Footprint("a", 10_000, 0, 2 * state * half, 0, 1_000, 1_000, 1_000)))
+            footprint = Footprint("a", 10_000, 0, 2 * state * half, 0, 1_000, 1_000, 1_000)
+            plans.measured(GRID.worker(rank), Measured(rank, footprint))
     for _ in range(10):
         for stage, (begin, end) in enumerate(pairwise(cuts)):
             took = sum(seconds[begin:end])

@@ -111,9 +111,9 @@ class Coordinator:
     ) -> None:
         self.grid = grid
         self.members = members
-        workers = grid.num_workers * members
         self.options = options or CoordinatorOptions()
         self.authkey = os.urandom(32) if authkey is None else check_key(authkey, "authkey")
+        workers = grid.num_workers * members
         self._history = History(grid, members)
         self._owns_reception = reception is None
         self._reception = reception or Reception((host, port), self.authkey, workers)

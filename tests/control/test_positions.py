@@ -1,0 +1,168 @@
+"""Positions of several processes: ranks and places, the roster, what is left of broken positions."""
+
+from __future__ import annotations
+
+import pytest
+from control_plane import ControlPlane, die
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_recycle.control.joining.run_config import Overrides, difference, settle
+from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import state as s
+from lightning_recycle.control.protocol.membership import transition
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid, Worker
+
+GRID = Grid(2, 1, 1)  # with two members, ranks 0 and 1 are position (0, 0), ranks 2 and 3 position (1, 0)
+
+
+# ---------------------------------------------------------------------- ranks and places
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_each_rank_is_one_member_of_one_position(pipelines: int, stages: int, members: int) -> None:
+    positions = Positions(Grid(pipelines, stages, 1), members)
+    places = [(positions.position(rank), positions.member(rank)) for rank in range(positions.num_workers)]
+    assert len(set(places)) == len(places) == pipelines * stages * members
+    assert [positions.rank(*place) for place in places] == list(range(len(places)))
+    assert all(positions.column(rank) == rank % (stages * members) for rank in range(len(places)))
+
+
+@given(st.data())
+def test_ranks_that_change_places_keep_their_column_and_leave_no_place_empty(data: st.DataObject) -> None:
+    positions = Positions(Grid(3, 2, 1), 2)
+    for _ in range(data.draw(st.integers(0, 6))):
+        rank, pipeline = data.draw(st.integers(0, 11)), data.draw(st.integers(0, 2))
+        positions = Positions(positions.grid, 2, positions.exchanged(rank, pipeline))
+        assert positions.pipeline(rank) == pipeline
+    places = {(positions.position(rank), positions.member(rank)): rank for rank in range(12)}
+    assert len(places) == 12
+    assert all(positions.rank(*place) == rank for place, rank in places.items())
+    assert all(place != rank // 4 for rank, place in positions.moved.items())
+
+
+def test_with_one_member_a_position_is_a_worker_of_the_grid() -> None:
+    grid = Grid(3, 2, 1)
+    positions = Positions(grid)
+    for rank, worker in enumerate(grid.workers()):
+        assert (positions.position(rank), positions.column(rank)) == (worker, worker.stage)
+        assert (positions.name(rank), positions.siblings(rank)) == (str(worker), frozenset())
+    assert Positions(grid, 2).name(7) == "(1, 1, 1)"
+
+
+# ---------------------------------------------------------------------- the state machine
+
+
+def feed(state: s.MembershipState, *events: s.MembershipEvent) -> tuple[s.MembershipState, list[s.Command]]:
+    caused: list[s.Command] = []
+    for event in events:
+        state, commands = transition(state, event)
+        caused += commands
+    return state, caused
+
+
+def report(rank: int, generation: int, version: int = 0, reduced: bool = False, shadow: bool = True) -> m.Report:
+    return m.Report(rank, generation, WorkerStatus(rank % 2, version, reduced, has_shadow=shadow))
+
+
+def running() -> s.MembershipState:
+    start = s.initial_state(GRID, members=2)
+    state, _ = feed(start, *map(s.Joined, range(4)), *(report(rank, 0) for rank in range(4)))
+    return state
+
+
+def test_what_is_left_of_a_position_is_parked_and_hears_so() -> None:
+    state, commands = feed(running(), s.Lost(1, "gone"))
+    assert (state.roster.ranks, dict(state.roster.parked), state.heard) == ((2, 3), {0: 0}, (0, 2, 3))
+    (regroup,) = [c for c in commands if isinstance(c, s.Send)]
+    assert (regroup.ranks, regroup.message.roster) == ((0, 2, 3), (2, 3))
+    assert state.vacant == (1,)
+
+
+def test_parked_workers_of_two_positions_are_put_together() -> None:
+    state, commands = feed(running(), s.Lost(1, "gone"), s.Lost(2, "gone, too"))
+    assert state.outcome is None
+    assert state.roster.ranks == (0, 3)
+    assert state.positions.position(3) == state.positions.position(0) == Worker(0, 0)
+    regroup = commands[-1].message  # type: ignore[union-attr]
+    assert (regroup.roster, dict(regroup.moved)) == ((0, 3), {1: 1, 3: 0})
+    state, commands = feed(state, report(0, 2, 1), report(3, 2, 0, reduced=True))
+    resume = commands[0].message  # type: ignore[union-attr]
+    assert (resume.decision.version, resume.decision.ahead) == (0, frozenset({0, 1}))  # the loss is not known
+
+
+def test_a_stage_is_lost_with_one_of_its_columns() -> None:
+    state, _ = feed(running(), s.Lost(1, "gone"), s.Lost(3, "gone, too"))
+    assert state.outcome == s.StageLost(0, {1: "gone", 3: "gone, too"})
+
+
+@pytest.mark.parametrize(("behind", "shadow"), [(2, True), (1, False)])
+def test_a_stage_whose_parked_column_the_others_cannot_go_back_to_is_lost(behind: int, shadow: bool) -> None:
+    state, _ = feed(running(), s.Lost(1, "gone"), s.Lost(2, "gone, too"))
+    state, _ = feed(state, report(0, 2), report(3, 2, behind, shadow=shadow))
+    assert isinstance(state.outcome, s.StageLost)
+
+
+def test_a_parked_worker_that_is_two_steps_behind_is_released() -> None:
+    state, _ = feed(running(), s.Lost(1, "gone"), report(2, 1), report(3, 1))
+    for step, released in ((0, []), (1, [0])):
+        state, commands = feed(
+            state, m.Losses(2, step, {0: 0.5, 1: 0.5}), m.Applied(2, step, {}), m.Applied(3, step, {})
+        )
+        assert [c.rank for c in commands if isinstance(c, s.Record) and c.kind == "released"] == released
+    assert state.vacant == (0, 1)
+
+
+def test_a_position_enters_when_all_of_its_members_are_ready() -> None:
+    state, _ = feed(running(), s.Lost(1, "gone"), s.CandidateLost(0), report(2, 1), report(3, 1))
+    state, commands = feed(state, m.Ready(0))
+    assert not commands
+    state, _ = feed(state, m.Ready(1), m.Paused(2, 1, -1), m.Paused(3, 1, -1))
+    at_boundary = (m.Reached(rank, 1, m.Milestone.AT_BOUNDARY, 0) for rank in (2, 3))
+    state, _ = feed(state, *at_boundary, report(2, 2), report(3, 2), report(0, 2, -1))
+    state, commands = feed(state, report(1, 2, -1))
+    resume = commands[0].message  # type: ignore[union-attr]
+    assert dict(resume.donors) == {0: 2, 1: 3}
+
+
+def test_a_link_within_a_position_costs_one_of_its_members() -> None:
+    _, commands = feed(running(), m.Broken(0, 0, "reset", (1,)), s.GraceElapsed(0, "reset"))
+    assert [c.rank for c in commands if isinstance(c, s.Evict)] == [1]
+
+
+# ---------------------------------------------------------------------- the coordinator
+
+
+def test_the_coordinator_parks_the_sibling_of_a_worker_that_ends_and_the_others_go_on() -> None:
+    with ControlPlane(GRID, of_position=2) as plane:
+        workers = plane.members()
+        die(plane, workers[1])
+        halves = [workers[rank].client.member for rank in (0, 2, 3)]
+        for half in halves:
+            plane.until(lambda half=half: half.interrupted and half.enter().roster == (2, 3))
+        assert [half.is_parked for half in halves] == [True, False, False]
+        for half in halves[1:]:
+            workers[half.rank].client.send(report(half.rank, half.generation))
+        plane.until(lambda: plane.planner.asked[-1][0] == {Worker(0, 0)})
+        states = [position.state.value for position in plane.coordinator.view().status.positions]
+        assert states == ["parked", "lost", "live", "live"]
+
+
+# ---------------------------------------------------------------------- the request
+
+
+def test_the_workers_say_how_many_processes_a_position_has() -> None:
+    wants = m.RunRequest("fit", GRID, True, members=2)
+    terms = settle(Overrides(), wants)
+    assert (terms.members, terms.num_workers) == (2, 4)
+    assert settle(Overrides(members=2), wants).members == 2
+    with pytest.raises(ConfigurationError, match="wants 2 processes for each position, the coordinator has 3"):
+        settle(Overrides(members=3), wants)
+    other = difference(Overrides(), terms, m.RunRequest("fit", GRID, True))
+    assert other is not None
+    assert "wants 1 processes for each position, the run has 2" in other.why
+    with pytest.raises(ConfigurationError, match="processes_per_position"):
+        Overrides(members=-1).check()
