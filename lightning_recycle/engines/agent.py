@@ -29,11 +29,11 @@ from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.engines.restarts import (
-    Again,
-    End,
-    Final,
+    FinalStatus,
+    ProcessEnd,
+    RestartAfter,
     RestartLimits,
-    Slot,
+    RestartRecord,
     ended,
     in_words,
     is_error,
@@ -191,11 +191,11 @@ class _Running:
     """A task, and the process that runs it now."""
 
     task: ProcessCommand
-    slot: Slot = field(default_factory=Slot)
+    slot: RestartRecord = field(default_factory=RestartRecord)
     child: Child | None = None
     start_at: float = 0.0
     status: int = 0  # of the process before
-    final: Final | None = None
+    final: FinalStatus | None = None
 
 
 class Agent:
@@ -277,7 +277,9 @@ class Agent:
             self._printer.finish(_PRINT_SECONDS)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        ends = [End(running.final, running.slot.restarts == 0) for running in self._running.values() if running.final]
+        ends = [
+            ProcessEnd(running.final, running.slot.restarts == 0) for running in self._running.values() if running.final
+        ]
         status = verdict(ends, self._asked, self._finished)
         return status if self._failure is None or status == 0 else self._failure
 
@@ -291,7 +293,7 @@ class Agent:
             except OSError as error:
                 program = running.task.command[0]
                 self._printer.say(f"{program!r} cannot be started: {error.strerror or error}.")
-                self._settle(running, Final(127 if isinstance(error, FileNotFoundError) else 126))
+                self._settle(running, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
 
     def _take_event(self) -> None:
         everybody = [*([self._hosted] if self._hosted else []), *self._running.values()]
@@ -320,14 +322,14 @@ class Agent:
         lasted = time.monotonic() - running.child.began
         running.child, running.status = None, status
         decision = ended(running.slot, status, lasted, self._is_ending, self._policy)
-        if isinstance(decision, Final):
+        if isinstance(decision, FinalStatus):
             self._settle(running, decision)
             return
         running.slot, running.start_at = decision.slot, time.monotonic() + decision.pause
         after = f" after {decision.pause:g} s" if decision.pause else ""
         self._printer.say(f"{running.task.name} {_ended_how(status)}; it is started again{after}.")
 
-    def _settle(self, running: _Running, final: Final) -> None:
+    def _settle(self, running: _Running, final: FinalStatus) -> None:
         """The task is over; ends the others if its end asks for that."""
         running.final = final
         name, was_first = running.task.name, running.slot.restarts == 0
@@ -356,7 +358,7 @@ class Agent:
         """No process is started any more."""
         for running in self._running.values():
             if running.child is None and running.final is None:
-                running.final = Final(running.status)
+                running.final = FinalStatus(running.status)
 
     def _be_asked(self, number: int) -> None:
         self.heard.add(number)
@@ -398,10 +400,10 @@ class Agent:
         lasted = time.monotonic() - hosted.child.began
         hosted.child = None
         if self._is_ending:
-            hosted.final = Final(status)
+            hosted.final = FinalStatus(status)
             return
         lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._policy)
-        if isinstance(lost, Again):
+        if isinstance(lost, RestartAfter):
             hosted.slot, hosted.start_at = lost.slot, time.monotonic() + lost.pause
             self._printer.say(f"The coordinator {_ended_how(status)}; it is started again.")
             return

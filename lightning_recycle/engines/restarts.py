@@ -16,7 +16,17 @@ from dataclasses import dataclass, replace
 
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
 
-__all__ = ["Again", "End", "Final", "RestartLimits", "Slot", "ended", "exit_status", "in_words", "verdict"]
+__all__ = [
+    "FinalStatus",
+    "ProcessEnd",
+    "RestartAfter",
+    "RestartLimits",
+    "RestartRecord",
+    "ended",
+    "exit_status",
+    "in_words",
+    "verdict",
+]
 
 _SIGNALS = range(1, 65)
 
@@ -40,7 +50,7 @@ class RestartLimits:
 
 
 @dataclass(frozen=True)
-class Slot:
+class RestartRecord:
     """Record of a process and its predecessors: how often it was restarted, and how often in a row at once."""
 
     restarts: int = 0
@@ -48,15 +58,15 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Again:
+class RestartAfter:
     """Start it again after ``pause`` seconds."""
 
-    slot: Slot
+    slot: RestartRecord
     pause: float
 
 
 @dataclass(frozen=True)
-class Final:
+class FinalStatus:
     """It is not started again; ``given_up`` says why, if its end alone would have been no reason."""
 
     status: int
@@ -64,14 +74,16 @@ class Final:
 
 
 @dataclass(frozen=True)
-class End:
+class ProcessEnd:
     """How a process ended for good, and whether it was the first of its slot."""
 
-    final: Final
+    final: FinalStatus
     was_first: bool
 
 
-def ended(slot: Slot, status: int, lasted: float, is_ending: bool, policy: RestartLimits) -> Again | Final:
+def ended(
+    slot: RestartRecord, status: int, lasted: float, is_ending: bool, policy: RestartLimits
+) -> RestartAfter | FinalStatus:
     """Decision after the end of a process.
 
     Args:
@@ -82,14 +94,14 @@ def ended(slot: Slot, status: int, lasted: float, is_ending: bool, policy: Resta
         policy: how often it may be started.
     """
     if is_ending or not is_lost(status):
-        return Final(status)
+        return FinalStatus(status)
     quick = slot.quick + 1 if lasted < policy.quick else 0
     if slot.restarts >= policy.max_restarts:
-        return Final(status, f"it was restarted {slot.restarts} times (--max-restarts)")
+        return FinalStatus(status, f"it was restarted {slot.restarts} times (--max-restarts)")
     if quick >= policy.most_quick:
-        return Final(status, f"it ended {quick} times in a row within {policy.quick:g} s")
+        return FinalStatus(status, f"it ended {quick} times in a row within {policy.quick:g} s")
     pause = min(policy.longest_pause, policy.first_pause * 2 ** (quick - 2)) if quick > 1 else 0.0
-    return Again(replace(slot, restarts=slot.restarts + 1, quick=quick), pause)
+    return RestartAfter(replace(slot, restarts=slot.restarts + 1, quick=quick), pause)
 
 
 def is_lost(status: int) -> bool:
@@ -102,7 +114,7 @@ def is_error(status: int) -> bool:
     return status not in (0, EXIT_STOPPED, EXIT_LEFT, EXIT_INTERRUPTED) and not is_lost(status)
 
 
-def verdict(ends: Sequence[End], asked: int | None, finished: bool = False) -> int:
+def verdict(ends: Sequence[ProcessEnd], asked: int | None, finished: bool = False) -> int:
     """The exit status for all of them together.
 
     A run in which one process finished has finished, whatever was lost on the way; but an error of the program is one,

@@ -30,19 +30,19 @@ from lightning_recycle.model.recording import disguised
 from lightning_recycle.randomness import step_randomness
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = ["Asked", "CallResult", "WholeStep", "ask_instead", "ask_no_more"]
+__all__ = ["CallArguments", "CallResult", "WholeStep", "ask_instead", "ask_no_more"]
 
-Asked: TypeAlias = tuple[str, tuple[Any, ...], Mapping[str, Any]]
+CallArguments: TypeAlias = tuple[str, tuple[Any, ...], Mapping[str, Any]]
 """Which module is called, by its path in the user's ("" is that itself), and its arguments."""
 
-_asking: WeakKeyDictionary[nn.Module, tuple[str, Callable[[Asked], Any]]] = WeakKeyDictionary()
+_asking: WeakKeyDictionary[nn.Module, tuple[str, Callable[[CallArguments], Any]]] = WeakKeyDictionary()
 
 
 class _Asking(nn.Module):
     """A module that contains the whole chain."""
 
 
-def ask_instead(module: nn.Module, layers: Sequence[str], ask: Callable[[Asked], Any]) -> None:
+def ask_instead(module: nn.Module, layers: Sequence[str], ask: Callable[[CallArguments], Any]) -> None:
     """From now on ``ask`` answers calls of ``module``, and of its submodules that contain all of ``layers``, outside of
     walks.
 

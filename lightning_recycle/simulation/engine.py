@@ -26,10 +26,10 @@ from lightning_recycle.simulation.failures import Change, FailureSource
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
-    Happening,
     Loss,
     Policy,
     Reaction,
+    Trigger,
 )
 from lightning_recycle.simulation.results import (
     Interval,
@@ -50,10 +50,10 @@ _FILL = "fill"
 
 @dataclass
 class _Pending:
-    """A reaction that waits for the end of a step, and the happening it answers."""
+    """A reaction that waits for the end of a step, and the trigger it answers."""
 
     reaction: Reaction
-    happening: Happening
+    trigger: Trigger
     tick: int
 
 
@@ -81,7 +81,7 @@ class Run:
             self._apply(self.changes.pop())
         first = policy.begin(context, self.live)
         self.configuration = first.configuration
-        self._take(first, Happening(0.0, self.live))
+        self._take(first, Trigger(0.0, self.live))
 
     def play(self) -> None:
         """Until the end."""
@@ -127,11 +127,11 @@ class Run:
         elif self.changes and self.changes[-1].tick <= self.now:
             change = self.changes.pop()
             self._apply(change)
-            self._ask(Happening(self._seconds(), self.live, change.down, change.up))
+            self._ask(Trigger(self._seconds(), self.live, change.down, change.up))
         elif self.alarm is not None and self.alarm <= self.now:
             self.alarm = None
             self.events.append(SimulatedEvent(self._seconds(), "alarm"))
-            self._ask(Happening(self._seconds(), self.live, woken=True))
+            self._ask(Trigger(self._seconds(), self.live, woken=True))
 
     def _apply(self, change: Change) -> None:
         """Nodes fail and come back."""
@@ -142,21 +142,21 @@ class Run:
 
     # -- what a policy decides ------------------------------------------------------------------------------------
 
-    def _ask(self, happening: Happening) -> None:
+    def _ask(self, trigger: Trigger) -> None:
         if self.pending is not None:
             # A waiting reaction may rely on a node that has just failed, so the policy answers both at once.
-            before, self.pending = self.pending.happening, None
-            up = tuple(sorted((*happening.up, *(node for node in before.up if node in happening.live))))
-            happening = replace(happening, up=up, woken=happening.woken or before.woken)
-        reaction = self.policy.react(self.context, self.configuration, happening)
+            before, self.pending = self.pending.trigger, None
+            up = tuple(sorted((*trigger.up, *(node for node in before.up if node in trigger.live))))
+            trigger = replace(trigger, up=up, woken=trigger.woken or before.woken)
+        reaction = self.policy.react(self.context, self.configuration, trigger)
         if reaction is not None:
-            self._take(reaction, happening)
+            self._take(reaction, trigger)
 
-    def _take(self, reaction: Reaction, happening: Happening) -> None:
+    def _take(self, reaction: Reaction, trigger: Trigger) -> None:
         self.alarm = None if reaction.wake is None else self.now + max(1, as_ticks(reaction.wake))
         if reaction.at_boundary and self.configuration.running and not self.pauses:
             begun = self.now + as_ticks(self.configuration.lead_seconds)
-            self.pending = _Pending(reaction, happening, self._boundary(begun))
+            self.pending = _Pending(reaction, trigger, self._boundary(begun))
             return
         self._switch(reaction)
 

@@ -12,7 +12,7 @@ from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans import planning_process
-from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Here, Job, Urgency
+from lightning_recycle.control.plans.background_planner import BackgroundPlanner, InThread, Job, Urgency
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
 from lightning_recycle.control.plans.run_planner import RunPlanner
@@ -104,7 +104,9 @@ def found(planner: BackgroundPlanner, count: int) -> list[Any]:
 def test_answers_are_published_wherever_they_were_found(planner: BackgroundPlanner) -> None:
     woken = threading.Semaphore(0)
     planner.wake = woken.release
-    planner.begin(Urgency.AHEAD, publishing(planner, Here(Value(1)), None, PlanQuestion(PROBLEM, HeuristicPlanner())))
+    planner.begin(
+        Urgency.AHEAD, publishing(planner, InThread(Value(1)), None, PlanQuestion(PROBLEM, HeuristicPlanner()))
+    )
     assert woken.acquire(timeout=PATIENCE)
     assert woken.acquire(timeout=PATIENCE)
     one, answer = planner.take()
@@ -115,11 +117,11 @@ def test_answers_are_published_wherever_they_were_found(planner: BackgroundPlann
 
 def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: BackgroundPlanner) -> None:
     questions = [
-        Here(Value(PlanningError("no room"))),
-        Here(Value(ValueError("a bug of a user's planner"))),
+        InThread(Value(PlanningError("no room"))),
+        InThread(Value(ValueError("a bug of a user's planner"))),
         PlanQuestion(PROBLEM, Failing()),
         Value(threading.Lock()),
-        Here(Value(5)),
+        InThread(Value(5)),
     ]
     planner.begin(Urgency.AHEAD, publishing(planner, *questions))
     *reasons, last = found(planner, 5)
@@ -134,18 +136,18 @@ def test_a_job_with_a_bug_ends_alone(planner: BackgroundPlanner, caplog: pytest.
         raise ValueError("a bug")
 
     planner.begin(Urgency.NEEDED, wrong())
-    planner.begin(Urgency.AHEAD, publishing(planner, Here(Value(1))))
+    planner.begin(Urgency.AHEAD, publishing(planner, InThread(Value(1))))
     assert found(planner, 1) == [1]
     assert "a bug" in caplog.text
 
 
 def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner: BackgroundPlanner) -> None:
     slow = Waiting()
-    planner.begin(Urgency.AHEAD, publishing(planner, Here(slow)))
+    planner.begin(Urgency.AHEAD, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
-    planner.begin(Urgency.SEARCH, publishing(planner, Here(Value("search"))))
-    planner.begin(Urgency.DRIFT, publishing(planner, Here(Value("drift"))))
-    planner.begin(Urgency.NEEDED, publishing(planner, Here(Value("needed"))))
+    planner.begin(Urgency.SEARCH, publishing(planner, InThread(Value("search"))))
+    planner.begin(Urgency.DRIFT, publishing(planner, InThread(Value("drift"))))
+    planner.begin(Urgency.NEEDED, publishing(planner, InThread(Value("needed"))))
     assert found(planner, 1) == ["needed"]
     assert slow.asked.acquire(timeout=PATIENCE), "again"
     assert wait_for(lambda: slow.given_up == 1, PATIENCE)
@@ -155,9 +157,9 @@ def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(pla
 
 def test_a_less_urgent_question_waits(planner: BackgroundPlanner) -> None:
     slow = Waiting()
-    planner.begin(Urgency.LAYOUT, publishing(planner, Here(slow)))
+    planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
-    planner.begin(Urgency.DRIFT, publishing(planner, Here(Value("drift"))))
+    planner.begin(Urgency.DRIFT, publishing(planner, InThread(Value("drift"))))
     time.sleep(0.2)
     assert planner.take() == []
     slow.go_on.set()
@@ -168,12 +170,12 @@ def test_a_less_urgent_question_waits(planner: BackgroundPlanner) -> None:
 @pytest.mark.parametrize("how", ["replaced", "dropped"])
 def test_what_is_not_wanted_any_more_is_given_up(planner: BackgroundPlanner, how: str) -> None:
     slow = Waiting()
-    planner.begin(Urgency.LAYOUT, publishing(planner, Here(slow), Here(Value("the next of an old job"))))
+    planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow), InThread(Value("the next of an old job"))))
     assert slow.asked.acquire(timeout=PATIENCE)
     if how == "dropped":
         planner.drop(Urgency.LAYOUT)
         planner.drop(Urgency.LAYOUT)  # there is none any more
-    planner.begin(Urgency.LAYOUT if how == "replaced" else Urgency.SEARCH, publishing(planner, Here(Value("new"))))
+    planner.begin(Urgency.LAYOUT if how == "replaced" else Urgency.SEARCH, publishing(planner, InThread(Value("new"))))
     assert found(planner, 1) == ["new"]
     assert wait_for(lambda: slow.given_up == 1, PATIENCE)
     assert planner.take() == []
@@ -183,16 +185,16 @@ def test_a_question_that_takes_too_long_has_no_answer(
     planner: BackgroundPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning_process, "_TIME_LIMIT", 0.2)
-    planner.begin(Urgency.AHEAD, publishing(planner, Endless(), Here(Value("next"))))
+    planner.begin(Urgency.AHEAD, publishing(planner, Endless(), InThread(Value("next"))))
     reason, last = found(planner, 2)
     assert "past its time limit" in str(reason)
     assert last == "next"
 
 
 def test_a_closed_planner_begins_nothing(planner: BackgroundPlanner) -> None:
-    planner.begin(Urgency.AHEAD, publishing(planner, Here(Waiting())))
+    planner.begin(Urgency.AHEAD, publishing(planner, InThread(Waiting())))
     planner.close()
-    planner.begin(Urgency.AHEAD, publishing(planner, Here(Value(1))))
+    planner.begin(Urgency.AHEAD, publishing(planner, InThread(Value(1))))
     assert is_idle(planner)
     assert planner.take() == []
 
@@ -203,7 +205,7 @@ def test_many_jobs_begun_by_many_threads_all_end(planner: BackgroundPlanner) -> 
 
     def job(urgency: Urgency, number: int) -> Job:
         for _ in range(3):
-            assert (yield Here(Value(number))) == number
+            assert (yield InThread(Value(number))) == number
             yield None
         ends[urgency] = number
 

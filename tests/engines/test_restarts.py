@@ -3,11 +3,11 @@
 import pytest
 
 from lightning_recycle.engines.restarts import (
-    Again,
-    End,
-    Final,
+    FinalStatus,
+    ProcessEnd,
+    RestartAfter,
     RestartLimits,
-    Slot,
+    RestartRecord,
     ended,
     exit_status,
     in_words,
@@ -36,31 +36,33 @@ POLICY = RestartLimits(max_restarts=10, quick=20.0, most_quick=4, first_pause=1.
     ],
 )
 def test_only_who_lost_its_coordinator_or_was_killed_is_started_again(status: int, again: bool) -> None:
-    assert isinstance(ended(Slot(), status, 100.0, False, POLICY), Again) is again
-    assert ended(Slot(), status, 100.0, True, POLICY) == Final(status)
+    assert isinstance(ended(RestartRecord(), status, 100.0, False, POLICY), RestartAfter) is again
+    assert ended(RestartRecord(), status, 100.0, True, POLICY) == FinalStatus(status)
 
 
 def test_pauses_grow_while_a_process_dies_at_once_and_it_is_given_up() -> None:
-    slot, pauses = Slot(), []
-    while isinstance(decision := ended(slot, -9, 0.1, False, POLICY), Again):
+    slot, pauses = RestartRecord(), []
+    while isinstance(decision := ended(slot, -9, 0.1, False, POLICY), RestartAfter):
         slot = decision.slot
         pauses.append(decision.pause)
     assert pauses == [0.0, 1.0, 2.0]
-    assert decision == Final(-9, "it ended 4 times in a row within 20 s")
+    assert decision == FinalStatus(-9, "it ended 4 times in a row within 20 s")
 
 
 def test_a_process_that_lasted_begins_anew() -> None:
-    assert ended(Slot(2, 3), -9, 30.0, False, POLICY) == Again(Slot(3, 0), 0.0)
+    assert ended(RestartRecord(2, 3), -9, 30.0, False, POLICY) == RestartAfter(RestartRecord(3, 0), 0.0)
 
 
 def test_pauses_have_a_bound() -> None:
     patient = RestartLimits(most_quick=100, longest_pause=3.0)
-    assert ended(Slot(8, 8), 69, 0.1, False, patient) == Again(Slot(9, 9), 3.0)
+    assert ended(RestartRecord(8, 8), 69, 0.1, False, patient) == RestartAfter(RestartRecord(9, 9), 3.0)
 
 
 def test_restarts_have_a_bound() -> None:
-    assert ended(Slot(10, 0), -9, 100.0, False, POLICY) == Final(-9, "it was restarted 10 times (--max-restarts)")
-    assert isinstance(ended(Slot(), -9, 100.0, False, RestartLimits(max_restarts=0)), Final)
+    assert ended(RestartRecord(10, 0), -9, 100.0, False, POLICY) == FinalStatus(
+        -9, "it was restarted 10 times (--max-restarts)"
+    )
+    assert isinstance(ended(RestartRecord(), -9, 100.0, False, RestartLimits(max_restarts=0)), FinalStatus)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +90,13 @@ def test_restarts_have_a_bound() -> None:
     ],
 )
 def test_the_exit_status_of_all_tells_the_truth(statuses: list[int], asked: int | None, expected: int) -> None:
-    assert verdict([End(Final(status), was_first=True) for status in statuses], asked) == expected
+    assert verdict([ProcessEnd(FinalStatus(status), was_first=True) for status in statuses], asked) == expected
 
 
 def test_a_replacement_that_fails_costs_nothing_if_the_others_finish() -> None:
-    finished, failed = End(Final(0), was_first=True), End(Final(1), was_first=False)
+    finished, failed = ProcessEnd(FinalStatus(0), was_first=True), ProcessEnd(FinalStatus(1), was_first=False)
     assert verdict([finished, failed], None) == 0
-    assert verdict([End(Final(69), was_first=True), failed], None) == 1
+    assert verdict([ProcessEnd(FinalStatus(69), was_first=True), failed], None) == 1
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ class Script:
     def begin(self, context, live):
         return Reaction(self.first)
 
-    def react(self, context, current, happening):
-        what = "down" if happening.down else "up" if happening.up else "woken"
-        return self.answers.get((happening.time, what))
+    def react(self, context, current, trigger):
+        what = "down" if trigger.down else "up" if trigger.up else "woken"
+        return self.answers.get((trigger.time, what))
 
 
 def run(answers, outages, duration=100.0, first=STEADY):
@@ -178,9 +178,9 @@ def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on(
     asked = []
 
     class Recorder(Script):
-        def react(self, context, current, happening):
-            asked.append((happening.time, happening.down, happening.up))
-            return super().react(context, current, happening)
+        def react(self, context, current, trigger):
+            asked.append((trigger.time, trigger.down, trigger.up))
+            return super().react(context, current, trigger)
 
     policy = Recorder({(36.0, "up"): Reaction(STEADY, at_boundary=True)}, LESS)
     result = sim.simulate(

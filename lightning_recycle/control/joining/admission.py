@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightning_recycle.control.coordinator.journal import Journal, Process
-from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, First, described
+from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, FirstMessage, described
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
 from lightning_recycle.control.network.connection import NonBlockingConnection
@@ -38,7 +38,7 @@ from lightning_recycle.processes import has_ended
 
 __all__ = [
     "Admission",
-    "Inside",
+    "AdmittingRun",
     "Readmission",
     "ReturnStanding",
     "describe",
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _SHORT_FAREWELL_SECONDS = 0.1  # during a run, when many may return at once
 
 
-class Inside(Protocol):
+class AdmittingRun(Protocol):
     """The run that workers are admitted to."""
 
     @property
@@ -83,7 +83,7 @@ class Admission:
 
     def __init__(
         self,
-        inside: Inside,
+        inside: AdmittingRun,
         loop: EventLoop,
         vacancies: Vacancies,
         objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None,
@@ -100,7 +100,7 @@ class Admission:
         came, self._has_new_spare = self._has_new_spare, False
         return came
 
-    def greet(self, connection: NonBlockingConnection, hello: First) -> None:
+    def greet(self, connection: NonBlockingConnection, hello: FirstMessage) -> None:
         """Lets a worker in that has said ``hello``, if it can be one of this run."""
         if self._readmission is not None:
             with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone

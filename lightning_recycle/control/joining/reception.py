@@ -25,7 +25,7 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.messages import StopReason
 
-__all__ = ["FAREWELL_SECONDS", "First", "Reception", "described"]
+__all__ = ["FAREWELL_SECONDS", "FirstMessage", "Reception", "described"]
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ FAREWELL_SECONDS = 1.0
 
 _LOOK_SECONDS = 0.2
 
-First: TypeAlias = messages.Hello | messages.Returned
+FirstMessage: TypeAlias = messages.Hello | messages.Returned
 """The first message of a connection."""
 
 
@@ -66,12 +66,12 @@ class Reception:
         self.loop = EventLoop(self._on_wake)
         self.listener = Listener(address, key, workers, self.loop.wake)
         self.strangers: set[NonBlockingConnection] = set()
-        self.greet: Callable[[NonBlockingConnection, First], None] = self._keep
+        self.greet: Callable[[NonBlockingConnection, FirstMessage], None] = self._keep
         self.on_wake: Callable[[], None] = _nothing
         self.is_over = False
         self.run: str | None = ""
         self.enrolled: messages.Enrolled | None = None
-        self._met: list[tuple[NonBlockingConnection, First]] = []
+        self._met: list[tuple[NonBlockingConnection, FirstMessage]] = []
         self._next_sign = 0.0
 
     # ------------------------------------------------------------------ strangers
@@ -106,7 +106,7 @@ class Reception:
 
     # ------------------------------------------------------------------ between two runs
 
-    def _keep(self, connection: NonBlockingConnection, first: First) -> None:
+    def _keep(self, connection: NonBlockingConnection, first: FirstMessage) -> None:
         if isinstance(first, messages.Returned) and self.run is not None and first.run != self.run:
             log.error(
                 "%s returns to a run of which this coordinator knows nothing, and ends. With the file of its"
@@ -131,7 +131,7 @@ class Reception:
             self.loop.forget(connection)
             connection.close()
 
-    def first(self) -> First:
+    def first(self) -> FirstMessage:
         """Waits for a worker while there may be a further run; a worker that returns to one goes first."""
         while not self._met:
             self.look()
@@ -183,7 +183,7 @@ class Reception:
 
     # ------------------------------------------------------------------ a run
 
-    def serve(self, greet: Callable[[NonBlockingConnection, First], None], on_wake: Callable[[], None]) -> None:
+    def serve(self, greet: Callable[[NonBlockingConnection, FirstMessage], None], on_wake: Callable[[], None]) -> None:
         """A run takes over: it decides about those that are kept and all that come later."""
         self.greet, self.on_wake = greet, on_wake
         met, self._met = self._met, []
@@ -205,7 +205,7 @@ class Reception:
         self.loop.close()
 
 
-def described(first: First) -> str:
+def described(first: FirstMessage) -> str:
     """The sender of ``first``, in words."""
     return f"a worker (process {first.pid} of {first.node or 'a machine'})"
 

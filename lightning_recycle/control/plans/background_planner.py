@@ -13,7 +13,7 @@ interpreter is free. A question that a more urgent job interrupts is asked again
 | DRIFT | a plan for the times of now | with the next question |
 | SEARCH | better plans by the planner that the user chose | as AHEAD |
 
-A question for which a process is no use is yielded as :class:`Here`: the thread answers it. What a job finds it
+A question for which a process is no use is yielded as :class:`InThread`: the thread answers it. What a job finds it
 publishes; the coordinator is woken and takes it.
 
 Contract: every wait has a bound, whatever becomes of the process (see there), and no job can end the thread. After
@@ -37,7 +37,7 @@ from lightning_recycle.control.plans.planning_process import PlanningProcess, Qu
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Cancelled, cancelled_by
 
-__all__ = ["BackgroundPlanner", "Here", "Job", "Urgency"]
+__all__ = ["BackgroundPlanner", "InThread", "Job", "Urgency"]
 
 _END_SECONDS = 30.0  # for a user's version of the heuristic that does not look whether its plan is wanted
 
@@ -55,13 +55,13 @@ class Urgency(IntEnum):
 
 
 @dataclass(frozen=True)
-class Here:
+class InThread:
     """A question for the heuristic, which looks now and then whether it is still wanted: answered in this process."""
 
     question: Question
 
 
-Job: TypeAlias = Generator[Question | Here | None, Any, None]
+Job: TypeAlias = Generator[Question | InThread | None, Any, None]
 """Yields questions and gets the answers, or :class:`~lightning_recycle.errors.PlanningError` where there is none. None
 is no question, but a moment in which a more urgent job may go first.
 """
@@ -74,9 +74,9 @@ class _Begun:
         self.urgency, self._job = urgency, job
         self.interrupted = threading.Event()  # its question is given up
         self.dropped = False
-        self._question: Question | Here | None = None
+        self._question: Question | InThread | None = None
 
-    def go_on(self, answer: Callable[[Question | Here], Any]) -> None:
+    def go_on(self, answer: Callable[[Question | InThread], Any]) -> None:
         """Has the question answered, and gets the next one.
 
         Raises:
@@ -191,8 +191,8 @@ class BackgroundPlanner:
             job.interrupted.clear()
             return job
 
-    def _answer(self, question: Question | Here, job: _Begun) -> Any:
-        if not isinstance(question, Here):
+    def _answer(self, question: Question | InThread, job: _Begun) -> Any:
+        if not isinstance(question, InThread):
             return self._process.ask(question, job.interrupted, urgent=job.urgency == Urgency.NEEDED)
         try:
             with cancelled_by(job.interrupted):

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
-from lightning_recycle.control.plans.background_planner import Here
+from lightning_recycle.control.plans.background_planner import InThread
 from lightning_recycle.control.plans.planning_process import ProcessLostError
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
@@ -294,7 +294,7 @@ class PlanMaker:
             except ProcessLostError as error:
                 log.warning("The planning process is no use (%s): planning in a thread of the coordinator.", error)
         if answer is None:
-            answer = yield Here(question)
+            answer = yield InThread(question)
         return self._learn(answer, self.quick)
 
     def search(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:

@@ -46,10 +46,10 @@ from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
-    Happening,
     Loss,
     Policy,
     Reaction,
+    Trigger,
     stopped,
 )
 from lightning_recycle.simulation.policies.workers import live_workers
@@ -124,18 +124,18 @@ class Auto(Policy):
         state = _PolicyState(None, (), FailureRecord(), 0.0)
         return Reaction(self._fresh(context, state, self._workers(context, state, live)))
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, _PolicyState)
-        workers = self._workers(context, before, happening.live)
+        workers = self._workers(context, before, trigger.live)
         held = before.ranges()
         alive = {worker: layers for worker, layers in held.items() if worker in set(workers)}
         broken = len(alive) < len(held)
         if not broken and len(alive) == len(workers):
             return None
-        record = before.record.after(len(held), max(0.0, happening.time - before.time), len(held) - len(alive))
-        state = _PolicyState(before.way, before.held, record, happening.time)
+        record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(held) - len(alive))
+        state = _PolicyState(before.way, before.held, record, trigger.time)
         if not held or _lost(context.model, alive.values()):
             found = self._fresh(context, state, workers)
             if not found.running:
@@ -159,7 +159,7 @@ class Auto(Policy):
         if chosen is None:
             return None
         found = self._configuration(
-            context, _PolicyState(chosen, tuple(sorted(assigned.items())), record, happening.time)
+            context, _PolicyState(chosen, tuple(sorted(assigned.items())), record, trigger.time)
         )
         steps = self.regrouping(len(workers), broken=broken, transfer=copying)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)

@@ -19,10 +19,10 @@ from lightning_recycle.arguments import at_least
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
-    Happening,
     Loss,
     Policy,
     Reaction,
+    Trigger,
     stopped,
 )
 from lightning_recycle.simulation.policies.workers import (
@@ -167,21 +167,21 @@ class Oobleck(Policy):
         """See :class:`Policy`."""
         return Reaction(self._configuration(context, self._anew(context, live_workers(context, live))))
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
         model = context.model
-        workers = live_workers(context, happening.live)
+        workers = live_workers(context, trigger.live)
         alive = set(workers)
         used = {worker for team in before for worker in team}
         if not before or _layer_lost(model.units, before, alive):
             found = self._configuration(context, self._anew(context, workers))
             if not found.running:
                 return Reaction(found, lost=Loss.CHECKPOINT) if before else None
-            return Reaction(found, self.restarting(context, broken=bool(happening.down)), Loss.CHECKPOINT)
+            return Reaction(found, self.restarting(context, broken=bool(trigger.down)), Loss.CHECKPOINT)
         broken = not used.issubset(alive)
-        if not broken and not happening.up:
+        if not broken and not trigger.up:
             return None
         after = self._shrunk(context, before, alive) if broken else before
         after = self._grown(context, after, workers)

@@ -64,10 +64,10 @@ __all__ = [
     "Configuration",
     "Context",
     "Downtime",
-    "Happening",
     "Loss",
     "Policy",
     "Reaction",
+    "Trigger",
     "agreement_seconds",
     "best_interval",
     "checkpoint_costs",
@@ -162,7 +162,7 @@ class Downtime:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class Trigger:
     """Changes that a policy reacts to, including earlier events whose reaction still waits for the end of a step.
 
     Args:
@@ -341,7 +341,7 @@ class Policy(ABC):
         """How training starts on the live nodes."""
 
     @abstractmethod
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """Reaction to a change; None: nothing changes."""
 
     # -- the schedule ----------------------------------------------------------------------------------------------

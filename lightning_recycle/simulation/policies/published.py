@@ -11,10 +11,10 @@ from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
     Downtime,
-    Happening,
     Loss,
     Policy,
     Reaction,
+    Trigger,
     pauses,
     stopped,
 )
@@ -106,13 +106,13 @@ class Bamboo(Policy):
             return Reaction(stopped("out of memory", _Layout()))
         return Reaction(self._rebuilt(context, (), live_workers(context, live)))
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, _Layout)
         if not self.fits(context.model):
             return None
-        workers = live_workers(context, happening.live)
+        workers = live_workers(context, trigger.live)
         if not before.teams:
             found = self._rebuilt(context, (), workers)
             return Reaction(found, self._fatal(context)) if found.running else None
@@ -122,9 +122,9 @@ class Bamboo(Policy):
         } - before.lost
         if gone:
             return self._lose(context, before, gone, workers)
-        if happening.up:
+        if trigger.up:
             return Reaction(current, wake=max(1e-3, float(self.node_start)))
-        if happening.woken and self._should_reconfigure(context, before, alive):
+        if trigger.woken and self._should_reconfigure(context, before, alive):
             found = self._rebuilt(context, before.teams, workers)
             steps = self.regrouping(len(workers), broken=False, reconfigure=float(self.reconfigure))
             return Reaction(found, steps, at_boundary=True)
@@ -235,17 +235,17 @@ class Varuna(Policy):
         """See :class:`Policy`."""
         return Reaction(self._configuration(context, live_workers(context, live)))
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         used = current.layout
         assert isinstance(used, frozenset)
-        workers = live_workers(context, happening.live)
+        workers = live_workers(context, trigger.live)
         if not used.issubset(workers):
             found = self._configuration(context, workers)
             steps = self.restarting(context, broken=True)
             return Reaction(found, steps if found.running else (), Loss.CHECKPOINT)
         found = self._configuration(context, workers)
-        if not happening.up or not found.running or found.throughput <= current.throughput:
+        if not trigger.up or not found.running or found.throughput <= current.throughput:
             return None
         if not current.running:
             return Reaction(found, self.restarting(context, broken=False))

@@ -12,10 +12,10 @@ from lightning_recycle.planning import Problem, Technique, normalized_failures
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
-    Happening,
     Loss,
     Policy,
     Reaction,
+    Trigger,
     pauses,
     stopped,
 )
@@ -97,18 +97,18 @@ class Recycle(Policy):
         """See :class:`Policy`."""
         return Reaction(self._from_checkpoint(context, live))
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, Placement)
-        workers = live_workers(context, happening.live)
+        workers = live_workers(context, trigger.live)
         grid = context.model.grid
         held, vacant = keep(grid, before, workers)
         if before.positions and held == dict(before.positions):
             return None  # idle nodes only
         broken = not {worker for worker, _ in before.positions}.issubset(workers)
         if not before.positions or len(held) < grid.stages or self._stage_lost(context, held):
-            found = self._from_checkpoint(context, happening.live)
+            found = self._from_checkpoint(context, trigger.live)
             steps = self.restarting(context, broken=broken) if found.running else ()
             return Reaction(found, steps, Loss.CHECKPOINT if before.positions else Loss.NOTHING)
         goal = self._distribution(context, len(vacant)) if self.normalization else None
@@ -223,11 +223,11 @@ class ElasticLayers(Recycle):
         better, _ = self._balanced(context, first.configuration)
         return Reaction(first.configuration if better is None else better)
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
-        reaction = super().react(context, current, happening)
+        reaction = super().react(context, current, trigger)
         if reaction is None:
-            better, _ = self._balanced(context, current) if happening.woken else (None, 0.0)
+            better, _ = self._balanced(context, current) if trigger.woken else (None, 0.0)
             if better is None:
                 return None
             return Reaction(better, pauses(change=float(self.change)), at_boundary=True)

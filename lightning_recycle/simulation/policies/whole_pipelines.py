@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Happening, Loss, Policy, Reaction
+from lightning_recycle.simulation.policies.policy import Configuration, Context, Loss, Policy, Reaction, Trigger
 from lightning_recycle.simulation.policies.workers import (
     Teams,
     assemble_teams,
@@ -48,7 +48,7 @@ class FaultFree(Policy):
         found = self.running(context, self.schedule, step, grid.num_workers, None)
         return Reaction(replace(found, checkpoint_every=None, checkpoint_seconds=0.0, checkpoint_writing=0.0))
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """Nothing to do: nodes never fail."""
         return None
 
@@ -95,12 +95,12 @@ class Merge(WholePipelines):
     Takes the arguments of ``Policy``.
     """
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
         model = context.model
-        alive = set(live_workers(context, happening.live))
+        alive = set(live_workers(context, trigger.live))
         teams, copied = assemble_teams(before, alive, model.stages, model.pipelines)
         if teams == before:
             return None
@@ -169,12 +169,12 @@ class Restart(WholePipelines):
 
     elastic: bool = True
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
-        alive = set(live_workers(context, happening.live))
-        teams = self._teams(context, before, happening.live)
+        alive = set(live_workers(context, trigger.live))
+        teams = self._teams(context, before, trigger.live)
         found = self._configuration(context, teams)
         if not all(alive.issuperset(team) for team in before):
             return Reaction(found, self.restarting(context, broken=True) if found.running else (), Loss.CHECKPOINT)
@@ -219,11 +219,11 @@ class DropReplica(WholePipelines):
         super().__post_init__()
         keep_seconds(self, "relaunch")
 
-    def react(self, context: Context, current: Configuration, happening: Happening) -> Reaction | None:
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
-        workers = live_workers(context, happening.live)
+        workers = live_workers(context, trigger.live)
         alive = set(workers)
         whole = tuple(team for team in before if alive.issuperset(team))
         more = self._more(context, whole, workers)
@@ -238,7 +238,7 @@ class DropReplica(WholePipelines):
             return Reaction(found, steps, Loss.STEP if whole else Loss.CHECKPOINT, wake=wait)
         if not grows:
             return None
-        if happening.woken or self.relaunch is None:
+        if trigger.woken or self.relaunch is None:
             found = self._configuration(context, more)
             if not whole:
                 return Reaction(found, self.restarting(context, broken=False))
