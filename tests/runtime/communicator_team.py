@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import torch
 from support.imitated_transport import imitated
+from support.waiting import PATIENCE
 
 from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
@@ -36,7 +37,6 @@ from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 HOST = "127.0.0.1"
 KEY = b"the key of a team"
-PATIENCE = 15.0  # seconds for anything that is expected to succeed
 FORWARD = Channel.ACTIVATIONS
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.waiting import PATIENCE
 
 from lightning_recycle.runtime.comm.small_allreduce import _HEADER, SmallAllreduce
 from lightning_recycle.runtime.comm.wire import sum_of_bytes
-
-PATIENCE = 10.0  # seconds
 
 
 def mesh_of(size: int, timeout: float = PATIENCE) -> tuple[list[SmallAllreduce], dict[tuple[int, int], socket.socket]]:

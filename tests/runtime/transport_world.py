@@ -13,6 +13,7 @@ from itertools import combinations
 import torch
 from support.fake_nccl import FakeDevice, LocalNetwork
 from support.meeting import Meeting
+from support.waiting import PATIENCE
 
 from lightning_recycle.runtime.comm.groups import Group
 from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Rosters, Transport
@@ -22,7 +23,6 @@ from lightning_recycle.runtime.nccl.nccl_comms import successors
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 CPU = torch.device("cpu")
-PATIENCE = 30.0
 LATE_SECONDS = 0.1  # for which a call may wait for the others before it fails
 VALUE = torch.arange(20_000.0)
 ALL = {"stage0": (0, 2), "stage1": (1, 3), "tie1": (0, 1, 3)}
