@@ -102,6 +102,7 @@ class Promises:
         self.wishes: Mapping[int, int] = {}  # rank -> the stop point from which on it wants to stop training early
         self.min_steps = 0
         self._verdicts: dict[int, bool] = {}  # stop point -> whether all stop there
+        self._told_at_verdict = 0  # losses that were told when the first wish was not agreed to
         self._agreed_at = -1  # the stop point at which all know that they stop
         self._stopped_at = -1
         self.stopped_at_once = False
@@ -164,7 +165,11 @@ class Promises:
     def _latest_stop(self) -> int:
         """The stop point at which all stop, at the latest, as some wanted to and others did not; -1 if none did."""
         steps = [point // len(StopPlace) for point, agreed in self._verdicts.items() if not agreed]
-        return stop_point(min(steps) + 1, StopPlace.STEP_END) if steps else -1
+        if not steps:
+            return -1
+        # Those that were put together may ask at a point before a step whose loss is told already.
+        told = self._told_at_verdict if self.of_position > 1 else 0
+        return stop_point(max(min(steps) + 1, told + 1), StopPlace.STEP_END)
 
     def on_stop(self, worker: SimulatedWorker, point: int) -> bool:
         """``worker`` knows at ``point`` that all stop; returns whether enough steps are done to do so."""
@@ -283,6 +288,8 @@ class Promises:
             self._check_stop_verdict(message)
 
     def _check_stop_verdict(self, message: messages.StopVerdict) -> None:
+        if not message.agreed and all(self._verdicts.values()):
+            self._told_at_verdict = len(self._summed)
         if self._verdicts.setdefault(message.point, message.agreed) != message.agreed:
             raise Violation(f"workers are told different verdicts about stop point {message.point}")
 

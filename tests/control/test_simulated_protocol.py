@@ -271,7 +271,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "return payloads, True", "pass"),
     ("contributions that settle a step are not heard with the resumption", Member, "receive",
      "if message.settled:", "if False:"),
-    ("all stop at the earliest step", step_boundary, "on_paused", "= max(pause.begun", "= min(pause.begun"),
+    ("all stop at the earliest step", step_boundary, "on_paused", "max(max(pause.begun", "max(min(pause.begun"),
     ("one answer is enough for a boundary", step_boundary, "on_paused",
      "pause.begun.keys() != state.roster.live", "not pause.begun"),
     ("not everybody is awaited at the boundary", step_boundary, "on_at_boundary",

@@ -195,7 +195,7 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
     if state.roster.assembled:
         rest, useless = parking.without_latecomers(state, statuses)
-        if useless:
+        if rest is not state:
             return after(useless, generation.begin(rest))
     try:
         decision = decide(statuses, state.steps.summed)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lightning_recycle.control.protocol.recovery import WorkerStatus, committed_version
-from lightning_recycle.control.protocol.state import Evict, MembershipState, Next, Record
+from lightning_recycle.control.protocol.state import Command, Evict, MembershipState, Next, Record
 
 __all__ = ["assemble", "park", "release", "release_outdated", "without_latecomers"]
 
@@ -40,9 +40,9 @@ def park(state: MembershipState, rank: int) -> Next:
     return state.without({rank}, drop=useless), tuple(Evict(sibling, cause) for sibling in sorted(useless))
 
 
-def assemble(state: MembershipState, stage: int) -> Next:
+def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) -> Next:
     """Puts a whole position of ``stage`` together from what is left of it, where no live position holds its state;
-    changes nothing if one of its columns has no worker with a state.
+    changes nothing if one of its columns has no worker with a state, but those of ``without``.
 
     Of each column the worker that has applied most steps takes part, of these the one that was parked last. Workers
     that were to get their state from a worker that is lost now have to begin anew.
@@ -55,7 +55,8 @@ def assemble(state: MembershipState, stage: int) -> Next:
     state = state.with_roster(parked={**state.roster.parked, **versions})
     chosen: list[int] = []
     for column in range(stage * state.members, (stage + 1) * state.members):
-        of_column = [rank for rank in reversed(state.roster.parked) if positions.column(rank) == column]
+        parked = (rank for rank in reversed(state.roster.parked) if rank not in without)
+        of_column = [rank for rank in parked if positions.column(rank) == column]
         if not of_column:
             return before, ()
         chosen.append(max(of_column, key=state.version_of_parked))
@@ -75,8 +76,8 @@ def assemble(state: MembershipState, stage: int) -> Next:
 
 def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
     """The state without the workers that joined too late to go back with those that were put together: those that have
-    no state yet, and those that have not kept the parameters of the step that runs again. Unchanged if a stage has no
-    other worker.
+    no state yet, and those that have not kept the parameters of the step that runs again. If a stage has no others,
+    parked ones take their places; unchanged if it has not enough of these.
 
     Args:
         state: all live workers have reported.
@@ -86,11 +87,21 @@ def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStat
     late = {rank for rank, one in statuses.items() if one.version > version and not one.has_shadow}
     if any(one.version > version for one in statuses.values()):
         late |= state.roster.joining
-    if not late or not all(state.holding(stage, without=late) for stage in range(state.grid.stages)):
+    if not late:
         return state, ()
-    useless = state.positions.expand(late)
+    before, commands = state, tuple[Command, ...]()
+    for stage in range(state.grid.stages):
+        if not state.holding(stage, without=late):
+            above = {rank for rank in state.roster.parked if state.version_of_parked(rank) > version}
+            rest, useless = assemble(state, stage, without=late | above)
+            if rest is state:
+                return before, ()
+            state, commands = rest, commands + useless
+    if state is not before:
+        return state, commands
+    positions = state.positions.expand(late)
     cause = "it joined too late to run a step again"
-    return state.without(late, drop=useless), tuple(Evict(rank, cause) for rank in sorted(useless))
+    return state.without(late, drop=positions), tuple(Evict(rank, cause) for rank in sorted(positions))
 
 
 def release_outdated(state: MembershipState) -> Next:

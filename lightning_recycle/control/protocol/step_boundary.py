@@ -115,7 +115,8 @@ def on_paused(state: MembershipState, event: messages.Paused) -> Next:
     state = state.with_generation(pause=pause)
     if pause.begun.keys() != state.roster.live:
         return state, ()
-    boundary = max(pause.begun.values()) + 1
+    # A worker that enters has not heard the losses that are known already.
+    boundary = max(max(pause.begun.values()) + 1, state.steps.summed)
     if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_wanted(state)):
         return _change_plan(state, plan, boundary)
     state = state.with_generation(pause=replace(pause, boundary=boundary))
