@@ -33,6 +33,9 @@ class Recorder:
     def report_progress_to(self, on_progress: Any) -> None:
         """There is none."""
 
+    def report_waits_to(self, waiting: Any) -> None:
+        """There are none."""
+
     def abort(self, generation: int) -> None:
         self.aborted.append(generation)
         self.called.set()
