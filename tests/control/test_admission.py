@@ -113,6 +113,9 @@ def test_what_is_missing_without_the_file_is_said() -> None:
     assert adopted([]) == "they have gone again"
     assert adopted(MEMBERS[1:]) == "the workers of ranks 0 have not returned"
     assert adopted([replace(MEMBERS[0], generation=0), *MEMBERS[1:]]) == "the workers of ranks 0 have not returned"
+    first = [replace(one, generation=0, resumed=-1) for one in MEMBERS]
+    replacement = replace(first[0], generation=-1, incarnation=1, joining=True)
+    assert adopted([replacement, *first[1:]]) == "the workers of ranks 0 have not returned"
     starters = [replace(one, generation=-1, wants=RunRequest("fit", GRID, True)) for one in MEMBERS]
     assert adopted(starters) == "some have not returned"
     assert adopted([*starters, replace(starters[0], rank=2)]) == (None, {})

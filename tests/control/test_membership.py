@@ -77,6 +77,14 @@ def test_survivors_hear_of_a_loss_before_they_hear_what_it_settles() -> None:
     assert sent == [m.Regroup, m.StopVerdict]
 
 
+def test_a_worker_that_is_past_a_point_is_past_all_points_before_it() -> None:
+    """It heard of the point where a lost worker wanted to stop, and answers after another round has begun."""
+    state, _ = feed(running(), m.StopWish(2, 6, True), s.Lost(2, "killed"))
+    state, _ = feed(state, m.StopWish(3, 5, True))
+    _, commands = feed(state, m.StopWish(0, 6, False))
+    assert messages(commands, m.StopVerdict) == [m.StopVerdict(5, False)]
+
+
 def test_survivors_resume_together_with_what_the_decision_says() -> None:
     state, _ = feed(running(), all_losses(0), s.Lost(3, "gone"))
     state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True))

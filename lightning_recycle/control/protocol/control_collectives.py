@@ -198,9 +198,9 @@ def _add_request(state: MembershipState, event: messages.StopWish) -> Next:
 
 
 def _add_answer(state: MembershipState, event: messages.StopWish) -> Next:
-    """A worker is past ``event.point``, where another one wants to stop."""
+    """A worker is past ``event.point``, where another one wanted to stop; so it is past all earlier points, too."""
     stop = state.collectives.stop_round
-    if stop is None or stop.is_over or stop.point != event.point:
+    if stop is None or stop.is_over or event.point < stop.point:
         return state, ()
     return _stop_later(state, stop.point, min(stop.wanted))
 

@@ -240,7 +240,9 @@ def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None,
         is_whole = grid is not None and {one.rank for one in said}.issuperset(range(workers))
         return (None, {}) if is_whole else "some have not returned"
     # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
-    current = (one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1)
+    current = [one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1]
+    if newest.generation == 0:  # all members began with it: whoever is to join replaces one that is lost
+        current = [one for one in current if not one.joining]
     members = {one.rank: one for one in sorted(current, key=lambda one: (one.incarnation, one.generation))}
     missing = [rank for rank in newest.roster if rank not in members]
     if missing:
