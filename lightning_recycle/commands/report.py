@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
     parser = command_parser(
         _NAME,
-        "Renders the results of recycle-simulate as one HTML page.",
+        "Render the results of recycle-simulate as one HTML page.",
         "recycle-simulate experiment=quick output=results && recycle-report results",
         "recycle-report results -o report.html",
         "recycle-report results --title 'Spot instances, July'",

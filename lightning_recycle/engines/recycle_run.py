@@ -187,7 +187,7 @@ def _check(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "recycle-run",
-        "Starts the workers of a run, and replaces those that die.",
+        "Start the workers of a run and restart any that die.",
         "recycle-run --nproc-per-node 4 python train.py",
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",

@@ -212,7 +212,7 @@ def _setting(text: str) -> Setting:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "recycle-coordinator",
-        "Runs the coordinator for workers started elsewhere. Settings that are not given are those of their script.",
+        "Run the coordinator for workers started elsewhere. Settings that are not given are those of their script.",
         "recycle-coordinator --listen 10.0.0.1:29400",
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
         "recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --runs 1",

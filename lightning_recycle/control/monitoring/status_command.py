@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "recycle-status",
-        "Shows the state of a run: workers, plan, steps, failures.",
+        "Show the state of a run: workers, plan, steps, failures.",
         "recycle-status",
         "recycle-status 10.0.0.1:8080 --watch",
         "recycle-status 10.0.0.1:8080 --json",
