@@ -44,6 +44,7 @@ from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
 from lightning_recycle.session.lightning_internals import WrappingCheckpointIO, set_device_mesh
+from lightning_recycle.session.requirements import check_shards
 from lightning_recycle.session.session import Session
 
 __all__ = ["ReCycleStrategy"]
@@ -64,6 +65,9 @@ class ReCycleStrategy(ParallelStrategy):
         pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1; and 1 for a
             LightningModule that is no PipelineModule, unless ``layers`` names its layers.
         num_microbatches: M. By default 2 * S, or the largest divisor of the batch size up to that, if it is known.
+        tensor_parallel_size: the number of processes that hold each position of the grid together. ``configure_model``
+            makes layers parallel over ``self.device_mesh["tensor_parallel"]``, as for Lightning's
+            ``ModelParallelStrategy``.
         layers: for a LightningModule that is no PipelineModule, the layers that are distributed over stages: the path
             of an ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in
             which ``training_step`` calls them. By default the container that holds most of the parameters.
@@ -90,13 +94,13 @@ class ReCycleStrategy(ParallelStrategy):
     strategy_name = "recycle"
     is_distributed = False  # for Lightning's samplers: the data is addressed, nothing may be injected
     owns_layers = True
-    mesh_sizes = (1, 1)
 
     def __init__(
         self,
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | None = None,
         *,
+        tensor_parallel_size: int = 1,
         layers: str | list[str] | None = None,
         seed: int | None = None,
         engine: Literal["local", "ray"] | RayEngine = "local",
@@ -113,8 +117,8 @@ class ReCycleStrategy(ParallelStrategy):
         install_if_wanted()  # before Lightning's first line
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.options = Options(
-            pipeline_parallel_size, num_microbatches, layers, seed, engine, planning, recovery, verification,
-            checkpoints, communication, monitoring,
+            pipeline_parallel_size, num_microbatches, tensor_parallel_size, layers, seed, engine, planning, recovery,
+            verification, checkpoints, communication, monitoring,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
@@ -316,11 +320,11 @@ class ReCycleStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: if the devices cannot be divided into positions.
         """
-        members = math.prod(self.mesh_sizes)
+        members = math.prod(self.options.mesh_sizes)
         if self.num_devices % members:
             raise ConfigurationError(
-                f"{self.num_devices} devices cannot be divided into positions of {members} processes: use a multiple"
-                f" of {members}."
+                f"{self.num_devices} devices cannot be divided into positions of tensor_parallel_size={members}"
+                f" processes. Use a number of devices that is a multiple of {members}."
             )
         return self.num_devices // members
 
@@ -347,14 +351,15 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def model_sharded_context(self) -> Iterator[None]:
         """The context of ``configure_model``: a position's members make its layers parallel, each by itself."""
-        mesh = None if self._session is None else self._session.mesh
-        if mesh is None:
+        if self._session is None or self._session.mesh is None:
             yield
             return
-        assert self.lightning_module is not None
-        set_device_mesh(self.lightning_module, mesh.mesh)
+        session, mesh, module = self._session, self._session.mesh, self.lightning_module
+        assert module is not None
+        set_device_mesh(module, mesh.mesh)
         with mesh.building_alone():
             yield
+        check_shards(module, session.run.positions.members, warns=session.collectives.leads)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

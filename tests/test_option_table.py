@@ -62,7 +62,7 @@ def test_every_option_is_described_where_it_is_defined(kind: type[OptionGroup]) 
         ({"max_restart": 3}, r"no such option. Did you mean recovery=RecoveryOptions\(max_restarts=3\)\?$"),
         ({"num_microbatch": 3}, r"\(num_microbatch=3\): .* Did you mean num_microbatches=3\?$"),
         ({"layer": "model.blocks"}, "Did you mean layers='model.blocks'"),
-        ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, layers, "),
+        ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, tensor_parallel_size, layers, "),
     ],
 )
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest_that_does(options: Any, words: str) -> None:

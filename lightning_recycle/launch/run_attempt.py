@@ -180,11 +180,14 @@ class RunAttempt:
 
     def _coordinator_options(self) -> CoordinatorOptions:
         options, heartbeat, fits = self._run.options, self._run.heartbeat, self._run.call.fits
+        recovery = options.recovery if fits else options.recovery.without_changes()
+        if options.tensor_parallel_size > 1:
+            recovery = replace(recovery, rebalance="never")  # layers of several processes stay where they are
         return CoordinatorOptions(  # without training there are no step boundaries to enter at
             heartbeat_timeout=heartbeat.timeout,
             last_holder_timeout=heartbeat.last_holder_timeout,
             coordinator_timeout=heartbeat.coordinator_timeout,
-            recovery=options.recovery if fits else options.recovery.without_changes(),
+            recovery=recovery,
             verification=options.verification,
             drift=PlanMonitor.options_of(self._run.call.trainer) if fits else None,
         )
@@ -220,6 +223,7 @@ class RunAttempt:
             on_profile=partial(_write_profile, self._profile_path),
             start_worker=self._start_worker,
             setup=pack(self._setup),
+            members=self._setup.positions.members,
         )
 
     def _start_workers(self) -> dict[int, WorkerProcess]:

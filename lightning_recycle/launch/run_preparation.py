@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.discovery import Discovered
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
@@ -37,6 +37,7 @@ from lightning_recycle.session.lightning_internals import attach_data, call_setu
 from lightning_recycle.session.requirements import (
     check_loaders,
     check_loss,
+    check_members,
     check_trainer,
     loaders_in,
     warn_of_lost_compilation,
@@ -132,9 +133,6 @@ class ConfiguredStrategy(Protocol):
     @property
     def num_positions(self) -> int: ...
 
-    @property
-    def mesh_sizes(self) -> tuple[int, int]: ...
-
     def enter(self, session: Session | None) -> None: ...
 
 
@@ -218,11 +216,18 @@ def prepare(
     _describe(parts, call, outside is not None)
     check_weight_averaging(trainer, parts)
     check_pruning(trainer, grid.stages)
+    if options.tensor_parallel_size > 1:
+        check_members(trainer, options, by_hand=outside is not None or "RECYCLE_LISTEN" in os.environ)
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
         check_loss(module)
         check_loaders(call.arguments.get("val_dataloaders"), None)
     stages = parts.cut(grid.stages, options.planning.partition)
+    if options.tensor_parallel_size > 1 and parts.ties(stages):
+        raise UnsupportedFeatureError(
+            "strategy='recycle' does not support weights that are tied across stages with tensor_parallel_size > 1. Use"
+            " pipeline_parallel_size=1, or do not tie them."
+        )
     warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, grid)
     for logger in trainer.loggers:
@@ -254,7 +259,7 @@ def prepare(
         has_run=has_run,
         staggered=options.planning.technique.staggered and (not call.fits or steps_alone(trainer, parts, stages)),
         gathering=Gathering(options.checkpoints.gather_result, FILE_BYTES if local else LARGE_BYTES, local),
-        mesh_sizes=strategy.mesh_sizes,
+        mesh_sizes=options.mesh_sizes,
     )
     return PreparedRun(call, setup, heartbeat, options, strategy.num_devices)
 

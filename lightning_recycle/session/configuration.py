@@ -132,6 +132,7 @@ class Options(OptionGroup):
 
     pipeline_parallel_size: int | None = option(None, integer(1, otherwise="for the default"))
     num_microbatches: int | None = option(None, integer(1, otherwise="for the default"))
+    tensor_parallel_size: int = option(1, integer(1))
     layers: LayerPaths = option(None, _LAYERS)
     seed: int | None = option(None)
     engine: Literal["local", "ray"] | RayEngine = option("local", _ENGINE)
@@ -149,6 +150,11 @@ class Options(OptionGroup):
             if issubclass(kind, OptionGroup) and not isinstance(getattr(self, item.name), kind):
                 self._refuse(item.name, f"give {kind.__name__}(...)")
         suspicion_of(self.recovery.machine_errors)
+
+    @property
+    def mesh_sizes(self) -> tuple[int, int]:
+        """The sizes of the mesh of a position, FSDP shards and tensor parallelism."""
+        return 1, self.tensor_parallel_size
 
     @property
     def ray(self) -> RayEngine | None:

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -19,6 +26,7 @@ from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.interruption import saves_on_exception
 from lightning_recycle.session.lightning_internals import mode_of, synchronises_batchnorm
 from lightning_recycle.torch_internals import is_compiled, tree_leaves
@@ -27,7 +35,9 @@ __all__ = [
     "check_graphs",
     "check_loaders",
     "check_loss",
+    "check_members",
     "check_optimizers",
+    "check_shards",
     "check_trained",
     "check_trainer",
     "loaders_in",
@@ -91,6 +101,64 @@ def _check_finders(trainer: pl.Trainer) -> None:
             f"strategy='recycle' does not support {type(callback).__name__} and Tuner.{search}, whose trials rewind a"
             f" training within one process. Tune on one device first, Tuner(Trainer(devices=1)).{search}(model, ...),"
             f" and give this run the {value} that it finds."
+        )
+
+
+def check_members(trainer: pl.Trainer, options: Options, by_hand: bool) -> None:
+    """Raises UnsupportedFeatureError for what does not work yet where several processes hold a position.
+
+    Args:
+        trainer: the Trainer.
+        options: the options of the strategy.
+        by_hand: whether there are workers that are started from outside.
+    """
+    recovery, callbacks = options.recovery, trainer.callbacks  # type: ignore[attr-defined]
+    averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
+    used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
+    refused = {
+        "accelerators other than accelerator='cpu'": trainer.strategy.root_device.type != "cpu",
+        "engine='ray'": options.ray is not None,
+        "workers that are started by hand or by a cluster manager": by_hand,
+        "manual optimization": not trainer.lightning_module.automatic_optimization,
+        "precision='16-mixed'": trainer.precision == "16-mixed",
+        "VerificationOptions(verify=...)": bool(options.verification.verify),
+        "CheckpointOptions(save_distributed_checkpoint=True)": options.checkpoints.save_distributed_checkpoint,
+        "RecoveryOptions(on_stage_lost='restart')": recovery.on_stage_lost == "restart",
+        "RecoveryOptions(move_workers=True)": recovery.move_workers,
+        "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
+        f"the callback {', '.join(used)}": bool(used),
+    }
+    for what in (name for name, is_used in refused.items() if is_used):
+        raise UnsupportedFeatureError(
+            f"tensor_parallel_size={options.tensor_parallel_size} does not support {what} yet. Leave that, or use"
+            " tensor_parallel_size=1."
+        )
+
+
+def check_shards(module: pl.LightningModule, members: int, warns: bool) -> None:
+    """Looks at what ``configure_model`` has made for the ``members`` of a position; ``warns``: whether this process
+    warns of what costs only time.
+
+    Raises:
+        UnsupportedFeatureError: for FSDP2, and for parameters without values.
+    """
+    if sharded := [
+        n for n, part in module.named_modules() if any(k.__name__ == "FSDPModule" for k in type(part).__mro__)
+    ]:
+        raise UnsupportedFeatureError(
+            f"{type(module).__name__}.configure_model() calls fully_shard() ({sharded[0] or 'the module itself'}):"
+            " FSDP2 is not supported yet. Leave that; tensor_parallel_size divides parameters, too."
+        )
+    if missing := [name for name, parameter in module.named_parameters() if parameter.is_meta]:
+        raise UnsupportedFeatureError(
+            f"{type(module).__name__} has parameters on the meta device ({', '.join(missing[:5])}): with"
+            " tensor_parallel_size > 1 the members of a position take their parts of weights that all of them have."
+            " Make layers with values, or load these in configure_model()."
+        )
+    if warns and not any(hasattr(parameter, "to_local") for parameter in module.parameters()):
+        rank_zero_warn(
+            f"configure_model() of {type(module).__name__} makes no layer parallel over"
+            f" self.device_mesh['tensor_parallel']: the {members} processes of each position do the same work."
         )
 
 

@@ -246,7 +246,9 @@ class Session:
 
     def _name_norms(self, ties: StageTies) -> None:
         """Lets hooks see norms of gradients over all stages."""
-        if self.grid.stages > 1:
+        if self.mesh is not None:
+            complete_norms(_refuse_norms)
+        elif self.grid.stages > 1:
             stage = self.worker.stage
             names = {id(p): ties.copies.get((stage, name), name) for name, p in self.module.named_parameters()}
             complete_norms(self.collectives.gather_stages, names)
@@ -343,3 +345,10 @@ class Session:
 
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.collectives.leads else max(1, self.place.rank)  # type: ignore[attr-defined]
+
+
+def _refuse_norms(*_: Any) -> list[Any]:
+    raise UnsupportedFeatureError(
+        "grad_norm() is not supported with tensor_parallel_size > 1: a worker has parts of gradients. With"
+        " Trainer(gradient_clip_val=...) they are clipped by the norm of all."
+    )

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,
@@ -67,7 +69,7 @@ class Executor:
     """
 
     def __init__(self, runner: StepRunner, layers: LayerKeeper | None = None) -> None:
-        self.worker, self.grid, self._positions = runner.worker, runner.grid, runner.positions
+        self.worker, self.grid = runner.worker, runner.grid
         self._runner, self._forwards = runner, Forwards(runner)
         self._client, self._communicator, self._callbacks = runner.client, runner.communicator, runner.callbacks
         tied = {tie.stages for tie in runner.ties.ties}
@@ -351,7 +353,7 @@ class Executor:
         version = -1 if self._joining else self.version
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
             runner.forget()
-        status = WorkerStatus(self._column, version, runner.reduced, not self.is_settled)
+        status = WorkerStatus(self._column, version, runner.reduced, not self.is_settled, runner.has_shadow)
         self._client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
         resume = self._client.report(status, runner.payload, self._moving.cuts)
@@ -384,6 +386,11 @@ class Executor:
             runner.guesses.tell(self.version - 1, runner.payload, guesses=True)
         if resume.becomes:
             self._get_ready(resume)
+
+    @property
+    def _positions(self) -> Positions:
+        """Which worker is which member of which position, in the generation that this one has entered."""
+        return replace(self._runner.positions, moved=self._client.member.moved)
 
     @property
     def _column(self) -> int:
@@ -442,7 +449,7 @@ class Executor:
                 peers,
                 tie_rosters,
                 announced.check_links,
-                positions.ranks(self.worker),
+                positions.ranks(positions.position(rank)),
             )
             self._runner.drop_reductions()
         self._runner.follow(program)

@@ -155,6 +155,7 @@ class StepRunner:
         self.commits = waits or (rules.norm and rules.presumes is None)
         self.redoes_whole_steps = has_ties  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow_on_host, self._device_name = shadow_on_host, device_name
+        self._shadow_of = -1  # the version of the parameters in the shadow
         self._is_last = worker.stage == grid.stages - 1
         self._whole_program = Program()
         self.program: tuple[Task, ...] = ()
@@ -396,6 +397,7 @@ class StepRunner:
         with self._measurements.timings.measure(OpKind.STEP, self._device):
             if self._shadow is not None:
                 self._shadow.update()
+                self._shadow_of = number
             if guesses:
                 self.callbacks.keep_optimizer()
             # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
@@ -439,6 +441,11 @@ class StepRunner:
         if guesses is not None and guesses.unsettled and (waits or guesses.is_known(step)):
             guesses.await_known(step)
             guesses.unsettled, self.payload = False, None
+
+    @property
+    def has_shadow(self) -> bool:
+        """Whether this worker can compute with the parameters that it had before its newest step."""
+        return self._shadow is not None and self._shadow_of == self.version - 1
 
     @property
     def is_settled(self) -> bool:

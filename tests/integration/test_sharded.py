@@ -1,0 +1,292 @@
+"""Positions of several processes: weights equal those of a plain loop, whichever member of a position is lost."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from support.options import recycle_strategy
+from support.training import QUIET, TOLERANCE
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_recycle import PipelineModule
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.planning import Op
+
+WIDTH, STEPS, BATCH = 8, 4, 4  # samples of a pipeline in a step
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).double()
+
+
+def make_parallel(layers: Any, mesh: Any) -> None:
+    for block in layers:
+        parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+class Ordinary(L.LightningModule):
+    """As it would be written for ModelParallelStrategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = blocks()
+
+    def configure_model(self) -> None:
+        make_parallel(self.model, self.device_mesh)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        assert sum(isinstance(p, DTensor) for p in self.parameters()) == 8, "the layers are sharded"
+        return (self.model(x) - y).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val", (self.model(x) - y).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Piped(PipelineModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = list(blocks())
+
+    def configure_pipeline(self) -> nn.Sequential:
+        return nn.Sequential(*self.given)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        make_parallel(self.layers, self.device_mesh)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Alone(Ordinary):
+    def configure_model(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self.model(x) - y).square().mean()
+
+
+class Kill(L.Callback):
+    """Kills the first process of ``rank`` before its operation number ``operation`` of ``step``."""
+
+    def __init__(self, rank: int, step: int, operation: int) -> None:
+        self.rank, self.step, self.operation, self.seen = rank, step, operation, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
+            strategy.executor.before_operation.append(self.count)
+
+    def count(self, step: int, _: Op) -> None:
+        if step == self.step:
+            if self.seen == self.operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.seen += 1
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(64, WIDTH, generator=generator, dtype=torch.double) for _ in range(2))
+    return TensorDataset(x, y)
+
+
+def fit(module: L.LightningModule, grid: tuple[int, int, int], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+    """Trains ``module`` on (pipelines, stages, members)."""
+    pipelines, stages, members = grid
+    validates, ckpt_path = kwargs.pop("validates", False), kwargs.pop("ckpt_path", None)
+    options = {"pipeline_parallel_size": stages, "num_microbatches": 2, "tensor_parallel_size": members}
+    strategy = recycle_strategy(**{**options, **kwargs.pop("strategy", {})})
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=pipelines * stages * members,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        **{"max_steps": STEPS, **QUIET, **kwargs},
+    )
+    train = DataLoader(dataset(), batch_size=BATCH)
+    trainer.fit(module, train, DataLoader(dataset(), batch_size=BATCH) if validates else None, ckpt_path=ckpt_path)
+    return trainer
+
+
+def plain_loop(pipelines: int, clip: float | None = None, steps: int = STEPS) -> nn.Sequential:
+    layers, data = blocks(), dataset()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
+    for step in range(steps):
+        begin = step * pipelines * BATCH % len(data)
+        x, y = data[begin : begin + pipelines * BATCH]
+        optimizer.zero_grad()
+        (layers(x) - y).square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(layers.parameters(), clip)
+        optimizer.step()
+    return layers
+
+
+def error(module: L.LightningModule, expected: nn.Module) -> float:
+    found = {name.split(".", 1)[1]: p for name, p in module.named_parameters()}
+    return max(float((found[name] - p).abs().max()) for name, p in expected.named_parameters())
+
+
+def lost(trainer: L.Trainer) -> int:
+    strategy: Any = trainer.strategy
+    return sum(event.kind == "failure" for event in strategy.history)
+
+
+def test_an_ordinary_module_trains_with_tensor_parallelism() -> None:
+    module = Ordinary()
+    fit(module, (2, 1, 2))
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("rank", "operation"), [(1, 2), pytest.param(2, 0, marks=pytest.mark.long)])
+def test_weights_equal_after_a_member_is_killed(rank: int, operation: int) -> None:
+    module = Ordinary()
+    assert lost(fit(module, (2, 1, 2), Kill(rank, 1, operation))) == 1
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("rank", "step", "operation"), [(2, 1, 4), (7, 2, 3), (0, 0, 3)])
+def test_weights_equal_after_a_member_of_a_stage_is_killed(rank: int, step: int, operation: int) -> None:
+    module = Piped()
+    assert lost(fit(module, (2, 2, 2), Kill(rank, step, operation))) == 1
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_gradients_are_clipped_by_the_norm_of_all_members() -> None:
+    module = Ordinary()
+    fit(module, (2, 1, 2), Kill(3, 2, 1), gradient_clip_val=0.1)
+    assert error(module, plain_loop(2, clip=0.1)) < TOLERANCE
+
+
+def kinds(trainer: L.Trainer) -> list[str]:
+    strategy: Any = trainer.strategy
+    return [event.kind for event in strategy.history]
+
+
+class Waits(L.Callback):
+    """Each step waits until a replacement is in, if one was lost."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step > self.after and strategy.counters.get("live_workers", 4) < 4:
+            time.sleep(1.0)
+
+
+class KillTwo(L.Callback):
+    """Kills two processes before an operation of a step: those of ``ranks``."""
+
+    def __init__(self, *ranks: int, step: int, operation: int) -> None:
+        self.kills = [Kill(rank, step, operation) for rank in ranks]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for kill in self.kills:
+            kill.on_train_start(trainer, pl_module)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [0, 2])
+def test_what_is_left_of_two_positions_is_put_together(step: int) -> None:
+    module = Ordinary()
+    assert lost(fit(module, (2, 1, 2), KillTwo(0, 3, step=step, operation=1))) == 2
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_a_split_backward_defers_the_gradients_of_shards() -> None:
+    module = Piped()
+    fit(module, (2, 2, 2), Kill(1, 1, 3), strategy={"split_backward": True})
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+class Fully(Ordinary):
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (Ordinary(), {"devices": 3}, "multiple of 2"),
+        (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
+        (Ordinary(), {"strategy": {"save_distributed_checkpoint": True}}, "save_distributed_checkpoint"),
+        (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_before_a_worker_starts(
+    module: L.LightningModule, options: dict[str, Any], expected: str
+) -> None:
+    strategy = recycle_strategy(**{"tensor_parallel_size": 2, **options.pop("strategy", {})})
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})
+    with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
+        trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
+
+
+@pytest.mark.long
+def test_fsdp_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="FSDP2 is not supported yet"):
+        fit(Fully(), (1, 1, 2))
+
+
+def test_a_replacement_gets_the_shards_of_its_column() -> None:
+    """Later the position from which it has its state is lost."""
+    module = Ordinary()
+    later = Kill(2, 18, 1)
+    trainer = fit(
+        module, (2, 1, 2), Kill(1, 1, 2), later, Waits(2), max_steps=20, strategy={"max_restarts": 4}, max_epochs=9
+    )
+    assert "rejoined" in kinds(trainer), kinds(trainer)
+    assert error(module, plain_loop(2, steps=20)) < TOLERANCE
+
+
+def test_a_checkpoint_is_that_of_one_device(tmp_path: Path) -> None:
+    module = Ordinary()
+    keep = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=2)
+    checks = {"enable_checkpointing": True, "validates": True, "val_check_interval": 4}
+    trainer = fit(module, (2, 1, 2), keep, Kill(0, 2, 3), **checks)
+    layers = plain_loop(2)
+    loss = float((layers(dataset()[:][0]) - dataset()[:][1]).square().mean())
+    assert abs(float(trainer.callback_metrics["val"]) - loss) < TOLERANCE
+    path = tmp_path / "last.ckpt"
+    stored = torch.load(path, weights_only=True)
+    expected = {f"model.{name}": p for name, p in layers.named_parameters()}
+    assert max(float((stored["state_dict"][name] - p).abs().max()) for name, p in expected.items()) < TOLERANCE
+    again = Ordinary()
+    fit(again, (1, 1, 2), max_steps=2 * STEPS, ckpt_path=path)
+    alone = Alone()
+    fit(alone, (1, 1, 1), max_steps=2 * STEPS, ckpt_path=path)
+    assert error(again, alone.model) < TOLERANCE
