@@ -71,7 +71,11 @@ def check_cancelled() -> None:
 
 
 _LOG_BYTES = 1_000_000  # the end of the child's output that is kept
-_START = f"import sys; from {__name__} import {{main}}; {{main}}(int(sys.argv[1]), sys.argv[2])"
+# PYTHONPATH has the path of this process; the working directory, which Python puts before it, may hold another package.
+_START = (
+    "import sys; sys.path[:] = filter(None, sys.path);"
+    f" from {__name__} import {{main}}; {{main}}(int(sys.argv[1]), sys.argv[2])"
+)
 _END_SECONDS = 3.0  # from closing its connection to killing it
 _LOWEST_PRIORITY = 19
 _LOOK_SECONDS = 0.05  # between checks whether it is still wanted
