@@ -202,8 +202,12 @@ def test_a_flag_means_the_same(tmp_path: Path, name: str) -> None:
 
 
 class Slow(Callback):
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
     def on_train_batch_end(self, *_: Any) -> None:
         time.sleep(0.1)
+        self.moments.append(time.monotonic())
 
 
 def stopped_by_the_clock(session: same.Session) -> None:
@@ -212,7 +216,7 @@ def stopped_by_the_clock(session: same.Session) -> None:
 
 def test_max_time_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:
     one, grid = same.run_both(stopped_by_the_clock, tmp_path)
-    assert 5 <= one.progress[1] <= 10
+    assert 2 <= one.progress[1] <= 10  # not so many as the clock allows on a busy machine
     assert 2 <= grid.progress[1] <= 10
     steps = {len(grid.diary("callback", rank)) for rank in range(same.PIPELINES * same.STAGES)}
     assert len(steps) == 1
@@ -220,11 +224,14 @@ def test_max_time_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:
     same.assert_same(alone.weights, grid.weights)
 
 
+INTERVAL = 0.25  # seconds
+
+
 def validated_by_the_clock(session: same.Session) -> None:
     session.fit(
         same.Classifier(),
         validates=True,
-        val_check_interval={"seconds": 0.25},
+        val_check_interval={"seconds": INTERVAL},
         check_val_every_n_epoch=None,
         max_steps=8,
         callbacks=[Slow(), session.diary()],
@@ -233,7 +240,8 @@ def validated_by_the_clock(session: same.Session) -> None:
 
 def test_a_val_check_interval_in_seconds_validates_on_all_workers_at_the_same_step(tmp_path: Path) -> None:
     grid = same.on_a_grid(validated_by_the_clock, tmp_path)
-    assert 1 <= len(validated_at(grid)) <= 5
+    (slow,) = (callback for callback in grid.trainer.callbacks if isinstance(callback, Slow))
+    assert 1 <= len(validated_at(grid)) <= 2 + (slow.moments[-1] - slow.moments[0]) / INTERVAL
     for rank in range(same.PIPELINES * same.STAGES):
         same.assert_same(grid.diary("callback"), grid.diary("callback", rank))
 
