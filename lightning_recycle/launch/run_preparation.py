@@ -218,6 +218,12 @@ def prepare(
     check_pruning(trainer, grid.stages)
     if options.tensor_parallel_size > 1:
         check_members(trainer, options, by_hand=outside is not None or "RECYCLE_LISTEN" in os.environ)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, FaultInjectionCallback) and (callback.mtbf or callback.trace):
+                raise UnsupportedFeatureError(
+                    "FaultInjectionCallback with mtbf or a trace is not supported with tensor_parallel_size > 1: give"
+                    " faults at exact points, which hit all members of a position."
+                )
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
         check_loss(module)

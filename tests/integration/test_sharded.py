@@ -14,11 +14,12 @@ from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule
+from lightning_recycle.callbacks import FaultInjectionCallback
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning import Op
 
@@ -56,7 +57,7 @@ class Ordinary(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        assert sum(isinstance(p, DTensor) for p in self.parameters()) == 8, "the layers are sharded"
+        assert any(isinstance(p, DTensor) for p in self.parameters()), "the layers are sharded"
         return (self.model(x) - y).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -93,6 +94,26 @@ class Alone(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         return (self.model(x) - y).square().mean()
+
+
+class SequenceParallelBlocks(Ordinary):
+    """The samples of a micro-batch are divided like positions of a sequence; the loss is a DTensor."""
+
+    def configure_model(self) -> None:
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        }
+        for block in self.model:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mesh = self.device_mesh["tensor_parallel"]
+        x, y = (distribute_tensor(part, mesh, [Shard(0)], src_data_rank=None) for part in batch)
+        for block in self.model:
+            x = x + block.down(torch.tanh(block.up(block.norm(x))))
+        return (x - y).square().mean()
 
 
 class Kill(L.Callback):
@@ -183,6 +204,28 @@ def test_weights_equal_after_a_member_of_a_stage_is_killed(rank: int, step: int,
 
 
 @pytest.mark.long
+def test_sequence_parallel_layers_and_a_loss_that_is_sharded() -> None:
+    module = SequenceParallelBlocks()
+    assert lost(fit(module, (2, 1, 2), Kill(2, 1, 2))) == 1
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_batches_are_accumulated_in_shards() -> None:
+    module, alone = Ordinary(), Alone()
+    fit(module, (2, 1, 2), Kill(1, 2, 2), accumulate_grad_batches=2)
+    fit(alone, (2, 1, 1), accumulate_grad_batches=2)
+    assert error(module, alone.model) < TOLERANCE
+
+
+@pytest.mark.long
+def test_layers_of_an_ordinary_module_are_cut_into_stages_after_they_are_sharded() -> None:
+    module = Ordinary()
+    fit(module, (2, 2, 2), Kill(1, 1, 2), strategy={"layers": "model"})
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+@pytest.mark.long
 def test_gradients_are_clipped_by_the_norm_of_all_members() -> None:
     module = Ordinary()
     fit(module, (2, 1, 2), Kill(3, 2, 1), gradient_clip_val=0.1)
@@ -244,6 +287,7 @@ class Fully(Ordinary):
         (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
         (Ordinary(), {"strategy": {"save_distributed_checkpoint": True}}, "save_distributed_checkpoint"),
         (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+        (Ordinary(), {"callbacks": [FaultInjectionCallback(mtbf=60.0)]}, "mtbf or a trace"),
     ],
     ids=str,
 )

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recycle.tensor_memory import local_part
-
 __all__ = [
     "device_bytes",
     "device_place",
@@ -54,10 +52,18 @@ def storage_bytes(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:  # others have several storages; dense ones are what networks save
-            storage = local_part(tensor).untyped_storage()
+            storage = _with_memory(tensor).untyped_storage()
             if storage.data_ptr() not in excluded:
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    """``tensor``, or what it wraps: the part of a DTensor, the result of a collective that autograd has saved."""
+    while hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, names[0])
+    return tensor
 
 
 def message_bytes(value: Any) -> int:
