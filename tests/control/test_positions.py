@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_recycle.control.joining.run_config import Overrides, difference, settle
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
+from lightning_recycle.control.protocol.detection import DetectionState, Sign, Standing, review
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import WorkerStatus
@@ -149,6 +150,22 @@ def test_the_coordinator_parks_the_sibling_of_a_worker_that_ends_and_the_others_
         plane.until(lambda: plane.planner.asked[-1][0] == {Worker(0, 0)})
         states = [position.state.value for position in plane.coordinator.view().status.positions]
         assert states == ["parked", "lost", "live", "live"]
+
+
+# ---------------------------------------------------------------------- who is given up
+
+
+def stands(silent: float) -> Standing:
+    return Standing(Sign("it was silent", silent, 5.0, 60.0))
+
+
+@pytest.mark.parametrize(("silent", "given_up"), [({1}, {1}), ({1, 3}, set()), ({0, 1}, {0, 1})])
+def test_a_worker_is_given_up_while_all_members_of_another_position_are_well(
+    silent: set[int], given_up: set[int]
+) -> None:
+    standings = {rank: stands(6.0 if rank in silent else 0.0) for rank in range(4)}
+    _, ruling = review(DetectionState(), 100.0, standings, range(4), Positions(GRID, 2), 7)
+    assert set(ruling.evict) == given_up
 
 
 # ---------------------------------------------------------------------- the request

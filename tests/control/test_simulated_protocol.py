@@ -500,7 +500,7 @@ MEMBERS: list[tuple[str, Any, str, str, str]] = [
      "self.positions.expand(ranks)", "frozenset(ranks)"),
     ("no position is put together", parking, "assemble", "if not of_column:", "if True:"),
     ("the oldest that are parked are put together", parking, "assemble",
-     "max(of_column, key=state.version_of_parked)", "min(of_column, key=state.version_of_parked)"),
+     "max(of_column, key=state.version_of)", "min(of_column, key=state.version_of)"),
     ("workers that are put together keep their places", parking, "assemble",
      "moved=state.positions.exchanged(rank, pipeline)", "moved={}"),
     ("the parked hear nothing", state.MembershipState, "heard",

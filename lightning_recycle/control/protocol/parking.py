@@ -45,21 +45,20 @@ def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) 
     changes nothing if one of its columns has no worker with a state, but those of ``without``.
 
     Of each column the worker that has applied most steps takes part, of these the one that was parked last. Workers
-    that were to get their state from a worker that is lost now have to begin anew.
+    without a state, and those of ``without``, have to begin anew.
     """
     before, positions = state, state.positions
     left = {rank for rank in state.roster.live if state.stage_of(rank) == stage}
-    useless = left & state.roster.joining
+    useless = left & state.roster.joining.union(without)
     state = state.without(left, drop=left)
-    versions = dict.fromkeys(sorted(left - useless), state.steps.version)
+    versions = {rank: state.version_of(rank) for rank in sorted(left - useless)}
     state = state.with_roster(parked={**state.roster.parked, **versions})
     chosen: list[int] = []
     for column in range(stage * state.members, (stage + 1) * state.members):
-        parked = (rank for rank in reversed(state.roster.parked) if rank not in without)
-        of_column = [rank for rank in parked if positions.column(rank) == column]
+        of_column = [rank for rank in reversed(state.roster.parked) if positions.column(rank) == column]
         if not of_column:
             return before, ()
-        chosen.append(max(of_column, key=state.version_of_parked))
+        chosen.append(max(of_column, key=state.version_of))
     pipeline = positions.pipeline(chosen[0])
     for rank in chosen[1:]:
         state = state.with_roster(moved=state.positions.exchanged(rank, pipeline))
@@ -70,7 +69,7 @@ def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) 
         parked={rank: version for rank, version in roster.parked.items() if rank not in chosen},
         assembled=roster.assembled.union(chosen),
     ).with_steps(passed=0)
-    cause = "the workers that were to give it its state were lost"
+    cause = "it has no state from which its stage can go on"
     return state, tuple(Evict(rank, cause) for rank in sorted(useless))
 
 
@@ -92,8 +91,7 @@ def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStat
     before, commands = state, tuple[Command, ...]()
     for stage in range(state.grid.stages):
         if not state.holding(stage, without=late):
-            above = {rank for rank in state.roster.parked if state.version_of_parked(rank) > version}
-            rest, useless = assemble(state, stage, without=late | above)
+            rest, useless = assemble(state, stage, without=late)
             if rest is state:
                 return before, ()
             state, commands = rest, commands + useless
@@ -110,7 +108,7 @@ def release_outdated(state: MembershipState) -> Next:
 
 
 def _is_outdated(state: MembershipState, rank: int) -> bool:
-    return state.version_of_parked(rank) + _STEPS <= state.steps.version
+    return state.version_of(rank) + _STEPS <= state.steps.version
 
 
 def release(state: MembershipState, ranks: Collection[int]) -> Next:

@@ -266,7 +266,7 @@ class Roster(_Updatable):
         outvoted: by position, the steps after which workers were evicted because most others held other values.
         causes: why workers were lost, by rank.
         parked: what is left of positions that lost a member, outside of ``live``: for each rank, the number of steps
-            that all had applied then (:mod:`~lightning_recycle.control.protocol.parking`).
+            that it was known to have applied then (:mod:`~lightning_recycle.control.protocol.parking`).
         moved: the pipelines of ranks that hold another position than they were started for.
         assembled: live ranks that were parked, and have not gone on with the others since.
     """
@@ -528,13 +528,14 @@ class MembershipState(_Updatable):
         """The state without the positions of the workers ``ranks``. Their siblings are parked, but for ``drop``."""
         gone = self.positions.expand(ranks)
         siblings = (gone & self.roster.live).difference(ranks, drop)
-        versions = dict.fromkeys(sorted(siblings), self.steps.version)
+        versions = {rank: self.version_of(rank) for rank in sorted(siblings)}
         roster = self.roster.without(gone)
         return self.updated(roster=roster.updated(parked={**roster.parked, **versions}))
 
-    def version_of_parked(self, rank: int) -> int:
-        """The number of steps that a parked worker is known to have applied."""
-        return max(self.roster.parked[rank], self.steps.applied.get(rank, -1) + 1)
+    def version_of(self, rank: int) -> int:
+        """The number of steps that a live or parked worker is known to have applied."""
+        before = self.roster.parked.get(rank, 0 if rank in self.steps.applied else self.steps.version)
+        return max(before, self.steps.applied.get(rank, -1) + 1)
 
     @property
     def positions(self) -> Positions:
