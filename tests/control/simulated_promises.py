@@ -226,9 +226,12 @@ class Promises:
         self._is_revived = True
 
     def on_adoption(self, kept: JournaledState) -> None:
-        """Another coordinator begins from what the workers know: generations that none has heard of never were."""
+        """Another coordinator begins from what the workers know: generations and verdicts that none has heard of never
+        were.
+        """
         self._rosters = {number: roster for number, roster in self._rosters.items() if number <= kept.generation}
         self._leader = kept.leader
+        self._verdicts = {point: agreed for point, agreed in self._verdicts.items() if point <= kept.stop_point}
 
     def on_all_returned(self, state: MembershipState) -> None:
         """All have returned: what none of them has heard is as if it had not been said."""
