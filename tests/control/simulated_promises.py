@@ -492,6 +492,8 @@ class Promises:
         best = {w.column: max(o.version + o.reduced for o in holders if o.column == w.column) for w in holders}
         low, most = min(best.values()), max((w.version + w.reduced for w in others), default=0)
         able = {w.column for w in (*holders, *others) if w.version <= low or (w.has_shadow and w.version == low + 1)}
+        if self.of_position > 1:  # whether its guess was right may be forgotten
+            able -= {w.column for w in holders if w.unsettled}
         return able == set(range(self.columns)) and max(most, *best.values()) - low <= 1
 
 

@@ -526,7 +526,7 @@ MEMBERS: list[tuple[str, Any, str, str, str]] = [
 MEMBERS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("the parked are forgotten", restart, "revived", "parked=written.parked,", ""),
     ("who moved is forgotten", restart, "revived", "moved=written.moved,", ""),
-    ("a parked worker that is late comes back", restart, "rebuilt", "if rank in there", ""),
+    ("a parked worker that is late comes back", restart, "rebuilt", "if rank not in there", "if False"),
 ]
 """As above, and the coordinator is killed."""
 

@@ -271,8 +271,8 @@ def rebuilt(state: MembershipState) -> Next:
     """All have returned: the state without what :func:`events` adds, and what some were told and others not."""
     assert state.returned is not None
     there = state.returned
-    parked = {rank: version for rank, version in state.roster.parked.items() if rank in there}
-    state = state.with_roster(parked=parked)  # who was parked and is late has missed something
+    late = {rank for rank in state.roster.parked if rank not in there}
+    state = state.updated(roster=state.roster.without_parked(late))  # they have missed something
     members, roster = {rank: there[rank] for rank in state.heard}, state.roster
     generation = max(state.generation.number, *(member.generation for member in members.values()))
     applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}

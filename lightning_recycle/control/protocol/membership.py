@@ -211,6 +211,11 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
         donors[rank] = min(holders)
     commits, settled = _known_commits(state, statuses, decision.version)
+    for rank in sorted(state.roster.assembled):
+        one = statuses[rank]
+        guessed = one.unsettled and one.version == decision.version
+        if guessed and (settled or len(commits) < state.columns):  # nobody can tell it any more whether it was right
+            return _lose_stage(state, state.stage_of(rank))
     state, vote, excused = corruption_response.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     step = decision.version if settled else decision.version - 1

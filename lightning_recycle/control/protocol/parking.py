@@ -52,7 +52,7 @@ def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) 
     useless = left & state.roster.joining.union(without)
     state = state.without(left, drop=left)
     versions = {rank: state.version_of(rank) for rank in sorted(left - useless)}
-    state = state.with_roster(parked={**state.roster.parked, **versions})
+    state = state.updated(roster=state.roster.with_parked(versions, before.roster.newcomers))
     chosen: list[int] = []
     for column in range(stage * state.members, (stage + 1) * state.members):
         of_column = [rank for rank in reversed(state.roster.parked) if positions.column(rank) == column]
@@ -115,6 +115,5 @@ def release(state: MembershipState, ranks: Collection[int]) -> Next:
     """Releases the parked workers ``ranks``."""
     if not ranks:
         return state, ()
-    parked = {rank: version for rank, version in state.roster.parked.items() if rank not in ranks}
     commands = tuple(Record("released", state.steps.version, rank) for rank in sorted(ranks))
-    return state.with_roster(parked=parked), commands
+    return state.updated(roster=state.roster.without_parked(ranks)), commands

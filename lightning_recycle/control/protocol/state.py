@@ -258,7 +258,7 @@ class Roster(_Updatable):
         joined: the ranks that said hello.
         leader: the rank that speaks for the run; it does not change while that worker lives.
         joining: live ranks that do not have the state of their stage yet.
-        newcomers: live ranks that joined while the training was going on.
+        newcomers: live or parked ranks that joined while the training was going on.
         ready: ranks of workers that wait to be let in.
         leaving: live ranks that want to leave.
         ending: those of them after which the run may end: once all live ranks are among them, it does.
@@ -295,6 +295,19 @@ class Roster(_Updatable):
     def barred(self) -> frozenset[int]:
         """Positions that stay empty: their workers were wrong again and again."""
         return frozenset(rank for rank, steps in self.outvoted.items() if len(steps) >= MAX_OUTVOTED)
+
+    def with_parked(self, versions: Mapping[int, int], newcomers: Collection[int]) -> Roster:
+        """The roster with parked workers: what each has applied; who of them joined while the training was going on."""
+        return self.updated(
+            parked={**self.parked, **versions}, newcomers=self.newcomers.union(versions.keys() & set(newcomers))
+        )
+
+    def without_parked(self, ranks: Collection[int]) -> Roster:
+        """The roster without the parked workers ``ranks``."""
+        return self.updated(
+            parked={rank: version for rank, version in self.parked.items() if rank not in ranks},
+            newcomers=self.newcomers.difference(ranks),
+        )
 
     def without(self, ranks: Collection[int]) -> Roster:
         """The roster without the workers ``ranks``."""
@@ -529,8 +542,7 @@ class MembershipState(_Updatable):
         gone = self.positions.expand(ranks)
         siblings = (gone & self.roster.live).difference(ranks, drop)
         versions = {rank: self.version_of(rank) for rank in sorted(siblings)}
-        roster = self.roster.without(gone)
-        return self.updated(roster=roster.updated(parked={**roster.parked, **versions}))
+        return self.updated(roster=self.roster.without(gone).with_parked(versions, self.roster.newcomers))
 
     def version_of(self, rank: int) -> int:
         """The number of steps that a live or parked worker is known to have applied."""

@@ -53,8 +53,9 @@ def on_ready(state: MembershipState, event: messages.Ready) -> Next:
 def on_candidate_lost(state: MembershipState, event: CandidateLost) -> Next:
     """A process that was to join is gone, and with it the move to its position; or a parked one."""
     moves = {rank: mover for rank, mover in state.roster.moves.items() if rank != event.rank}
-    parked = {rank: version for rank, version in state.roster.parked.items() if rank != event.rank}
-    return state.with_roster(ready=state.roster.ready - {event.rank}, moves=moves, parked=parked), ()
+    if event.rank in state.roster.parked:
+        state = state.updated(roster=state.roster.without_parked({event.rank}))
+    return state.with_roster(ready=state.roster.ready - {event.rank}, moves=moves), ()
 
 
 def on_move_planned(state: MembershipState, event: MovePlanned) -> Next:
