@@ -36,6 +36,7 @@ from lightning_recycle.control.protocol.member import Member
 
 SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
 SAMPLE_WHEN_KILLED = (range(400), range(400, 1500))  # what the coordinator's death does to who is leaving is rare
+SAMPLE_OF_MEMBERS = (range(100), range(100, 1000))
 HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
     "a worker forgets what a recovery told of a commit": 1_500,
@@ -186,13 +187,15 @@ MEETS_WITH_MEMBERS = {"a stage ahead in part", "assembled", "parked", "rejoined"
     [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}, {"kills": True, "loses_file": True}],
     ids=lambda more: " and ".join(more) or "plain",
 )
-def test_every_promise_holds_where_positions_have_two_members(more: dict[str, bool]) -> None:
-    met = check_histories(range(SAMPLE // 2), members=2, plans_late=True, **more)
+@over(SAMPLE_OF_MEMBERS)
+def test_every_promise_holds_where_positions_have_two_members(histories: range, more: dict[str, bool]) -> None:
+    met = check_histories(histories, members=2, plans_late=True, **more)
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
 
-def test_every_promise_holds_where_positions_have_three_members() -> None:
-    met = check_histories(range(SAMPLE // 4), members=3)
+@over(SAMPLE_OF_MEMBERS)
+def test_every_promise_holds_where_positions_have_three_members(histories: range) -> None:
+    met = check_histories(histories, members=3)
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
 
