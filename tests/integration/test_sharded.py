@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule
-from lightning_recycle.callbacks import FaultInjectionCallback
+from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning import Op
 
@@ -203,6 +203,22 @@ def test_weights_equal_after_a_member_of_a_stage_is_killed(rank: int, step: int,
     assert error(module, plain_loop(2)) < TOLERANCE
 
 
+class Hang(Kill):
+    """The main thread never goes on; its heartbeats do."""
+
+    def count(self, step: int, _: Op) -> None:
+        if step == self.step:
+            time.sleep(3600)
+
+
+@pytest.mark.long
+def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    module = Ordinary()
+    fit(module, (2, 1, 2), Hang(1, 2, 0), HeartbeatCallback(interval=0.2, timeout=2.0))
+    assert "Worker (0, 0, 1) was lost" in caplog.text
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
 @pytest.mark.long
 def test_sequence_parallel_layers_and_a_loss_that_is_sharded() -> None:
     module = SequenceParallelBlocks()
@@ -230,6 +246,13 @@ def test_gradients_are_clipped_by_the_norm_of_all_members() -> None:
     module = Ordinary()
     fit(module, (2, 1, 2), Kill(3, 2, 1), gradient_clip_val=0.1)
     assert error(module, plain_loop(2, clip=0.1)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_stages_of_several_members_clip_on_a_guess() -> None:
+    module = Piped()
+    fit(module, (2, 2, 2), Kill(0, 1, 5), gradient_clip_val=0.45)
+    assert error(module, plain_loop(2, clip=0.45)) < TOLERANCE
 
 
 def kinds(trainer: L.Trainer) -> list[str]:
