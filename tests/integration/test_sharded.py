@@ -312,7 +312,7 @@ class Fully(Ordinary):
         (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
         (Ordinary(), {"callbacks": [FaultInjectionCallback(mtbf=60.0)]}, "mtbf or a trace"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_supported_is_refused_before_a_worker_starts(
     module: L.LightningModule, options: dict[str, Any], expected: str
