@@ -720,6 +720,10 @@ class Run:
             return
         place = self._readmission.judge(self.state, self._connections.keys(), said)
         self._say(f"{worker} returns: {place.value}")
+        kept, holder = self._paper.kept, self._paper.processes.get(worker.rank)
+        is_parked = kept is not None and worker.rank in kept.parked and holder and holder.token == said.token
+        if is_parked and self.state.returned is not None and worker.rank not in self.state.heard:
+            raise Violation(f"{worker} was parked, and is turned away")
         if place in (ReturnStanding.LEFT, ReturnStanding.LOST):
             self.met[f"{place.name} returns"] += 1
             self._post(worker, STOP)
