@@ -488,9 +488,9 @@ class Ends:
 def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(tmp_path: Path) -> None:
     communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY)
     communicator.connections._generation = 0
-    communicator.sums._wait_for(None, Ends())
+    communicator.connections.await_collective(None, Ends())
     with pytest.raises(RuntimeError, match="Connection closed"):
-        communicator.sums._wait_for(None, Ends("Connection closed"))
+        communicator.connections.await_collective(None, Ends("Connection closed"))
 
 
 class Slow(Transport):
