@@ -216,13 +216,18 @@ def main_module() -> MainModule:
         return MainModule(imported=False)
 
 
+_PARSING = threading.Lock()
+"""Python up to 3.12 counts the depth of all threads' parsers together: https://github.com/python/cpython/issues/106905."""
+
+
 def read_script(source: str | bytes) -> MainModule:
     """A script with this source, as workers see it.
 
     Raises:
         SyntaxError: if it is no Python.
     """
-    statements = ast.parse(source).body
+    with _PARSING:
+        statements = ast.parse(source).body
     guards = [statement for statement in statements if isinstance(statement, ast.If) and _asks_for_main(statement.test)]
     if not guards:
         return MainModule(imported=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -114,3 +118,38 @@ def test_only_the_thread_that_asks_hides_the_script() -> None:
         assert not imports()
     assert seen == [before]
     assert imports() == before
+
+
+class Litter:
+    """Garbage whose collection lets other threads run, also in the middle of a parser's work."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(0)
+
+
+def test_scripts_are_read_in_several_threads() -> None:
+    """Parsers of CPython up to 3.12 count the depth of all threads together, and raise SystemError."""
+    script = (
+        "\n".join(f"x = [[{number} for _ in range(2)]]" for number in range(100)) + "\nif __name__ == '__main__': pass"
+    )
+    ends = threading.Event()
+
+    def litter() -> None:
+        while not ends.is_set():
+            Litter()
+            time.sleep(0)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50)
+    litterer = threading.Thread(target=litter)
+    litterer.start()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(main.imported for main in threads.map(read_script, [script] * 100))
+    finally:
+        gc.set_threshold(*thresholds)
+        ends.set()
+        litterer.join()
