@@ -18,6 +18,7 @@ from lightning_recycle.torch_internals import offset_of, tree_map_only
 __all__ = [
     "TensorShard",
     "has_plain_memory",
+    "is_sharded",
     "local_part",
     "memory_address",
     "memory_of",
@@ -40,24 +41,29 @@ def memory_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)  # a single element may have any stride
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is a DTensor."""
+    return isinstance(value, Tensor) and hasattr(value, "to_local")  # torch's module of DTensors takes long to import
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` in this process: the shard of a DTensor, in the same memory; all of any other."""
-    if not hasattr(tensor, "to_local"):  # torch's module of DTensors takes long to import
+    if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()  # type: ignore[no-any-return]
+        return tensor.to_local()  # type: ignore[no-any-return, attr-defined]
 
 
 def whole(value: Any) -> Any:
     """``value``, or a tuple, with whole tensors for DTensors; all processes of their mesh call it."""
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(whole(item) for item in value)
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if is_sharded(value) else value
 
 
 def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
     """``part`` as this process's part of a tensor that is sharded like ``tensor``; itself if that is not sharded."""
-    if not hasattr(tensor, "to_local"):
+    if not is_sharded(tensor):
         return part
     layout: Any = tensor
     return type(layout.data).from_local(  # type: ignore[no-any-return]
@@ -176,7 +182,7 @@ def merge_shards(parts: Sequence[Any]) -> Any:
 
 def part_like(given: Tensor, tensor: Tensor) -> Tensor:
     """``given``, a whole tensor, sharded as ``tensor`` is; itself if that is not sharded."""
-    if not hasattr(tensor, "to_local") or hasattr(given, "to_local"):
+    if not is_sharded(tensor) or is_sharded(given):
         return given
     shard = shard_of(tensor)
     return sharded_like(tensor, given[shard.place].to(shard.part.device).contiguous())
@@ -189,7 +195,7 @@ def to_cpu(value: Any, copies: bool = True) -> Any:
         value: anything; only dicts, lists and tuples are looked into. DTensors become :class:`TensorShard`.
         copies: whether a tensor that is like that already is copied, too.
     """
-    if isinstance(value, Tensor) and hasattr(value, "to_local"):
+    if is_sharded(value):
         shard = shard_of(value)
         return replace(shard, part=to_cpu(shard.part, copies))
     if isinstance(value, Tensor):

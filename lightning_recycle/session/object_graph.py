@@ -56,7 +56,7 @@ from lightning_recycle.session.object_attributes import (
     tensors_of,
     vars_of,
 )
-from lightning_recycle.tensor_memory import local_part, memory_address, to_cpu
+from lightning_recycle.tensor_memory import is_sharded, local_part, memory_address, to_cpu
 from lightning_recycle.torch_internals import version_of
 
 __all__ = ["LargeData", "ObjectGraph", "ObjectPack"]
@@ -400,7 +400,7 @@ class _Update:
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed:
             old = None
         merge = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
-        if isinstance(new, Tensor) and hasattr(new, "to_local"):
+        if is_sharded(new):
             merge = _Update.sharded
         if merge is None:
             return new
@@ -417,21 +417,20 @@ class _Update:
         if not fits or old is None or _is_expanded(old) or self._weights.shared(old) != self._shared.get(id(new)):
             self.claim(new, new)  # at every place where the sender has this one
             return new
-        self.claim(old, new)
-        with torch.no_grad():
-            old.copy_(new)  # its version shows that it has changed since the run began
-        if old.requires_grad != new.requires_grad and old.is_leaf:
-            old.requires_grad = new.requires_grad
-        return old
+        return self._overwritten(old, new)
 
     def sharded(self, old: Any, new: Any) -> Any:
         """A DTensor: its part is copied."""
         if old is None or old.shape != new.shape or old.dtype != new.dtype or old.placements != new.placements:
             self.claim(new, new)
             return new
+        return self._overwritten(old, new)
+
+    def _overwritten(self, old: Tensor, new: Tensor) -> Tensor:
+        """``old`` with the values of ``new``."""
         self.claim(old, new)
         with torch.no_grad():
-            local_part(old).copy_(local_part(new))
+            local_part(old).copy_(local_part(new))  # its version shows that it has changed since the run began
         if old.requires_grad != new.requires_grad and old.is_leaf:
             old.requires_grad = new.requires_grad
         return old

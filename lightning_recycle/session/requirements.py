@@ -29,6 +29,7 @@ from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.interruption import saves_on_exception
 from lightning_recycle.session.lightning_internals import mode_of, synchronises_batchnorm
+from lightning_recycle.tensor_memory import is_sharded
 from lightning_recycle.torch_internals import is_compiled, tree_leaves
 
 __all__ = [
@@ -155,7 +156,7 @@ def check_shards(module: pl.LightningModule, members: int, warns: bool) -> None:
             " tensor_parallel_size > 1 the members of a position take their parts of weights that all of them have."
             " Make layers with values, or load these in configure_model()."
         )
-    if warns and not any(hasattr(parameter, "to_local") for parameter in module.parameters()):
+    if warns and not any(map(is_sharded, module.parameters())):
         rank_zero_warn(
             f"configure_model() of {type(module).__name__} makes no layer parallel over"
             f" self.device_mesh['tensor_parallel']: the {members} processes of each position do the same work."

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from support.blocks import WIDTH, blocks
 from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
@@ -23,21 +24,7 @@ from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallbac
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning import Op
 
-WIDTH, STEPS, BATCH = 8, 4, 4  # samples of a pipeline in a step
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()).double()
+STEPS, BATCH = 4, 4  # samples of a pipeline in a step
 
 
 def make_parallel(layers: Any, mesh: Any) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from communicator_team import HOST, KEY, Meeting
+from support.blocks import WIDTH, blocks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,22 +27,8 @@ from lightning_recycle.runtime.comm.gloo import Device
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group
 from lightning_recycle.runtime.comm.position_mesh import PositionMesh, ranks_by_group
 
-WIDTH, ROWS = 8, 4
+ROWS = 4
 Sizes = tuple[int, int]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()).double()
 
 
 def batch() -> Tensor:

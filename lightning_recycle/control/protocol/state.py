@@ -556,18 +556,18 @@ class MembershipState(_Updatable):
 
     @property
     def num_workers(self) -> int:
-        return self.grid.num_workers * self.members
+        return self.positions.num_workers
 
     @property
     def columns(self) -> int:
         """The number of columns: members of the stages."""
-        return self.grid.stages * self.members
+        return self.positions.columns
 
     def column_of(self, rank: int) -> int:
-        return rank % self.columns
+        return self.positions.column(rank)
 
     def stage_of(self, rank: int) -> int:
-        return rank % self.columns // self.members
+        return self.positions.stage(rank)
 
     def name(self, rank: int) -> str:
         """The worker at ``rank`` in words."""
@@ -579,19 +579,19 @@ class MembershipState(_Updatable):
 
     def lead_of(self, stage: int) -> int | None:
         """The live rank that speaks for ``stage``: the first member of the lowest pipeline; None if there is none."""
-        column = stage * self.members
-        live = (rank for rank in range(column, self.num_workers, self.columns) if rank in self.roster.live)
-        return min(live, key=self.positions.pipeline, default=None)
+        positions = self.positions
+        of_column = range(stage * self.members, positions.num_workers, positions.columns)
+        return min((rank for rank in of_column if rank in self.roster.live), key=positions.pipeline, default=None)
 
     def holders(self, column: int) -> frozenset[int]:
         """The live ranks that have the state of ``column``."""
-        with_state = self.roster.live - self.roster.joining
-        return frozenset(rank for rank in with_state if rank % self.columns == column)
+        with_state, positions = self.roster.live - self.roster.joining, self.positions
+        return frozenset(rank for rank in with_state if positions.column(rank) == column)
 
     def holding(self, stage: int, without: Collection[int] = ()) -> frozenset[Worker]:
         """The live positions of ``stage`` all of whose members have their state, but those of the ranks ``without``."""
-        of_stage = (rank for rank in self.roster.live - self.roster.joining if self.stage_of(rank) == stage)
         positions = self.positions
+        of_stage = (rank for rank in self.roster.live - self.roster.joining if positions.stage(rank) == stage)
         return positions.whole(frozenset(of_stage)) - {positions.position(rank) for rank in without}
 
 

@@ -34,7 +34,7 @@ from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.tensor_memory import local_part
+from lightning_recycle.tensor_memory import is_sharded, local_part
 from lightning_recycle.torch_internals import foreach_copy_
 
 __all__ = ["LayerKeeper", "LayerMoves", "Shadow", "StageBundle", "StageTies"]
@@ -160,7 +160,7 @@ class Shadow:
 def _replaced(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Makes ``value`` what this process holds of ``parameter``; returns what it held."""
     part = local_part(parameter).detach()
-    if not hasattr(parameter, "to_local"):
+    if not is_sharded(parameter):
         before, parameter.data = parameter.data, value.to(parameter.device)
         return before
     before = part.clone()
