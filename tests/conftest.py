@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from support.sampling import LONG_SAMPLE, chooses_by_default
 
@@ -20,6 +21,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What coordinators keep of runs; not in the home of who runs the tests.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"lightning_recycle_tests_{os.getuid()}")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+# The same examples in every run; `pytest --hypothesis-profile default` draws others.
+hypothesis.settings.register_profile("seeded", derandomize=True)
+hypothesis.settings.load_profile("seeded")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

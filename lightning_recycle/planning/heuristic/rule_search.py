@@ -192,7 +192,8 @@ class _RuleSearch:
         if not self._finished:
             self._try(self._template(first))
         for sequence in starts:
-            if not self._finished:
+            # The goal is no bound where micro-batches differ: a given order may be faster.
+            if not self._finished or self.codes.variation is not None:
                 self._judge(sequence, None)  # of equally fast orders a given one is preferred
         self._climb(first)
         current = self.ruled
