@@ -101,6 +101,7 @@ for strategy in ("recycle", ReCycleStrategy()):
     assert run(code).split() == ["True"] * 6
 
 
+@pytest.mark.long
 def test_a_trainer_of_another_pytorch_lightning_is_told_what_to_import() -> None:
     code = """
 import lightning.pytorch, pytorch_lightning as pl

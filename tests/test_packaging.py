@@ -126,6 +126,7 @@ USER_MISTAKES = {
 }
 
 
+@pytest.mark.long
 def test_mypy_reads_the_types_of_the_wheel_in_a_users_project(wheel: Path, tmp_path: Path) -> None:
     """In an environment that has the wheel beside what this one has, as pip installs it."""
     environment = tmp_path / "environment"

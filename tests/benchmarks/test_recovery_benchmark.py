@@ -1,5 +1,6 @@
 import random
 
+import pytest
 from overhead import MICROBATCHES, PIPELINES, STAGES, Size
 from recovery import random_fault, run
 
@@ -16,6 +17,7 @@ def test_random_faults_fit_the_grid_and_depend_on_the_seed_only():
     assert {(f.pipeline, f.stage) for f in faults} == {(d, s) for d in range(PIPELINES) for s in range(STAGES)}
 
 
+@pytest.mark.long
 def test_a_kill_is_taken_apart():
     recovery = run(SIZE, random_fault(random.Random(3)))
     parts = (recovery.detect, recovery.agree, recovery.regroup, recovery.redo)

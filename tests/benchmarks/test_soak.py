@@ -4,6 +4,7 @@ from soak import measure
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.long
 def test_processes_are_measured_while_they_train():
     samples, events = measure(steps=100, mtbf=1e6, seed=1, interval=0.1)
     assert events["step"] == 100

@@ -247,6 +247,7 @@ class Grown:
         return standings, found
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(changes=CHANGES)
 def test_nobody_is_given_up_before_its_bound_without_a_peer_that_is_well(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.sampling import sampled
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -256,7 +257,7 @@ def test_microbatches_are_composed_as_those_of_data_with_addresses() -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["after a step", "in a step"])
-@pytest.mark.parametrize(("name", "limit"), CASES)
+@pytest.mark.parametrize(("name", "limit"), sampled(CASES, 4, rest=pytest.mark.long))
 def test_from_every_step_on_another_grid_goes_on_with_the_same_samples(
     name: str, limit: int | None, finished: bool
 ) -> None:

@@ -223,6 +223,7 @@ def test_resume_on_another_grid_after_the_death_of_the_leader_has_the_same_weigh
     assert max(changed) > 1e-4, "four more steps must change the weights, or equal weights would prove nothing"
 
 
+@pytest.mark.long
 def test_resume_on_another_grid_fails_if_weights_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

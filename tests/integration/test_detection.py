@@ -163,6 +163,7 @@ class LongLastStage(Regression):
         return [*super().configure_pipeline()[:-1], LongForward(), nn.Linear(4, 1)]
 
 
+@pytest.mark.long
 def test_an_operation_that_begins_after_a_long_wait_is_no_fault() -> None:
     """The last stage waits for the first, for more than ten times as long as its forward takes."""
     options = {"callbacks": [HeartbeatCallback(interval=0.05, timeout=TIMEOUT), LongHook(rank=0)], "max_steps": 7}

@@ -68,6 +68,7 @@ class Finds(L.Callback):
         path.write_text(os.environ.get("OF_THE_RUN", "nothing"))
 
 
+@pytest.mark.long
 def test_a_replacement_has_the_environment_of_the_start_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

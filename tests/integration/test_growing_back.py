@@ -233,6 +233,7 @@ def test_callbacks_with_a_state_decide_the_same_with_a_replacement(tmp_path: Pat
     torch.testing.assert_close(run.checkpoint_callback.best_model_score, expected.checkpoint_callback.best_model_score)
 
 
+@pytest.mark.long
 def test_no_more_replacements_come_than_max_restarts() -> None:
     model = Regression().double()
     faults = [Fault("kill", 1, 0, step=2), Fault("kill", 1, 1, step=10)]

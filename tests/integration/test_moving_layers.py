@@ -139,6 +139,7 @@ def test_computations_are_checked_after_layers_have_moved(culprit: tuple[int, in
     assert [(e.worker, e.step) for e in strategy.history if e.kind == "corruption"] == [(culprit, 7)]
 
 
+@pytest.mark.long
 def test_a_worker_that_joins_gets_the_layers_of_its_stage() -> None:
     """It was started with those of the beginning."""
     faults = [Fault("kill", 0, 1, step=5), Fault("kill", 1, 0, step=16)]

@@ -18,6 +18,7 @@ def result(output: str) -> tuple[float, int]:
     return float(found[1]), int(found[2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "killed", "lost"), sampled([("name", (), 0), ("object", (3,), 1)], 1, rest=pytest.mark.long)
 )

@@ -67,6 +67,7 @@ class EpochDiary(L.Callback):
         torch.save(self._epochs, self._directory / f"{trainer.strategy.grid_rank}.pt")
 
 
+@pytest.mark.long
 def test_a_replacement_in_an_epoch_logs_it_whole_and_steps_with_the_learning_rate_of_its_peers(tmp_path: Path) -> None:
     def train(name: str, faults: Sequence[Fault]) -> tuple[L.Trainer, dict[str, Tensor], dict[int, Any]]:
         (tmp_path / name).mkdir()

@@ -74,7 +74,7 @@ def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-@pytest.mark.parametrize("staggered", [True, False])
+@pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize(
     "fault",
     sampled(
@@ -271,7 +271,7 @@ def ways(seed: int) -> tuple[int, list[int]]:
     return killed, [rank for rank in range(6) if rank != killed and chance.random() < likely[rank % 3]]
 
 
-@pytest.mark.parametrize("kind", ["staggered", "together", "clipped"])
+@pytest.mark.parametrize("kind", sampled(["staggered", "together", "clipped"], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("seed", sampled(range(16), 1))
 def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int, kind: str) -> None:
     killed, lack = ways(seed)
@@ -287,7 +287,7 @@ def test_some_workers_have_the_sums_over_two_stages_and_others_do_not(seed: int,
     assert len(moves(run)) == 1
 
 
-@pytest.mark.parametrize(("cap", "split_backward"), [(1e-4, True), (None, False)], ids=["several buckets", "one"])
+@pytest.mark.parametrize(("cap", "split_backward"), sampled([(1e-4, True), (None, False)], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize(
     ("worker", "number", "moment"),
     sampled(
@@ -383,6 +383,7 @@ class UsesALayerInItsLoss(Scheduled):
 MANY_STEPS = 40  # when a move takes place depends on the machine
 
 
+@pytest.mark.long
 def test_a_loss_may_use_a_shared_layer() -> None:
     data = dataset(GLOBAL_BATCH * MANY_STEPS)
     moved = UsesALayerInItsLoss().double()
@@ -472,6 +473,7 @@ def test_each_gradient_is_summed_once(tmp_path: Path, pipelines: int) -> None:
     assert all(any(name.startswith("layers.2.") for name in found[rank]) for rank in (0, 1))
 
 
+@pytest.mark.long
 def test_a_sum_is_given_as_it_was_before_hooks_changed_it() -> None:
     still, moved = Scheduled().double(), Scheduled().double()
     fit(still, 2, 2, strategy=STAY, callbacks=[Halves()])

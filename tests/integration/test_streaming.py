@@ -154,6 +154,7 @@ def test_a_worker_that_joins_finds_the_place_in_the_stream(enters_at: int, num_w
     assert difference(weights, expected) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("enters_at", sampled([EPOCH, EPOCH + 2], 1))
 def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: int) -> None:
     expected = one_device(loader(shuffled(SAMPLES), 1), 3, callbacks=[AnotherOrder()])
@@ -170,12 +171,13 @@ def test_a_worker_that_joins_finds_the_place_behind_a_shuffle_buffer(enters_at: 
     assert difference(weights, one_device(loader(shuffled(SAMPLES), 1), 3)) > 1e-4, "the epochs are all alike"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "callbacks"),
     # Right after the end of an epoch Lightning, on one device too, leaves the next epoch's start hook out.
     [
         pytest.param(EPOCH + 2, [AnotherOrder()], id="mid-epoch"),
-        pytest.param(EPOCH, [], id="end of an epoch", marks=pytest.mark.long),
+        pytest.param(EPOCH, [], id="end of an epoch"),
     ],
 )
 def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Callback], tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_a_job_in_the_background_ignores_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == 143
 
 
+@pytest.mark.long
 def test_a_stopped_launching_process_goes_on_where_it_was(tmp_path: Path) -> None:
     """As by Ctrl-Z, or in a debugger: the workers wait for it, and nobody is declared dead."""
 

@@ -39,6 +39,7 @@ def test_sys_exit_with_a_status_ends_the_launching_process_with_it(caplog: pytes
     assert "Worker (0, 1) called sys.exit(3)" in caplog.text
 
 
+@pytest.mark.long
 def test_a_process_that_just_ends_is_a_failure_whatever_its_status() -> None:
     assert failures(exact_fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0)])) == [(0, 1)]
     with pytest.raises(StageLostError, match="it exited with code 0"):

@@ -11,6 +11,7 @@ from support.waiting import PATIENCE
 SCRIPT = Path(__file__).parent / "logging_script.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sampled(["basic", "hydra"], 1, rest=pytest.mark.long))
 def test_records_of_workers_reach_handlers_configured_under_the_main_guard(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "job.log"

@@ -56,6 +56,7 @@ def fork_server(of: int | None = None) -> psutil.Process:
     return server
 
 
+@pytest.mark.long
 def test_workers_outlive_their_fork_server() -> None:
     with LocalWorkerGroup(time.sleep, None) as group:
         killed, ends = group.start(SECONDS, "killed"), group.start(3.0, "ends")

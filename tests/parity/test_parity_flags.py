@@ -153,15 +153,12 @@ FLAGS: dict[str, Flag] = {
 
 SAMPLED = {  # in the normal run; the others are variations of these
     "limit_train_batches=0.5, limit_val_batches=0.7",
-    "limit_val_batches=2, num_sanity_val_steps=1",
-    "check_val_every_n_epoch=2",
     "val_check_interval=3, check_val_every_n_epoch=None",
     "overfit_batches=2",
     "fast_dev_run=2",
     "gradient_clip_val=0.01",
     "gradient_clip_val=0.001, gradient_clip_algorithm='value'",
     "min_steps=6",
-    "deterministic=True",
     "detect_anomaly=True",
 }
 

@@ -124,7 +124,8 @@ class MarksAndWaits(Callback):
         time.sleep(0.4 if trainer.global_step > 2 else 0)  # the replacement shall come before the end
 
 
-@pytest.mark.parametrize(("data", "stays"), sampled([(Splits, True), (Shifts, False)], 1, rest=pytest.mark.long))
+@pytest.mark.long
+@pytest.mark.parametrize(("data", "stays"), [(Splits, True), (Shifts, False)])
 def test_a_replacement_has_the_split_of_its_peer_and_goes_if_its_data_differ_all_the_same(
     data: type[Splits], stays: bool, tmp_path: Path
 ) -> None:
