@@ -1,4 +1,4 @@
-"""Lightning's own command line, with the strategy chosen in a YAML file: some minutes on two cores.
+"""Lightning's own command line, with the strategy chosen in a YAML file: a minute on two cores.
 
     python examples/lightning_cli.py fit --config examples/lightning_cli.yaml
     python examples/lightning_cli.py validate --config examples/lightning_cli.yaml --ckpt_path CHECKPOINT

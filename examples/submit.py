@@ -1,4 +1,4 @@
-"""Submits a training to SLURM with submitit, or runs it on this machine: ``python examples/submit.py --cluster local``.
+"""Submit a training to SLURM with submitit, or run it on this machine (``--cluster local``): as long as the training.
 
 Under SLURM each task of the job runs ``recycle-run``, which starts one worker; on this machine one ``recycle-run``
 starts all of them. What follows ``--`` is the training command.

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT and lose a worker on the way: some minutes on two cores.
+"""Train a byte-level GPT and lose a worker on the way: three minutes on two cores.
 
     python examples/train_gpt.py                                  # 2 pipelines x 2 stages, one worker killed half-way
     python examples/train_gpt.py faults=kill_leader trainer.max_steps=100

@@ -1,4 +1,4 @@
-"""Classify handwritten digits and lose a worker on the way: some minutes on two cores.
+"""Classify handwritten digits and lose a worker on the way: half a minute on two cores.
 
     python examples/train_vision.py                                # 2 pipelines x 2 stages, one worker killed half-way
     python examples/train_vision.py faults=node                    # a node with two workers is lost

@@ -1,6 +1,6 @@
-"""An ordinary Lightning script with manual optimization, a GAN: a minute on two cores.
+"""An ordinary Lightning script with manual optimization, a GAN: half a minute on two cores.
 
-    python examples/unmodified_gan.py                       # four workers; a minute on two cores
+    python examples/unmodified_gan.py                       # four workers; half a minute on two cores
     python examples/unmodified_gan.py --kill                # one of them gets SIGKILL between the two optimizers' steps
     python examples/unmodified_gan.py --strategy auto --devices 1 --batch-size 128
 

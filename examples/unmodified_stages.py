@@ -1,6 +1,6 @@
-"""An ordinary LightningModule cut into two pipeline stages: a minute on two cores.
+"""An ordinary LightningModule cut into two pipeline stages: half a minute on two cores.
 
-    python examples/unmodified_stages.py                       # two pipelines of two stages; a minute on two cores
+    python examples/unmodified_stages.py                       # two pipelines of two stages; half a minute on two cores
     python examples/unmodified_stages.py --kill                # one of the workers gets SIGKILL in the middle
     recycle-run --nproc-per-node 4 examples/unmodified_stages.py      # the same with workers as on a cluster
     python examples/unmodified_stages.py --strategy auto --devices 1 --batch-size 32
