@@ -379,9 +379,9 @@ WAYS: dict[str, Callable[[Run], Statuses]] = {
     "the same, after a worker was lost": a_worker_was_lost,
     "an exception of the script": exception,
     "bad options, or a configuration that cannot work": bad_configuration,
-    "the script wants another run than the coordinator, or than the others": another_run,
+    "the script wants another run than the coordinator or the others": another_run,
     "all replicas of a stage are lost": stage_lost,
-    "killed by a signal": killed,
+    "killed by SIGKILL": killed,
     "evicted, and nothing replaces it": evicted,
     "its coordinator is lost": coordinator_lost,
     "SIGTERM": told_to_end(signal.SIGTERM),
@@ -390,9 +390,9 @@ WAYS: dict[str, Callable[[Run], Statuses]] = {
     "the port is in use": port_in_use,
     "another key": wrong_key,
     "another version": another_version,
-    "nobody listens within `RECYCLE_CONNECT_SECONDS`": nobody_there,
-    "the others do not come within `--start-timeout`, and a stage has none": others_missing,
-    "killed again and again": given_up,
+    "no coordinator within `RECYCLE_CONNECT_SECONDS`": nobody_there,
+    "a stage has no worker within `--start-timeout`": others_missing,
+    "killed repeatedly": given_up,
 }
 
 
