@@ -41,9 +41,9 @@ from simulated_workers import (
     linked_with,
 )
 
-from lightning_recycle.control.coordinator.journal import Process
 from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.journal import Process
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point

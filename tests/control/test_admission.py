@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.journal import Journal, Process
 from lightning_recycle.control.protocol.coordinator_restart import JournaledState, adopted, events, order
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.messages import AfterStep, EndRun, Leave, Returned, RunRequest, StopVerdict

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.waiting import next_line
 
-from lightning_recycle.control.coordinator import journal as journal_module
-from lightning_recycle.control.coordinator.journal import Journal, Process, default_path
+from lightning_recycle.control import journal as journal_module
+from lightning_recycle.control.journal import Journal, Process, default_path
 from lightning_recycle.control.protocol.coordinator_restart import JournaledState, Over
 from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopReason
@@ -92,7 +92,7 @@ def test_bytes_that_are_no_journal_are_not_believed(tmp_path: Path) -> None:
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from lightning_recycle.control.coordinator.journal import Journal
+from lightning_recycle.control.journal import Journal
 Journal(Path(sys.argv[1]), b"the key of this test")
 print("has it", flush=True)
 time.sleep(600)

@@ -22,12 +22,12 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
-from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.joining.admission import Admission, Readmission, ReturnStanding, describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.joining.vacancies import Vacancies
+from lightning_recycle.control.journal import Journal, Process
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of

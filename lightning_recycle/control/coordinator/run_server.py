@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.coordinator.journal import Journal
 from lightning_recycle.control.joining.admission import describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
+from lightning_recycle.control.journal import Journal
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.coordinator_restart import adopted
 from lightning_recycle.control.protocol.messages import Enrolled, Stop, StopReason, Unfit

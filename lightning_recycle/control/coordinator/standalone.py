@@ -12,7 +12,7 @@ that the run has finished. Needs neither torch nor Lightning.
 
 It may be killed at any moment: started again at the same address, with the same options, it goes on with the run, as
 the workers wait for it (``RECYCLE_CONNECT_SECONDS``). What it must know for that, and they do not, is in the file
-``--state`` (:mod:`~lightning_recycle.control.coordinator.journal`).
+``--state`` (:mod:`~lightning_recycle.control.journal`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.coordinator.journal import Journal, default_path
 from lightning_recycle.control.coordinator.run_server import Serving
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import GROUPS, Overrides, RunConfig, settings_of
+from lightning_recycle.control.journal import Journal, default_path
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.coordinator.journal import Process
 from lightning_recycle.control.joining.run_config import WorkerProcess
+from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import NonBlockingConnection
 from lightning_recycle.control.network.event_loop import EventLoop
 from lightning_recycle.control.protocol import messages

@@ -23,10 +23,10 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
-from lightning_recycle.control.coordinator.journal import Journal, Process
 from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, FirstMessage, described
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
+from lightning_recycle.control.journal import Journal, Process
 from lightning_recycle.control.network.connection import NonBlockingConnection
 from lightning_recycle.control.network.event_loop import EventLoop
 from lightning_recycle.control.protocol import coordinator_restart, messages

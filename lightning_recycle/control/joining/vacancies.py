@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
-from lightning_recycle.control.coordinator.journal import Process
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
+from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import NonBlockingConnection
 
 __all__ = [
