@@ -1,4 +1,5 @@
-"""A hook of mkdocs: pages that lie elsewhere, pictures to enlarge, and a check that the site loads nothing.
+"""A hook of mkdocs: the repository's address, pages that lie elsewhere, pictures to enlarge, and a check that the site
+loads nothing.
 
 Named in mkdocs.yml.
 """
@@ -11,7 +12,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-__all__ = ["on_files", "on_page_content", "on_page_markdown", "on_post_build"]
+__all__ = ["on_config", "on_files", "on_page_content", "on_page_markdown", "on_post_build"]
 
 _ROOT = Path(__file__).parents[1]
 _ELSEWHERE = {
@@ -23,6 +24,15 @@ _ELSEWHERE = {
 
 _LONG_NAME = re.compile(r"(?<=<code>)[^<]{20,}(?=</code>)")
 _LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
+
+
+def on_config(config: Any) -> Any:
+    """Link to the repository below each page, once pyproject.toml has its address (``repo_url`` would load figures)."""
+    address = re.search(r'^Repository = "(.+)"$', (_ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    if address is not None:
+        link = {"icon": "fontawesome/brands/git-alt", "link": address[1], "name": "Repository"}
+        config["extra"]["social"] = [link]
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -370,6 +370,16 @@ def test_docstrings_become_markdown() -> None:
     )
 
 
+def test_the_site_links_to_the_repository_once_it_has_an_address(tmp_path: Path, monkeypatch: Any) -> None:
+    hook = module_of("site")
+    monkeypatch.setattr(hook, "_ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    assert hook.on_config({"extra": {}}) == {"extra": {}}
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://host/owner/name"\n')
+    (link,) = hook.on_config({"extra": {}})["extra"]["social"]
+    assert link["link"] == "https://host/owner/name"
+
+
 def test_a_site_that_loads_something_from_elsewhere_is_refused(tmp_path: Path) -> None:
     from mkdocs.exceptions import PluginError
 
