@@ -101,6 +101,7 @@ class Fault:
         bit: for "bitflip" only, which bit of the number, from the lowest, 0, an error of one unit in the last place.
             By default the lowest one of its exponent, which doubles or halves it.
         every: for ``target="matmul"``: n of every n-th.
+        member: the member of the position that fails, where it has several processes; by default all of them do.
 
     Raises:
         ConfigurationError: for unknown names, numbers out of range, and arguments that do not belong together.
@@ -118,6 +119,7 @@ class Fault:
     target: str | None = field(default=None, kw_only=True)
     bit: int | None = field(default=None, kw_only=True)
     every: int | None = field(default=None, kw_only=True)
+    member: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -126,7 +128,7 @@ class Fault:
             self._refuse(f"unknown point {self.at!r}; use one of {_listed((*_OPERATIONS, *POINTS))}.")
         if self.when not in _MOMENTS:
             self._refuse(f"when={self.when!r}: use one of {_listed(_MOMENTS)}.")
-        for name in ("pipeline", "stage", "step", "microbatch"):
+        for name in ("pipeline", "stage", "step", "microbatch", "member"):
             value = getattr(self, name)
             if (value is not None or name in ("pipeline", "stage")) and not is_integer(value, 0):
                 self._refuse(f"{name}={value!r} must be an integer of at least 0.")

@@ -17,8 +17,9 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.callbacks import fault_effects
 from lightning_recycle.callbacks.faults import KINDS_AT_TIMES, Agenda, Fault, random_faults, trace_faults
 from lightning_recycle.control.protocol.messages import FaultInjected
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
+from lightning_recycle.planning.grid import Op, OpKind, Worker
 from lightning_recycle.traces import load_trace
 
 if TYPE_CHECKING:
@@ -96,13 +97,14 @@ class FaultInjectionCallback(pl.Callback):
         self._launched: float | None = None
         self._injector: _Injector | None = None
 
-    def check(self, grid: Grid) -> None:
+    def check(self, positions: Positions) -> None:
         """Called in the launching process right before it starts the workers; starts the clock of the trace.
 
         Raises:
-            ConfigurationError: for a fault outside ``grid``.
+            ConfigurationError: for a fault outside ``positions``.
         """
         self._launched = time.time()
+        grid = positions.grid
         for fault in self.faults:
             if Worker(fault.pipeline, fault.stage) not in grid:
                 raise ConfigurationError(
@@ -111,6 +113,8 @@ class FaultInjectionCallback(pl.Callback):
                 )
             if fault.microbatch is not None and fault.microbatch >= grid.microbatches:
                 raise ConfigurationError(f"{fault}: microbatch must be one of 0 to {grid.microbatches - 1}.")
+            if fault.member is not None and fault.member >= positions.members:
+                raise ConfigurationError(f"{fault}: member must be one of 0 to {positions.members - 1}.")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -124,8 +128,10 @@ class FaultInjectionCallback(pl.Callback):
             )
         strategy: Any = trainer.strategy
         rank = strategy.grid_rank
-        agenda = self._agenda(strategy.grid.num_workers, rank, strategy.incarnation)
-        self._injector = _Injector(self.faults, agenda, strategy, rank)
+        positions: Positions = strategy.session.run.positions
+        agenda = self._agenda(positions.num_workers, rank, strategy.incarnation)
+        faults = [fault for fault in self.faults if fault.member in (None, positions.member(rank))]
+        self._injector = _Injector(faults, agenda, strategy, rank)
         strategy.at_point.append(self._injector.at_point)
 
     @override
@@ -160,7 +166,8 @@ class _Injector:
     """Makes this process fail when one of its faults is due.
 
     Args:
-        faults: faults of all workers; this process picks its own when it first acts.
+        faults: faults of all workers that are the same member of their position; this process picks its own when it
+            first acts.
         agenda: timed failures of this process.
         strategy: strategy of this process. Without an executor this is not a worker, and nothing ever happens.
         rank: this process's place in the grid.

@@ -24,12 +24,12 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.data.batching import batch_size_of
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile, load_profile
 from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
@@ -218,12 +218,6 @@ def prepare(
     check_pruning(trainer, grid.stages)
     if options.tensor_parallel_size > 1:
         check_members(trainer, options, by_hand=outside is not None or "RECYCLE_LISTEN" in os.environ)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, FaultInjectionCallback) and (callback.mtbf or callback.trace):
-                raise UnsupportedFeatureError(
-                    "FaultInjectionCallback with mtbf or a trace is not supported with tensor_parallel_size > 1: give"
-                    " faults at exact points, which hit all members of a position."
-                )
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
         check_loss(module)
@@ -235,7 +229,7 @@ def prepare(
             " pipeline_parallel_size=1, or do not tie them."
         )
     warn_of_lost_compilation(module)
-    heartbeat = _prepare_callbacks(trainer, grid)
+    heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
     for logger in trainer.loggers:
         _ = logger.version  # chosen here; otherwise every new leader would choose a new one
     if None in (options.pipeline_parallel_size, options.num_microbatches):
@@ -270,7 +264,7 @@ def prepare(
     return PreparedRun(call, setup, heartbeat, options, strategy.num_devices)
 
 
-def _prepare_callbacks(trainer: pl.Trainer, grid: Grid) -> HeartbeatCallback:
+def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCallback:
     """Checks the callbacks of ``trainer``; returns that with the time bounds, which it adds if there is none."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     heartbeat = next((callback for callback in callbacks if isinstance(callback, HeartbeatCallback)), None)
@@ -279,7 +273,7 @@ def _prepare_callbacks(trainer: pl.Trainer, grid: Grid) -> HeartbeatCallback:
         callbacks.append(heartbeat)
     for callback in callbacks:
         if isinstance(callback, FaultInjectionCallback):
-            callback.check(grid)
+            callback.check(positions)
     return heartbeat
 
 

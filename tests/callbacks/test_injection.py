@@ -14,11 +14,13 @@ import pytest
 
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, fault_effects, injection
 from lightning_recycle.control.protocol.messages import FaultInjected
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, Worker
 from lightning_recycle.traces import Trace, load_trace
 
 GRID = Grid(2, 2, 2)
+POSITIONS = Positions(GRID)
 HERE = Worker(0, 1)
 F, REDUCE, STEP = OpKind.FORWARD, OpKind.REDUCE, OpKind.STEP
 PROGRAM = (Op(F, 1, Microbatch(0, 0)), Op(F, 1, Microbatch(0, 1)), Op(REDUCE, 1), Op(STEP, 1))
@@ -50,8 +52,8 @@ class FakeExecutor:
 
 class FakeStrategy:
     strategy_name = "recycle"
-
     grid = GRID
+    session = SimpleNamespace(run=SimpleNamespace(positions=POSITIONS))
 
     def __init__(self, incarnation: int = 0, grid_rank: int = 0) -> None:
         self.executor: FakeExecutor | None = None
@@ -85,7 +87,7 @@ class FakeWorker:
 
 def worker(*faults: Fault, place: Worker = HERE, incarnation: int = 0, **options: Any) -> FakeWorker:
     callback = FaultInjectionCallback(faults, **options)
-    callback.check(GRID)
+    callback.check(POSITIONS)
     return FakeWorker(callback, place, incarnation).start()
 
 
@@ -293,7 +295,7 @@ def test_max_faults_holds_over_all_workers_and_replacements(clocks: Clocks) -> N
 def test_a_trace_strikes_on_the_clock_of_the_run(clocks: Clocks) -> None:
     options: dict[str, Any] = {"trace": "aws-p3", "time_scale": 0.01, "kinds": ("exception",), "seed": 5}
     callback = FaultInjectionCallback(**options)
-    callback.check(GRID)
+    callback.check(POSITIONS)
     plan = injection.trace_faults(load_trace("aws-p3").availability, 4, ("exception",), 5, 0.01)
     launched = clocks.now
     clocks.now = launched + 7.0
@@ -312,7 +314,7 @@ def test_a_trace_strikes_on_the_clock_of_the_run(clocks: Clocks) -> None:
 
 def test_a_replacement_is_not_struck_by_what_hit_its_predecessor(clocks: Clocks) -> None:
     callback = FaultInjectionCallback(trace="aws-p3", time_scale=0.01, kinds=("exception",), seed=5)
-    callback.check(GRID)
+    callback.check(POSITIONS)
     plan = injection.trace_faults(load_trace("aws-p3").availability, 4, ("exception",), 5, 0.01)
     mine = [fault.time for fault in plan if fault.rank == 1]
     clocks.now += mine[0] + 0.01
@@ -344,7 +346,7 @@ ALWAYS = {"mtbf": 1e-9, "kinds": ("exception",)}
 
 def test_the_launching_process_never_fails() -> None:
     callback = FaultInjectionCallback([Fault("exception", 0, 0, 0), Fault("exception", 0, 0, at="setup")], **ALWAYS)
-    callback.check(GRID)
+    callback.check(POSITIONS)
     strategy = FakeStrategy()  # without an executor
     trainer: Any = SimpleNamespace(strategy=strategy)
     callback.setup(trainer, None, "fit")
@@ -368,6 +370,25 @@ def test_without_faults_nothing_is_attached_and_any_strategy_will_do() -> None:
     callback.setup(trainer, None, "fit")
     callback.on_fit_start(trainer, None)
     callback.teardown(trainer, None, "fit")
+
+
+def test_a_fault_of_one_member_leaves_the_others_of_its_position_alone() -> None:
+    positions = Positions(GRID, 2)
+    callback = FaultInjectionCallback([Fault("exception", 0, 1, 0, member=1), Fault("exception", 0, 1, 1)])
+    callback.check(positions)
+    steps = []
+    for rank in positions.ranks(HERE):
+        process = FakeWorker(callback, HERE)
+        process.strategy.session = SimpleNamespace(run=SimpleNamespace(positions=positions))
+        process.strategy.grid_rank, process.strategy.at_point = rank, []
+        process.callback.setup(process.trainer, None, "fit")
+        process.start()
+        with pytest.raises(InjectedFaultError):
+            process.executor.run(2)
+        steps.append(process.executor.version)
+    assert steps == [1, 0]
+    with pytest.raises(ConfigurationError, match="one of 0 to 0"):
+        callback.check(POSITIONS)
 
 
 @pytest.mark.parametrize("options", [{"faults": [Fault("kill", 0, 0, 0)]}, {"mtbf": 5.0}, {"trace": "aws-p3"}])
@@ -428,5 +449,5 @@ def test_nonsense_is_refused_with_the_value_and_the_remedy(options: dict[str, An
 )
 def test_a_fault_outside_the_grid_is_refused(fault: Fault, words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        FaultInjectionCallback([fault]).check(GRID)
+        FaultInjectionCallback([fault]).check(POSITIONS)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from support.sampling import sampled
 
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.option_table import OptionGroup
 from lightning_recycle.planning import ExactPlanner, Grid, Worker
 from lightning_recycle.session.configuration import Options
@@ -90,7 +91,7 @@ def test_single_device_has_the_global_batch_of_two_pipelines_and_no_workers_to_l
 def test_faults_fit_the_grid_and_the_length_of_the_run(faults: str, stages: int) -> None:
     config = composed(f"faults={faults}", f"strategy.pipeline_parallel_size={stages}", "trainer.max_steps=10")
     callback = instantiate(config.faults, _convert_="all")
-    callback.check(Grid(4 // stages, stages, 4))
+    callback.check(Positions(Grid(4 // stages, stages, 4)))
     assert all(fault.step < 10 for fault in callback.faults)
     assert bool(callback.faults or callback.mtbf or callback.trace) == (faults != "none")
 
