@@ -131,7 +131,7 @@ class SupervisorLauncher:
 
     def _launch(self, run: PreparedRun, signals: EndSignals) -> Any:
         """Runs the workers, again after the loss of a stage if that is wanted; brings their results home."""
-        policy = RestartPolicy(run.setup.grid, run.options.recovery.restarts_from_checkpoint)
+        policy = RestartPolicy(run.setup.positions, run.options.recovery.restarts_from_checkpoint)
         for number in itertools.count():
             outcome = self._attempt(run, number, signals)
             if isinstance(outcome, Finished):

@@ -25,6 +25,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
@@ -197,12 +198,12 @@ class RestartPolicy:
     """Decides about the restarts of one run.
 
     Args:
-        grid: the grid that the run began with; no restart has a larger one.
+        positions: those that the run began with; no restart has more pipelines.
         max_restarts: how many restarts there may be without a newer checkpoint in between.
     """
 
-    def __init__(self, grid: Grid, max_restarts: int) -> None:
-        self._grid, self._max_restarts = grid, max_restarts
+    def __init__(self, positions: Positions, max_restarts: int) -> None:
+        self._positions, self._max_restarts = positions, max_restarts
         self._newest = -1
         self._without_progress = 0
 
@@ -226,19 +227,19 @@ class RestartPolicy:
                 " reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
                 " more often"
             )
-        grid = _largest_grid(self._grid, devices)
+        grid = _largest_grid(self._positions.grid, devices // self._positions.members)
         if grid is None:
             return (
-                f"{devices} of the {self._grid.num_workers} devices are left, too few for {self._grid.stages} stages"
-                " with the same global batch"
+                f"{devices} of the {self._positions.num_workers} devices are left, too few for"
+                f" {self._positions.columns} workers of a pipeline with the same global batch"
             )
         self._without_progress += 1
         return grid
 
 
-def _largest_grid(grid: Grid, devices: int) -> Grid | None:
-    """The grid with as many pipelines as ``devices`` allow that computes the same global micro-batches, if any."""
-    most = min(devices // grid.stages, grid.pipelines)
+def _largest_grid(grid: Grid, places: int) -> Grid | None:
+    """The grid with as many pipelines as ``places`` allow that computes the same global micro-batches, if any."""
+    most = min(places // grid.stages, grid.pipelines)
     for pipelines in range(most, 0, -1):
         if grid.global_microbatches % pipelines == 0:
             return Grid(pipelines, grid.stages, grid.global_microbatches // pipelines)
