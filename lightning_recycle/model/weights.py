@@ -39,10 +39,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.tensor_memory import part_like
 
 __all__ = [
     "Tie",
     "merge_groups",
+    "own_parts",
     "set_weights",
     "shared_parameters",
     "split_name",
@@ -147,4 +149,10 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 def set_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
     """Copies what :func:`weights_of` found in a module of the same form into ``module``."""
-    nn.Module.load_state_dict(module, weights)
+    nn.Module.load_state_dict(module, own_parts(module, weights))
+
+
+def own_parts(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """``weights`` by name; of tensors that are sharded in ``module`` its parts."""
+    held = weights_of(module)
+    return {name: part_like(value, held[name]) if name in held else value for name, value in weights.items()}

@@ -23,7 +23,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -321,7 +321,7 @@ def save_sharded(
 
     Args:
         path: the folder's path, the same on all workers; replaced if it exists.
-        shard: the state of this worker's stage, in nested dicts.
+        shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
         rest: what does not belong to a stage.
         collectives: this worker's collectives.
         before_naming: called by the leader right before the folder gets its name.
@@ -329,7 +329,7 @@ def save_sharded(
     Returns:
         Whether this worker gave the folder its name; or why there is no checkpoint, the same on all workers.
     """
-    path, gather = Path(path), collectives.gather
+    path, gather = Path(path), collectives.gather_all
     folder: Path | None = None
     while True:
         if collectives.leads:
@@ -358,13 +358,14 @@ def _write_once(
     before_naming: Callable[[], None],
 ) -> bool | WriteFailure | None:
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""
-    gather, num_stages = collectives.gather, collectives.grid.stages
+    gather, num_writers = collectives.gather_all, collectives.positions.columns
     writer = FileSystemWriter(folder, sync_files=True)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
     def plan() -> Any:
-        # Each shard has its own keys, so each worker is the coordinator of the entries that are no tensors.
+        # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
+        # the members of a position have in common one copy is written.
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -372,22 +373,22 @@ def _write_once(
     plans = _parts(gather("checkpoint plan", mine))
     if isinstance(plans, WriteFailure):
         return plans
-    if len(plans) < num_stages:
+    if len(plans) < num_writers:
         return None
     ranks = sorted(plans)
     merged, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
     merged = writer.prepare_global_plan(merged)
 
     def write() -> tuple[Any, dict[str, Checksum]]:
-        index = _index_of(plans, ranks, mine)
-        results = writer.write_data(planner.finish_plan(merged[index]), planner).wait()
+        plan = planner.finish_plan(merged[ranks.index(collectives.rank)])
+        results = writer.write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         return results, {name: checksum(folder / name) for name in names}
 
     written = _parts(gather("checkpoint data", attempt(write, path, shard) if mine is not None else None))
     if isinstance(written, WriteFailure):
         return written
-    if len(written) < num_stages:
+    if len(written) < num_writers:
         return None
 
     def finish() -> bool:
@@ -415,12 +416,6 @@ def _parts(gathered: Mapping[int, Any]) -> dict[int, Any] | WriteFailure:
     parts = {rank: part for rank, part in gathered.items() if part is not None}
     failures = [part for _, part in sorted(parts.items()) if isinstance(part, WriteFailure)]
     return failures[0] if failures else parts
-
-
-def _index_of(plans: Mapping[int, Any], ranks: Sequence[int], mine: Any) -> int:
-    """The index of this worker's plan: plans have no name, but their first item has."""
-    keys = {item.index.fqn for item in mine.items}
-    return next(i for i, rank in enumerate(ranks) if keys == {item.index.fqn for item in plans[rank].items})
 
 
 def load_sharded(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:

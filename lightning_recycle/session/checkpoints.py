@@ -21,7 +21,7 @@ from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.weights import weights_of
+from lightning_recycle.model.weights import own_parts
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
@@ -44,7 +44,7 @@ from lightning_recycle.session.optimizer_states import (
     split_optimizer_state,
     stage_optimizer_state,
 )
-from lightning_recycle.tensor_memory import part_like, to_cpu
+from lightning_recycle.tensor_memory import to_cpu
 
 __all__ = ["Checkpoints"]
 
@@ -174,9 +174,7 @@ class Checkpoints:
         own = self.own_part(checkpoint["state_dict"])
         if self.take_objects is not None and self.restored_objects is not None:
             self.take_objects(self.restored_objects, own)
-        held = weights_of(self.module)
-        own = {key: part_like(value, held[key]) if key in held else value for key, value in own.items()}
-        self.module.load_state_dict(own, strict=strict)
+        self.module.load_state_dict(own_parts(self.module, own), strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the optimizer state of a checkpoint of the whole model.

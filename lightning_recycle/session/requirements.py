@@ -123,8 +123,6 @@ def check_members(trainer: pl.Trainer, options: Options, by_hand: bool) -> None:
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
         "VerificationOptions(verify=...)": bool(options.verification.verify),
-        "CheckpointOptions(save_distributed_checkpoint=True)": options.checkpoints.save_distributed_checkpoint,
-        "RecoveryOptions(on_stage_lost='restart')": recovery.on_stage_lost == "restart",
         "RecoveryOptions(move_workers=True)": recovery.move_workers,
         "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
         f"the callback {', '.join(used)}": bool(used),

@@ -31,9 +31,10 @@ class Alone:
     """The collectives of a run with one worker."""
 
     leads = speaks = True
-    grid = SimpleNamespace(stages=1, worker=lambda rank: SimpleNamespace(stage=0))
+    rank = 0
+    positions = SimpleNamespace(columns=1)
 
-    def gather(self, name: str, value: Any) -> dict[int, Any]:
+    def gather_all(self, name: str, value: Any) -> dict[int, Any]:
         return {0: value}
 
 
