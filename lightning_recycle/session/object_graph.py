@@ -116,6 +116,7 @@ class ObjectGraph:
         whole: whether modules are whole in both processes: with parameters, buffers, and submodules that are no roots;
             and LightningModules that are no roots, such as copies.
         skipped: paths of attributes that stay behind.
+        bound: further classes of objects that belong to their process, and stay behind.
 
     Attributes:
         large: tensors and arrays of over a megabyte, by path, other than parameters and buffers of modules.
@@ -127,9 +128,10 @@ class ObjectGraph:
         anchors: Mapping[str, Any],
         whole: bool = True,
         skipped: Collection[Path] = (),
+        bound: tuple[type[Any], ...] = (),
     ) -> None:
         self._whole, self._skipped = whole, frozenset(skipped)
-        self._bound = OF_ONE_PROCESS if whole else (*OF_ONE_PROCESS, pl.LightningModule)
+        self._bound = (*OF_ONE_PROCESS, *bound, *(() if whole else (pl.LightningModule,)))
         self._roots = {name: value for name, value in roots.items() if value is not None}
         self._anchors = {name: value for name, value in anchors.items() if value is not None}
         self._names = {id(value): name for name, value in self._anchors.items()}

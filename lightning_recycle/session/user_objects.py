@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_recycle.data.batching import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
@@ -109,7 +110,8 @@ def home_graph(
         **_streams({f"{name} {i}": value for name, leaves in loaders.items() for i, value in enumerate(leaves)}),
     }
     own = {id(value) for value in roots.values()}
-    return ObjectGraph(roots, {n: value for n, value in anchors.items() if id(value) not in own}, whole, skipped)
+    others = {n: value for n, value in anchors.items() if id(value) not in own}
+    return ObjectGraph(roots, others, whole, skipped, bound=(DeviceMesh,))
 
 
 def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
