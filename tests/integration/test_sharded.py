@@ -1,7 +1,5 @@
 """Positions of several processes: weights equal those of a plain loop, whichever member of a position is lost."""
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -10,77 +8,33 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from support.blocks import WIDTH, blocks
+from sharded import (
+    BATCH,
+    STEPS,
+    Alone,
+    Kill,
+    KillTwo,
+    Ordinary,
+    Piped,
+    Waits,
+    dataset,
+    error,
+    fit,
+    kinds,
+    lost,
+    plain_loop,
+)
 from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lightning_recycle import PipelineModule
-from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning import Op
-
-STEPS, BATCH = 4, 4  # samples of a pipeline in a step
-
-
-def make_parallel(layers: Any, mesh: Any) -> None:
-    for block in layers:
-        parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-class Ordinary(L.LightningModule):
-    """As it would be written for ModelParallelStrategy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = blocks()
-
-    def configure_model(self) -> None:
-        make_parallel(self.model, self.device_mesh)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        assert any(isinstance(p, DTensor) for p in self.parameters()), "the layers are sharded"
-        return (self.model(x) - y).square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val", (self.model(x) - y).square().mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Piped(PipelineModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.given = list(blocks())
-
-    def configure_pipeline(self) -> nn.Sequential:
-        return nn.Sequential(*self.given)
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        make_parallel(self.layers, self.device_mesh)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Alone(Ordinary):
-    def configure_model(self) -> None:
-        pass
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return (self.model(x) - y).square().mean()
 
 
 class SequenceParallelBlocks(Ordinary):
@@ -101,72 +55,6 @@ class SequenceParallelBlocks(Ordinary):
         for block in self.model:
             x = x + block.down(torch.tanh(block.up(block.norm(x))))
         return (x - y).square().mean()
-
-
-class Kill(L.Callback):
-    """Kills the first process of ``rank`` before its operation number ``operation`` of ``step``."""
-
-    def __init__(self, rank: int, step: int, operation: int) -> None:
-        self.rank, self.step, self.operation, self.seen = rank, step, operation, 0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
-            strategy.executor.before_operation.append(self.count)
-
-    def count(self, step: int, _: Op) -> None:
-        if step == self.step:
-            if self.seen == self.operation:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.seen += 1
-
-
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(64, WIDTH, generator=generator, dtype=torch.double) for _ in range(2))
-    return TensorDataset(x, y)
-
-
-def fit(module: L.LightningModule, grid: tuple[int, int, int], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
-    """Trains ``module`` on (pipelines, stages, members)."""
-    pipelines, stages, members = grid
-    validates, ckpt_path = kwargs.pop("validates", False), kwargs.pop("ckpt_path", None)
-    options = {"pipeline_parallel_size": stages, "num_microbatches": 2, "tensor_parallel_size": members}
-    strategy = recycle_strategy(**{**options, **kwargs.pop("strategy", {})})
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=pipelines * stages * members,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        **{"max_steps": STEPS, **QUIET, **kwargs},
-    )
-    train = DataLoader(dataset(), batch_size=BATCH)
-    trainer.fit(module, train, DataLoader(dataset(), batch_size=BATCH) if validates else None, ckpt_path=ckpt_path)
-    return trainer
-
-
-def plain_loop(pipelines: int, clip: float | None = None, steps: int = STEPS) -> nn.Sequential:
-    layers, data = blocks(), dataset()
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
-    for step in range(steps):
-        begin = step * pipelines * BATCH % len(data)
-        x, y = data[begin : begin + pipelines * BATCH]
-        optimizer.zero_grad()
-        (layers(x) - y).square().mean().backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(layers.parameters(), clip)
-        optimizer.step()
-    return layers
-
-
-def error(module: L.LightningModule, expected: nn.Module) -> float:
-    found = {name.split(".", 1)[1]: p for name, p in module.named_parameters()}
-    return max(float((found[name] - p).abs().max()) for name, p in expected.named_parameters())
-
-
-def lost(trainer: L.Trainer) -> int:
-    strategy: Any = trainer.strategy
-    return sum(event.kind == "failure" for event in strategy.history)
 
 
 def test_an_ordinary_module_trains_with_tensor_parallelism() -> None:
@@ -242,34 +130,6 @@ def test_stages_of_several_members_clip_on_a_guess() -> None:
     assert error(module, plain_loop(2, clip=0.45)) < TOLERANCE
 
 
-def kinds(trainer: L.Trainer) -> list[str]:
-    strategy: Any = trainer.strategy
-    return [event.kind for event in strategy.history]
-
-
-class Waits(L.Callback):
-    """Each step waits until a replacement is in, if one was lost."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step > self.after and strategy.counters.get("live_workers", 4) < 4:
-            time.sleep(1.0)
-
-
-class KillTwo(L.Callback):
-    """Kills two processes before an operation of a step: those of ``ranks``."""
-
-    def __init__(self, *ranks: int, step: int, operation: int) -> None:
-        self.kills = [Kill(rank, step, operation) for rank in ranks]
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for kill in self.kills:
-            kill.on_train_start(trainer, pl_module)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("step", [0, 2])
 def test_what_is_left_of_two_positions_is_put_together(step: int) -> None:
@@ -295,9 +155,8 @@ class Fully(Ordinary):
     [
         (Ordinary(), {"devices": 3}, "multiple of 2"),
         (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
-        (Ordinary(), {"strategy": {"save_distributed_checkpoint": True}}, "save_distributed_checkpoint"),
         (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
-        (Ordinary(), {"callbacks": [FaultInjectionCallback(mtbf=60.0)]}, "mtbf or a trace"),
+        (Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -314,6 +173,29 @@ def test_what_is_not_supported_is_refused_before_a_worker_starts(
 def test_fsdp_is_refused() -> None:
     with pytest.raises(UnsupportedFeatureError, match="FSDP2 is not supported yet"):
         fit(Fully(), (1, 1, 2))
+
+
+class KeepsItsMesh(Ordinary):
+    """In an attribute, and a sharded average of its weights in another one."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.mesh = self.device_mesh["tensor_parallel"]
+        self.average = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.mesh.size() == 2
+        for average, parameter in zip(self.average, self.parameters(), strict=True):
+            average.mul_(0.5).add_(parameter.detach(), alpha=0.5)
+
+
+@pytest.mark.long
+def test_meshes_and_sharded_tensors_in_attributes_travel_to_replacements_and_stay_in_the_workers() -> None:
+    module = KeepsItsMesh()
+    trainer = fit(module, (2, 1, 2), Kill(1, 1, 2), Waits(2), max_steps=8, strategy={"max_restarts": 4})
+    assert "rejoined" in kinds(trainer), kinds(trainer)
+    assert error(module, plain_loop(2, steps=8)) < TOLERANCE
+    assert not hasattr(module, "mesh")
 
 
 def test_a_replacement_gets_the_shards_of_its_column() -> None:
