@@ -93,10 +93,10 @@ def _backwards(history: Sequence[Event]) -> list[str]:
     if newest is None:
         return []
     wins = newest["wins"]
-    plan = f"a plan with them saves {100 * wins:.1f} %" if wins > 0 else f"a plan with them loses {-100 * wins:.1f} %"
+    plan = f"its plan {'saves' if wins > 0 else 'loses'} {100 * abs(wins):.1f} %" if wins else "saves nothing"
     verdict = "split" if newest["split"] else "fused"
     cost = f"splitting takes {100 * newest['cost']:.1f} % longer than F and BW"
-    return [f"Backwards are {verdict}: {cost}, {plan if wins else 'and saves nothing'}."]
+    return [f"Backwards are {verdict}: {cost}, and {plan}."]
 
 
 def _lost(history: Sequence[Event]) -> dict[str, float]:
