@@ -22,6 +22,7 @@ _ELSEWHERE = {
 }
 """Pages of the site whose source is not in docs/, by their name in the site."""
 
+_OPTION, _UNBROKEN = re.compile(r"(?<![\w-])--[a-z]+"), r'<span class="unbroken">\g<0></span>'
 _LONG_NAME = re.compile(r"(?<=<code>)[^<]{20,}(?=</code>)")
 _LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
 
@@ -53,9 +54,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let each picture lead to its file, where it has its full size, and break long names in tables at underscores."""
+    """Let each picture lead to its file, where it has its full size, and break names in tables where a reader would."""
     html = re.sub(r'(<img [^>]*?src="([^"]+)"[^>]*>)', r'<a class="enlarge" href="\2" title="Enlarge">\1</a>', html)
-    return re.sub(r"<td.*?</td>", lambda cell: _LONG_NAME.sub(_breakable, cell[0]), html, flags=re.S)
+    return re.sub(
+        r"<td.*?</td>", lambda cell: _OPTION.sub(_UNBROKEN, _LONG_NAME.sub(_breakable, cell[0])), html, flags=re.S
+    )
 
 
 def _breakable(name: re.Match[str]) -> str:

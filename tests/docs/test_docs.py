@@ -400,10 +400,11 @@ def test_pictures_lead_to_their_files_to_be_enlarged() -> None:
 
 
 def test_long_names_in_tables_can_be_broken() -> None:
-    name, short = "<code>flags::test_something_long</code>", "<code>a_b</code>"
+    name, short = "<code>flags::test_something_long</code>", "<code>a_b --of-it</code>"
     html = module_of("site").on_page_content(f"<p>{name}</p><td>{name} {short}</td>")
     broken = "<code>flags::<wbr>test_<wbr>something_<wbr>long</code>"
-    assert html == f"<p>{name}</p><td>{broken} {short}</td>"
+    whole = '<code>a_b <span class="unbroken">--of</span>-it</code>'
+    assert html == f"<p>{name}</p><td>{broken} {whole}</td>"
 
 
 def test_links_to_files_outside_lead_to_their_pages() -> None:
