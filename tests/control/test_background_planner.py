@@ -11,7 +11,6 @@ from slow_planners import Endless, Failing, Unpicklable
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import planning_process
 from lightning_recycle.control.plans.background_planner import BackgroundPlanner, InThread, Job, Urgency
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
@@ -26,6 +25,7 @@ from lightning_recycle.planning import (
     Schedule,
     Technique,
     Worker,
+    child_process,
     heuristic,
     plan,
 )
@@ -184,7 +184,7 @@ def test_what_is_not_wanted_any_more_is_given_up(planner: BackgroundPlanner, how
 def test_a_question_that_takes_too_long_has_no_answer(
     planner: BackgroundPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning_process, "_TIME_LIMIT", 0.2)
+    monkeypatch.setattr(child_process, "_TIME_LIMIT", 0.2)
     planner.begin(Urgency.AHEAD, publishing(planner, Endless(), InThread(Value("next"))))
     reason, last = found(planner, 2)
     assert "past its time limit" in str(reason)

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans.planning_process import PlanningProcess
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Technique, Worker
+from lightning_recycle.planning.child_process import PlanningProcess
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.validation import validate
 

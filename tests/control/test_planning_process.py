@@ -15,13 +15,11 @@ from slow_planners import Exiting, Failing, Gated, Heavy, Modules, Unpicklable
 from support.process_tree import is_alive
 from support.waiting import next_line, wait_for
 
-from lightning_recycle.control.plans import planning_process
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
-from lightning_recycle.control.plans.planning_process import PlanningProcess, ProcessLostError
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, solve
-from lightning_recycle.planning.child_process import Cancelled
+from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, child_process, solve
+from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, ProcessLostError
 
 LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 
@@ -159,7 +157,7 @@ def test_a_process_that_died_while_nothing_was_asked_is_started_again(process: P
 def test_a_process_that_dies_each_time_is_not_started_for_ever(
     process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning_process, "_MOST_LOSSES", 2)
+    monkeypatch.setattr(child_process, "_MOST_LOSSES", 2)
     for reason in ("exit code 3", "exit code 3", "it has ended 2 times"):
         with pytest.raises(ProcessLostError, match=reason):
             process.ask(PlanQuestion(LARGE, Exiting()), WANTED)
@@ -171,7 +169,7 @@ def test_a_process_that_shows_no_life_is_given_up(
     lost = in_thread(process.ask, PlanQuestion(LARGE, gated), WANTED)
     assert wait_for(gated.report.exists, PATIENCE)
     os.kill(int(gated.report.read_text()), signal.SIGSTOP)
-    monkeypatch.setattr(planning_process, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(child_process, "SILENCE_SECONDS", 0.5)
     with pytest.raises(ProcessLostError, match="no sign of life"):
         lost.result(PATIENCE)
     assert wait_for(lambda: not is_alive(int(gated.report.read_text())), PATIENCE)
@@ -181,7 +179,7 @@ def test_another_process_gets_a_question_that_a_stopped_one_does_not_even_read(
     process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(planning_process, "SILENCE_SECONDS", 1.0)
+        patch.setattr(child_process, "SILENCE_SECONDS", 1.0)
         process._running()  # its connection waits no longer than that
     process.ask(QUICK, WANTED)
     first = process.pid
@@ -220,7 +218,7 @@ def test_it_ends_with_the_process_that_asks() -> None:
     code = (
         "import threading, time\n"
         "from lightning_recycle.control.plans.plan_maker import PlanQuestion\n"
-        "from lightning_recycle.control.plans.planning_process import PlanningProcess\n"
+        "from lightning_recycle.planning.child_process import PlanningProcess\n"
         "from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem\n"
         "process = PlanningProcess()\n"
         "question = PlanQuestion(Problem(Grid(2, 2, 2), Costs.uniform(2)), HeuristicPlanner())\n"

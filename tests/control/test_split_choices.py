@@ -9,11 +9,11 @@ import pytest
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans.planning_process import PlanningProcess
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Tried
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Technique, Worker
+from lightning_recycle.planning.child_process import PlanningProcess
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.splitting import SplitTrial

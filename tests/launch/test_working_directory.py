@@ -27,7 +27,7 @@ if __name__ == "__main__":
     process.start()
     process.join()
     with tempfile.TemporaryFile() as output:
-        child, connection = start_server("lightning_recycle.control.plans.planning_process:serve", output)
+        child, connection = start_server("lightning_recycle.planning.child_process:answer_questions", output)
         print("planner", connection.recv_bytes(), flush=True)
         connection.close()
         child.wait()

@@ -2,7 +2,7 @@
 
 Concept: a *job* is a generator that yields pure questions and gets their answers. There is one job of each
 :class:`Urgency`; a newer one replaces it. The most urgent job goes on, in a thread of its own; its questions are
-answered in the planning process (:mod:`~lightning_recycle.control.plans.planning_process`), so that the coordinator's
+answered in the planning process (:mod:`~lightning_recycle.planning.child_process`), so that the coordinator's
 interpreter is free. A question that a more urgent job interrupts is asked again afterwards.
 
 | urgency | questions | replaced or dropped |
@@ -33,9 +33,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.plans.planning_process import PlanningProcess, Question
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.child_process import Cancelled, cancelled_by
+from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, Question, cancelled_by
 
 __all__ = ["BackgroundPlanner", "InThread", "Job", "Urgency"]
 

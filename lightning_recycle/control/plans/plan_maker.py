@@ -34,8 +34,8 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
 from lightning_recycle.control.plans.background_planner import InThread
-from lightning_recycle.control.plans.planning_process import ProcessLostError
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
