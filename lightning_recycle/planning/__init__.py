@@ -35,8 +35,7 @@ from lightning_recycle.planning.planner import (
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 from lightning_recycle.planning.rerouting import reroute
-from lightning_recycle.planning.result import PlanResult
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 

@@ -337,6 +337,12 @@ class CompactSchedule(Schedule):
         one = replace(problem, grid=self.lane.problem.grid, failed=frozenset(), worker_factors=())
         return self.lane.schedule().fits(one)
 
+    @property
+    def demand(self) -> tuple[float, float]:
+        """The demand on the workers' memory; lanes are alike, but for a micro-batch."""
+        tightest, total = self.lane.schedule().demand
+        return tightest, total * self.workers.places.lanes
+
     def expand(self) -> Schedule:
         """The same schedule with the operations of all workers."""
         with gc_paused():

@@ -30,8 +30,15 @@ from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, c
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.problem import Problem, Technique
-from lightning_recycle.planning.result import TOLERANCE, PlanResult, SolverUse, proven
-from lightning_recycle.planning.schedule import OperationColumns, Schedule, schedule_of_columns
+from lightning_recycle.planning.schedule import (
+    TOLERANCE,
+    OperationColumns,
+    PlanResult,
+    Schedule,
+    SolverUse,
+    proven,
+    schedule_of_columns,
+)
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
 __all__ = [

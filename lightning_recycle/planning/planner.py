@@ -53,8 +53,7 @@ from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlan
 from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_to_json, read_plan
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.renaming import renamed, representative
-from lightning_recycle.planning.result import PlanResult, proven
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 

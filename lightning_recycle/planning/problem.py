@@ -140,6 +140,13 @@ class Problem:
         counted = () if self.in_flight_limit is None else (Memory.counting(self.in_flight_limit),)
         return counted if self.memory is None else (*counted, self.memory)
 
+    @property
+    def measure(self) -> Memory:
+        """The memory by which plans are compared: its own in bytes, else one of 1 in which a micro-batch takes 1 from F
+        to W or BW.
+        """
+        return self.memory or Memory.counting((1,) * self.grid.stages)
+
     def counted(self) -> Problem:
         """The problem with a limit in micro-batches alone, which no schedule of it can exceed in bytes.
 

@@ -1,15 +1,27 @@
-"""Re-routing: which live worker runs each micro-batch of a stage after failures.
+"""Re-routing and renaming: who runs a dead worker's micro-batches, and one plan for every loss that is alike.
 
-Where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer adopts it. The numbers are
-chosen so that the busiest peer finishes as early as possible: an even split, or in proportion to the speeds where they
-differ, in which case a slow worker also gives some of its own away. Adopted micro-batches are dealt like cards, in the
-order in which they will arrive, so that each peer's extra work and memory are spread over the iteration. (The in-flight
-limit is the same for all workers of a stage, so it never makes one peer a better choice than another.) The largest
-(micro-batches x factor) is as small as possible; with equal speeds, loads differ by at most one and only orphans move.
+*Re-routing*: where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer adopts it. The
+numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in proportion to the speeds
+where they differ, in which case a slow worker also gives some of its own away. Adopted micro-batches are dealt like
+cards, in the order in which they will arrive, so that each peer's extra work and memory are spread over the iteration.
+(The in-flight limit is the same for all workers of a stage, so it never makes one peer a better choice than another.)
+The largest (micro-batches x factor) is as small as possible; with equal speeds, loads differ by at most one and only
+orphans move.
 
-Contract: a pure, deterministic function, which every worker computes alike without communication.
+*Renaming*: the workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed,
+only on how many. It becomes one for other failed workers by giving its parts to other workers: in each stage by any
+permutation of the live peers. It keeps its order, times and memory; every rule that the validator checks is about
+stages, never about pipelines. What a micro-batch is called is free too, if all stages agree on it. The choice of names
+is good for locality: a worker of the first or last stage has the data of its own micro-batches at hand, and neighbours
+in a pipeline are often neighbours in the network. So there is one permutation of the pipelines, of workers and
+micro-batches alike, that puts as many failures as possible in their places; only workers that it would put in the place
+of a failed one take another. After a single failure none has to. Slow workers (``Problem.worker_factors``) are told
+apart from others: a worker's part goes to one of the same factor.
 
-Must not know: how schedules are made.
+Contract: pure, deterministic functions, which every worker computes alike without communication; renaming is linear in
+the number of operations that change their name.
+
+Must not know: how schedules are made, who stores them.
 
 Source: ReCycle (arXiv 2405.14009), section 3, adaptive pipelining. Unequal speeds: min-max assignment of identical
 jobs to uniform machines, solved exactly by the greedy rule "next job where it ends first".
@@ -17,13 +29,18 @@ jobs to uniform machines, solved exactly by the greedy rule "next job where it e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heapreplace
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.grid import Grid, Microbatch, Worker
+from lightning_recycle.planning.compact_schedule import CompactSchedule, compact
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, Worker
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.schedule import Schedule, gc_paused
 
-__all__ = ["reroute"]
+__all__ = ["alike", "renamed", "representative", "reroute"]
 
 
 def reroute(
@@ -93,3 +110,144 @@ def _shares(grid: Grid, factors: Mapping[int, float]) -> dict[int, int]:
         shares[d] += 1
         heapreplace(queue, (factors[d] * (shares[d] + 1), shares[d] >= grid.microbatches, d))
     return shares
+
+
+# ---------------------------------------------------------------------- renaming
+
+_FAILED = math.inf
+
+
+def representative(problem: Problem) -> Problem:
+    """The same problem for all problems that are :func:`alike`: failed workers are in the last pipelines, slow ones in
+    those before.
+    """
+    if not problem.failed and not problem.worker_factors:
+        return problem
+    failed, factors = set(), {}
+    for stage, column in enumerate(_columns(problem)):
+        for pipeline, speed in enumerate(sorted(column)):
+            if speed == _FAILED:
+                failed.add(Worker(pipeline, stage))
+            elif speed != 1:
+                factors[Worker(pipeline, stage)] = speed
+    return replace(problem, failed=frozenset(failed), worker_factors=tuple(sorted(factors.items())))
+
+
+def alike(one: Problem, other: Problem) -> bool:
+    """Whether a schedule for one of them, :func:`renamed`, is one for the other."""
+    return representative(one) == representative(other)
+
+
+def renamed(schedule: Schedule, problem: Problem) -> Schedule:
+    """The same schedule on the workers of ``problem``.
+
+    Args:
+        schedule: a schedule; it is returned itself if nothing changes.
+        problem: what it is to be for; only the failed and the slow workers may differ from the schedule's own problem.
+
+    Raises:
+        PlanningError: when the problems are not alike.
+    """
+    if schedule.problem == problem:
+        return schedule
+    if isinstance(schedule, CompactSchedule) and schedule.serves(problem):
+        return compact(problem, schedule.lane)
+    if not alike(schedule.problem, problem):
+        raise PlanningError(
+            f"the plan for failures {_counts(schedule.problem)} by stage is none for {_counts(problem)}, or other "
+            "things of the two problems differ: plan again."
+        )
+    pipelines = _pipelines(schedule.problem, problem)
+    places = _places(schedule.problem, problem, pipelines)
+    names = [
+        None if old == new else [Microbatch(new, index) for index in range(problem.grid.microbatches)]
+        for old, new in enumerate(pipelines)
+    ]
+    with gc_paused():
+        workers = {
+            places[worker]: tuple(_renamed_op(scheduled, names) for scheduled in operations)
+            for worker, operations in schedule.workers.items()
+        }
+    return Schedule(problem, dict(sorted(workers.items())), schedule.period)
+
+
+def _renamed_op(scheduled: ScheduledOp, names: Sequence[Sequence[Microbatch] | None]) -> ScheduledOp:
+    op = scheduled.op
+    others = None if op.microbatch is None else names[op.microbatch.pipeline]
+    if op.microbatch is None or others is None:
+        return scheduled
+    return ScheduledOp(Op(op.kind, op.stage, others[op.microbatch.index]), scheduled.start, scheduled.end)
+
+
+def _columns(problem: Problem) -> list[list[float]]:
+    """For each stage and pipeline, the factor of the worker; infinite if it has failed."""
+    grid = problem.grid
+    columns = [[1.0] * grid.pipelines for _ in range(grid.stages)]
+    for worker, factor in problem.worker_factors:
+        columns[worker.stage][worker.pipeline] = factor
+    for worker in problem.failed:
+        columns[worker.stage][worker.pipeline] = _FAILED
+    return columns
+
+
+def _pipelines(old: Problem, new: Problem) -> list[int]:
+    """For each pipeline of ``old``, one of ``new``: where their marked workers agree in the most stages, else its
+    own.
+    """
+    marks_of_old, marks_of_new = _marks(old), _marks(new)
+    free = dict.fromkeys(range(old.grid.pipelines))
+    chosen: dict[int, int] = {}
+    # Those with the most marks are the hardest to place; there are few with any.
+    for pipeline, marks in sorted(marks_of_old.items(), key=lambda item: (-len(item[1]), item[0])):
+        candidates = [other for other in marks_of_new if other in free]
+        best = max(
+            candidates,
+            key=lambda other: (len(marks & marks_of_new[other]), -len(marks ^ marks_of_new[other]), other == pipeline),
+            default=None,
+        )
+        if best is not None and marks & marks_of_new[best]:
+            chosen[pipeline] = best
+            del free[best]
+    left = [pipeline for pipeline in range(old.grid.pipelines) if pipeline not in chosen]
+    for pipeline in left:
+        if pipeline in free:
+            chosen[pipeline] = pipeline
+            del free[pipeline]
+    rest = iter(free)
+    return [chosen[pipeline] if pipeline in chosen else next(rest) for pipeline in range(old.grid.pipelines)]
+
+
+def _marks(problem: Problem) -> dict[int, set[tuple[int, float]]]:
+    """The stages of each pipeline whose worker has failed or is slow; pipelines without any are left out."""
+    marks: dict[int, set[tuple[int, float]]] = {}
+    factors = [(worker, factor) for worker, factor in problem.worker_factors if worker not in problem.failed]
+    for worker, speed in [*((worker, _FAILED) for worker in problem.failed), *factors]:
+        marks.setdefault(worker.pipeline, set()).add((worker.stage, speed))
+    return marks
+
+
+def _places(old: Problem, new: Problem, pipelines: list[int]) -> dict[Worker, Worker]:
+    """For each live worker of ``old``, the worker of ``new`` that runs its part: of its pipeline, if that fits."""
+    places: dict[Worker, Worker] = {}
+    for stage, (before, after) in enumerate(zip(_columns(old), _columns(new), strict=True)):
+        free: dict[float, list[int]] = {}
+        displaced = []
+        taken = set()
+        for pipeline, speed in enumerate(before):
+            target = pipelines[pipeline]
+            if speed == after[target]:
+                taken.add(target)
+                if speed != _FAILED:
+                    places[Worker(pipeline, stage)] = Worker(target, stage)
+            elif speed != _FAILED:
+                displaced.append(pipeline)
+        for pipeline, speed in enumerate(after):
+            if pipeline not in taken:
+                free.setdefault(speed, []).append(pipeline)
+        for pipeline in displaced:
+            places[Worker(pipeline, stage)] = Worker(free[before[pipeline]].pop(0), stage)
+    return places
+
+
+def _counts(problem: Problem) -> tuple[int, ...]:
+    return tuple(sum(worker.stage == stage for worker in problem.failed) for stage in range(problem.grid.stages))

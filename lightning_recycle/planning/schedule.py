@@ -1,33 +1,58 @@
-"""Schedules as data: which worker runs which operation, in which order and when.
+"""Schedules as data: which worker runs which operation, in which order and when; and what is proven of a plan.
 
 Concept: the times of one iteration for each live worker, plus the *period*: iteration k is the same, shifted by k *
 period. Without the staggered optimizer, an iteration begins when the previous one has ended everywhere (period =
 makespan); with it, a stage begins once it has stepped its own optimizer, so an iteration's warm-up overlaps the
 cool-down of the previous one and the period can be shorter than the makespan.
 
+*Results*: who was asked and who found the plan are two things. An exact planner begins with the heuristic's plan;
+unless its solver found a better one, the plan is the heuristic's, and a solver that did not run has calls 0.
+
+*Of two plans* the faster is better. Plans whose periods differ by at most 0.1 % are equally fast. Of these the shorter
+makespan counts, with the same allowance, then the memory on the tightest worker, as a fraction of what a worker of its
+stage has, then the sum over all workers (:attr:`Schedule.demand`). A search for plans with less memory, by rules or by
+a solver, minimises these two under the period that it has found.
+
 Contract: immutable. A worker's operations are listed in the order of execution (which is the order of their starts);
 the executor needs only that order and :meth:`Schedule.route`; times are for planning, simulation and pictures. A
-Schedule is not necessarily correct: :func:`lightning_recycle.planning.validation.validate` checks that.
+Schedule is not necessarily correct: :func:`lightning_recycle.planning.validation.validate` checks that. The status of a
+result is "optimal" only when its ``lower_bound`` proves it.
 
-Must not know: how it was made, how it is run, torch.
+Must not know: how it was made, how it is run or stored, torch.
 """
 
 from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, lower_bound
 
-__all__ = ["KINDS", "OperationColumns", "Schedule", "gc_paused", "schedule_of_columns", "staggered_period"]
+__all__ = [
+    "EQUALLY_FAST",
+    "KINDS",
+    "NOT_ASKED",
+    "TOLERANCE",
+    "OperationColumns",
+    "PlanResult",
+    "Schedule",
+    "SolverUse",
+    "best_of",
+    "gc_paused",
+    "is_better",
+    "proven",
+    "schedule_of_columns",
+    "staggered_period",
+]
 
 
 @contextmanager
@@ -245,6 +270,15 @@ class Schedule:
             held += memory.delta(op.kind, worker.stage, op.microbatch in recomputed)
         return peak
 
+    @property
+    def demand(self) -> tuple[float, float]:
+        """The demand on the workers' memory: the peak on the tightest worker, as a fraction of its stage's capacity
+        (without sizes in bytes: micro-batches in flight), and the sum of all workers' peaks, in bytes (micro-batches).
+        """
+        memory = self.problem.measure
+        peaks = [(worker.stage, self.peak(worker, memory)) for worker in self.live_workers]
+        return max(peak / memory.capacity[stage] for stage, peak in peaks), sum(peak for _, peak in peaks)
+
     def __reduce__(self) -> tuple[Any, ...]:
         columns = {worker: OperationColumns.of(operations) for worker, operations in self.workers.items()}
         return schedule_of_columns, (self.problem, columns, self.period)
@@ -286,3 +320,105 @@ def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float
             first[stage] = min(first.get(stage, ops[0].start), ops[0].start)
             last[stage] = max(last.get(stage, ops[-1].end), ops[-1].end)
     return max((last[stage] - first[stage] for stage in first), default=0.0)
+
+
+# ---------------------------------------------------------------------- results
+
+TOLERANCE = 1e-9
+"""Relative: periods closer than this count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolverUse:
+    """Calls and seconds of a solver for a plan.
+
+    Args:
+        calls: number of models it was given.
+        seconds: time it spent on them, building the models included.
+        reason: why it was not asked; empty if it was, or if the planner has no solver.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+NOT_ASKED = SolverUse()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """A schedule and what is known about it.
+
+    Args:
+        schedule: the plan.
+        backend: name of the planner that was asked.
+        status: "optimal" when the period is the lower bound, else "feasible".
+        lower_bound: a proven lower bound of the period, whatever the re-routing, in the unit of the costs.
+        seconds: planning time.
+        warning: one line about a solver that was missing, crashed or ran out of time.
+        found_by: name of the planner whose schedule this is: ``backend``, or "heuristic" where its solver was not asked
+            or found nothing better; "given" where it was to improve a plan and did not.
+        solver: what the solver did.
+    """
+
+    schedule: Schedule
+    backend: str
+    status: str
+    lower_bound: float
+    seconds: float = 0.0
+    warning: str | None = None
+    found_by: str = "unknown"
+    solver: SolverUse = NOT_ASKED
+
+    @property
+    def gap(self) -> float:
+        """The largest possible distance of the period from the optimum, as a fraction of the lower bound."""
+        return self.schedule.period / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
+
+
+def proven(
+    schedule: Schedule,
+    backend: str,
+    bound: float | None = None,
+    *,
+    seconds: float = 0.0,
+    warning: str | None = None,
+    found_by: str | None = None,
+    solver: SolverUse = NOT_ASKED,
+) -> PlanResult:
+    """The result for ``schedule`` with the better of the analytic lower bound and ``bound``.
+
+    ``found_by`` is ``backend`` if it is not given.
+    """
+    known = max(lower_bound(schedule.problem), bound or 0.0)
+    period = schedule.period
+    if known > period - TOLERANCE * period:
+        known = period  # equal but for rounding
+    status = "optimal" if known == period else "feasible"
+    return PlanResult(schedule, backend, status, known, seconds, warning, found_by or backend, solver)
+
+
+EQUALLY_FAST = 1e-3
+"""Relative difference up to which two periods, or two makespans, count as equal."""
+
+
+def best_of(schedules: Sequence[Schedule]) -> Schedule:
+    """The best of several plans for the same problem; the first of those that are equally good."""
+    fast = _fastest(schedules, attrgetter("period"))
+    short = _fastest(fast, attrgetter("makespan"))
+
+    def criteria(schedule: Schedule) -> tuple[float, ...]:  # rounding must not decide
+        return tuple(round(value, 9) for value in (*schedule.demand, schedule.period, schedule.makespan))
+
+    return min(short, key=criteria)
+
+
+def _fastest(schedules: Sequence[Schedule], seconds: Callable[[Schedule], float]) -> list[Schedule]:
+    least = min(map(seconds, schedules)) * (1 + EQUALLY_FAST)
+    return [schedule for schedule in schedules if seconds(schedule) <= least]
+
+
+def is_better(one: Schedule, other: Schedule) -> bool:
+    """Whether ``one`` is the better of two plans for the same problem; False if they are equally good."""
+    return one is not other and best_of([other, one]) is one

@@ -29,7 +29,7 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.profile import Footprint
-from lightning_recycle.planning.result import proven
+from lightning_recycle.planning.schedule import proven
 
 GRID = Grid(2, 2, 8)
 ALL: frozenset[Worker] = frozenset()

@@ -26,7 +26,7 @@ from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.exact import exact_planner as exact_module
 from lightning_recycle.planning.exact.time_indexed_problem import common_slot, discretize
-from lightning_recycle.planning.result import best_of, demand_of
+from lightning_recycle.planning.schedule import best_of
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 # Found, not imported: in one process, importing ortools before highspy makes highspy fail to load.
@@ -204,11 +204,11 @@ def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatev
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_among_plans_of_equal_length_a_solver_finds_the_one_that_holds_least(backend: str) -> None:
     start = forwards_first(p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=FUSED))
-    assert (start.period, demand_of(start)) == (p.lower_bound(start.problem), (5, 15))
+    assert (start.period, start.demand) == (p.lower_bound(start.problem), (5, 15))
     result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
     p.validate(result.schedule)
     assert (result.schedule.period, result.schedule.makespan) == (start.period, start.makespan)
-    assert demand_of(result.schedule) == (3, 3 + 2 + 1), "as 1F1B"
+    assert result.schedule.demand == (3, 3 + 2 + 1), "as 1F1B"
     assert (result.found_by, result.status) == (backend, "optimal")
 
 
@@ -217,28 +217,28 @@ def test_the_worker_with_the_least_room_is_relieved_first(backend: str) -> None:
     """The first of two workers needs two micro-batches in flight for this period, the second one."""
     memory = p.Memory((1000.0, 450.0), (100.0, 100.0), (10.0, 80.0), (10.0, 80.0))
     start = forwards_first(p.Problem(p.Grid(1, 2, 4), p.Costs.uniform(2), technique=FUSED, memory=memory))
-    assert demand_of(start) == (420.0 / 450.0, 140.0 + 420.0)
+    assert start.demand == (420.0 / 450.0, 140.0 + 420.0)
     result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
-    assert (result.schedule.period, demand_of(result.schedule)) == (start.period, (180.0 / 450.0, 120.0 + 180.0))
+    assert (result.schedule.period, result.schedule.demand) == (start.period, (180.0 / 450.0, 120.0 + 180.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend: str) -> None:
     result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(FUSED, None)))
-    assert (result.schedule.period, demand_of(result.schedule)[0]) == (27, 4)
+    assert (result.schedule.period, result.schedule.demand[0]) == (27, 4)
 
 
 def test_of_equal_plans_the_one_that_holds_least_is_the_best_and_never_a_longer_one() -> None:
     problem = p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=FUSED)
     wasteful, frugal = forwards_first(problem), p.heuristic(problem)
-    assert (demand_of(wasteful), demand_of(frugal)) == ((5, 15), (3, 6))
+    assert (wasteful.demand, frugal.demand) == ((5, 15), (3, 6))
     assert best_of([wasteful, frugal]) is frugal
     assert best_of([frugal, wasteful]) is frugal
     almost_equal, longer = (replace(frugal, period=factor * frugal.period) for factor in (1.0005, 1.002))
     assert best_of([wasteful, almost_equal]) is almost_equal
     assert best_of([wasteful, longer]) is wasteful
     slow_to_end = one_at_a_time(problem)
-    assert demand_of(slow_to_end) == (1, 3)
+    assert slow_to_end.demand == (1, 3)
     assert best_of([wasteful, replace(slow_to_end, period=wasteful.period)]) is wasteful, "its makespan is longer"
 
 

@@ -11,7 +11,7 @@ from support.waiting import PATIENCE
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.plan_files import read_schedule
-from lightning_recycle.planning.result import proven
+from lightning_recycle.planning.schedule import proven
 
 GRID = p.Grid(3, 4, 6)
 UNIT = p.Costs.uniform(4)

@@ -12,7 +12,7 @@ from lightning_recycle.planning.heuristic.refinement import with_least_memory
 from lightning_recycle.planning.heuristic.rule_search import search
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
 from lightning_recycle.planning.rerouting import reroute
-from lightning_recycle.planning.result import EQUALLY_FAST, demand_of, is_better, measure_of
+from lightning_recycle.planning.schedule import EQUALLY_FAST, is_better
 from lightning_recycle.planning.timing import Codes, assemble
 
 EFFORT = 40_000
@@ -63,7 +63,7 @@ def test_bytes_are_what_counts_where_a_problem_has_them(after_backward: float) -
     p.validate(schedule)
     roomy = p.heuristic(replace(problem, memory=None))
     assert schedule.period <= roomy.period * (1 + EQUALLY_FAST)
-    tightest, total = demand_of(schedule)
+    tightest, total = schedule.demand
     held = {worker: schedule.peak_memory(worker) for worker in schedule.live_workers}
     assert tightest == max(bytes_ / memory.capacity[worker.stage] for worker, bytes_ in held.items())
     assert total == sum(held.values())
@@ -82,7 +82,7 @@ def test_less_memory_never_costs_time(problem: p.Problem) -> None:
     p.validate(after)
     for was, now in ((before.period, after.period), (before.makespan, after.makespan)):
         assert now <= was * (1 + EQUALLY_FAST) + 1e-9
-    assert demand_of(after)[0] <= demand_of(before)[0] * (1 + 1e-9)
+    assert after.demand[0] <= before.demand[0] * (1 + 1e-9)
 
 
 def test_micro_batches_that_differ_are_held_by_their_own_bytes() -> None:
@@ -116,15 +116,15 @@ def test_the_plan_of_a_lane_is_calm_too() -> None:
     schedule = p.heuristic(p.Problem(p.Grid(8, 32, 64), p.Costs.uniform(32)), compact_from=10_000)
     assert schedule.period == p.lower_bound(schedule.problem)
     assert max(peaks(schedule)) < 64
-    assert demand_of(schedule) == demand_of(schedule.expand())
+    assert schedule.demand == schedule.expand().demand
 
 
 def test_a_shorter_period_beats_memory_and_less_memory_beats_a_tenth_of_a_per_mille() -> None:
     problem = lost(2, 2, 8, (1, 1))
     schedule = p.heuristic(problem)
     eager = p.heuristic(problem, 0)
-    assert measure_of(problem).capacity == (1, 1)
-    assert demand_of(schedule)[0] == max(peaks(schedule))
+    assert problem.measure.capacity == (1, 1)
+    assert schedule.demand[0] == max(peaks(schedule))
     assert (eager.period, eager.makespan) == (schedule.period, schedule.makespan)
     assert is_better(schedule, eager)
     assert not is_better(eager, schedule)

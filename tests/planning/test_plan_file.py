@@ -12,7 +12,7 @@ from lightning_recycle import files as files_module
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
-from lightning_recycle.planning.result import SolverUse
+from lightning_recycle.planning.schedule import SolverUse
 
 PROBLEM = p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)}))
 

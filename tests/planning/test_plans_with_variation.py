@@ -12,8 +12,7 @@ from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_with_variation
 from lightning_recycle.planning.layouts.cuts import bounds_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
-from lightning_recycle.planning.result import EQUALLY_FAST
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import EQUALLY_FAST, Schedule
 from lightning_recycle.planning.timing import best_timing, operations_of
 
 CUTS = (0, 2.25, 4.6, 7)

@@ -42,8 +42,7 @@ from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlan
 from lightning_recycle.planning.planner import PlanLibrary, Planner, solve
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.renaming import renamed, representative
-from lightning_recycle.planning.result import PlanResult
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 
 __all__ = [

@@ -45,8 +45,7 @@ from lightning_recycle.planning.planner import PlanLibrary, get_planner
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.renaming import alike
-from lightning_recycle.planning.result import PlanResult, proven
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
 __all__ = ["RunPlanner"]
@@ -234,7 +233,7 @@ class RunPlanner:
         maker: makes single plans.
         assumptions: what they are made for.
         background: makes plans ahead; better ones are published there, as
-            :class:`~lightning_recycle.planning.result.PlanResult`.
+            :class:`~lightning_recycle.planning.schedule.PlanResult`.
     """
 
     def __init__(

@@ -37,8 +37,7 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
-from lightning_recycle.planning.result import PlanResult
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import TechniqueChoice
 from lightning_recycle.planning.timing import retime
 

@@ -10,7 +10,7 @@ the terminal shows bound, incumbent and gap.
 Solvers are native libraries. They crash, overrun their limits, and conflict (importing ortools before highspy breaks
 highspy), so each solve is a child process, which reports bounds and solutions as it finds them.
 
-Contract: never worse than the heuristic (:func:`~lightning_recycle.planning.result.is_better`), never longer than
+Contract: never worse than the heuristic (:func:`~lightning_recycle.planning.schedule.is_better`), never longer than
 the time limit (plus the heuristic's own time and ``GRACE``), never an exception because of a solver: a
 solver that is missing, crashes or runs out of time is a warning, and the best plan so far is the result. Which peer
 runs a re-routed micro-batch is part of the decision, so "optimal" is for the problem. Only a solver that found the plan
@@ -43,8 +43,7 @@ from lightning_recycle.planning.exact.time_indexed_problem import (
 )
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.result import NOT_ASKED, PlanResult, SolverUse, best_of, proven
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import NOT_ASKED, PlanResult, Schedule, SolverUse, best_of, proven
 from lightning_recycle.planning.validation import validate
 
 __all__ = [

@@ -38,8 +38,7 @@ from lightning_recycle.planning.heuristic.refinement import with_fused_backwards
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.rerouting import reroute
-from lightning_recycle.planning.result import is_better
-from lightning_recycle.planning.schedule import Schedule, gc_paused
+from lightning_recycle.planning.schedule import Schedule, gc_paused, is_better
 from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 
 __all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "VariedPlanner", "heuristic", "heuristic_with_variation"]
@@ -80,7 +79,7 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
 
     Among the schedules found, it has the smallest period (with the staggered optimizer, else makespan), then the
     smallest makespan, then the least memory on the tightest worker, then in the sum: see
-    :mod:`~lightning_recycle.planning.result`.
+    :mod:`~lightning_recycle.planning.schedule`.
 
     Args:
         problem: the problem to plan.

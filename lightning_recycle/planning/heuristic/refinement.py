@@ -5,10 +5,10 @@ micro-batches that its period needs. So it is searched again under less and less
 makespan as the goal, which few rules then miss: first the tightest worker, by bisection for the least level, a fraction
 of every worker's memory, under which a plan is still as fast (levels that the lower bound excludes cost no play); then
 the sum, by bisection stage by stage, while no other stage may hold more than it does, from the stage that holds most.
-Memory is that of :func:`~lightning_recycle.planning.result.measure_of`. A limit of the problem is tightened, so slow
-workers, re-routing, and micro-batches that differ need nothing of their own. It takes at most an eighth of the effort:
-hundreds of plays for small grids, three for a lane of 64 stages and 128 micro-batches, and none for a plan that lists
-more than an eighth of the effort in operations.
+Memory is that of ``Problem.measure``. A limit of the problem is tightened, so slow workers, re-routing, and micro-batches
+that differ need nothing of their own. It takes at most an eighth of the effort: hundreds of plays for small grids, three
+for a lane of 64 stages and 128 micro-batches, and none for a plan that lists more than an eighth of the effort in
+operations.
 
 *Fusion*: a backward is split so that the stage before gets its gradient early. Where that stage is busy until after the
 W anyway, or where there is no stage before, one BW does the same work in one pass over the graph: it is a little
@@ -47,8 +47,7 @@ from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic.rule_search import Solution, search
 from lightning_recycle.planning.problem import Problem, lower_bound
-from lightning_recycle.planning.result import EQUALLY_FAST, measure_of
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import EQUALLY_FAST, Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing, retime
 
 __all__ = ["with_fused_backwards", "with_least_memory", "with_recomputation"]
@@ -145,7 +144,7 @@ def with_least_memory(codes: Codes, solution: Solution, effort: int) -> Solution
 class _Descent:
     def __init__(self, codes: Codes, solution: Solution, effort: int) -> None:
         self.codes, self.best = codes, solution
-        self.memory = measure_of(codes.problem)
+        self.memory = codes.problem.measure
         self.goal = tuple(length * (1 + EQUALLY_FAST) for length in solution.score[:2])
         self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
         self.plays = effort // _DESCENT_SHARE // self.operations
