@@ -8,7 +8,7 @@ same for all plans
 
 - of the same planner and version of the package, for the same grid and techniques;
 - for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
-  (:mod:`~lightning_recycle.planning.renaming`);
+  (:mod:`~lightning_recycle.planning.rerouting`);
 
 the second part for those of the same costs and limits. A plan serves a problem with the same first part if its costs
 differ by at most a quarter of the mean operation (it is timed again with those of the problem; a common factor is no
@@ -52,7 +52,7 @@ from lightning_recycle.planning.exact.exact_planner import BACKENDS, ExactPlanne
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_to_json, read_plan
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.renaming import renamed, representative
+from lightning_recycle.planning.rerouting import renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate

@@ -1,12 +1,12 @@
 """Re-routing and renaming: who runs a dead worker's micro-batches, and one plan for every loss that is alike.
 
-*Re-routing*: where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer adopts it. The
-numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in proportion to the speeds
-where they differ, in which case a slow worker also gives some of its own away. Adopted micro-batches are dealt like
-cards, in the order in which they will arrive, so that each peer's extra work and memory are spread over the iteration.
-(The in-flight limit is the same for all workers of a stage, so it never makes one peer a better choice than another.)
-The largest (micro-batches x factor) is as small as possible; with equal speeds, loads differ by at most one and only
-orphans move.
+*Re-routing*: where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer adopts it.
+The numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in proportion to the
+speeds where they differ, in which case a slow worker also gives some of its own away. Adopted micro-batches are dealt
+like cards, in the order in which they will arrive, so that each peer's extra work and memory are spread over the
+iteration. (The in-flight limit is the same for all workers of a stage, so it never makes one peer a better choice than
+another.) The largest (micro-batches x factor) is as small as possible; with equal speeds, loads differ by at most one
+and only orphans move.
 
 *Renaming*: the workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed,
 only on how many. It becomes one for other failed workers by giving its parts to other workers: in each stage by any

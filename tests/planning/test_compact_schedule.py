@@ -27,7 +27,7 @@ from lightning_recycle.planning.compact_schedule import (
 from lightning_recycle.planning.normalization import next_failures
 from lightning_recycle.planning.plan_files import plan_to_json, read_plan
 from lightning_recycle.planning.program import worker_program
-from lightning_recycle.planning.renaming import renamed
+from lightning_recycle.planning.rerouting import renamed
 from lightning_recycle.planning.schedule import staggered_period
 
 CLOSE = 1e-6

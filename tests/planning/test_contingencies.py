@@ -8,7 +8,7 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.planning.normalization import contingencies, next_failures, usual_limit
-from lightning_recycle.planning.renaming import representative
+from lightning_recycle.planning.rerouting import representative
 
 GRID = p.Grid(3, 4, 6)
 BASE = p.Problem(GRID, p.Costs.uniform(4))

@@ -13,7 +13,7 @@ problem is asked with what B and W take; both plans are made, and the better one
 (:func:`~lightning_recycle.planning.splitting.choose_technique`). A plan counts as what it takes
 without waiting for processors that workers share, but not as less than what keeps these busy.
 
-A plan is kept under what it is for (:func:`~lightning_recycle.planning.renaming.representative`), whoever has failed,
+A plan is kept under what it is for (:func:`~lightning_recycle.planning.rerouting.representative`), whoever has failed,
 and given to the workers that need it by renaming.
 
 Contract: questions are pure and picklable; the rest is usable from several threads. As many schedules are kept as
@@ -41,7 +41,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.planner import PlanLibrary, Planner, solve
 from lightning_recycle.planning.problem import Problem, lower_bound
-from lightning_recycle.planning.renaming import renamed, representative
+from lightning_recycle.planning.rerouting import renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 

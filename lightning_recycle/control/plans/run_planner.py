@@ -44,7 +44,7 @@ from lightning_recycle.planning.normalization import (
 from lightning_recycle.planning.planner import PlanLibrary, get_planner
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
-from lightning_recycle.planning.renaming import alike
+from lightning_recycle.planning.rerouting import alike
 from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 

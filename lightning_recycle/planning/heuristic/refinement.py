@@ -5,10 +5,10 @@ micro-batches that its period needs. So it is searched again under less and less
 makespan as the goal, which few rules then miss: first the tightest worker, by bisection for the least level, a fraction
 of every worker's memory, under which a plan is still as fast (levels that the lower bound excludes cost no play); then
 the sum, by bisection stage by stage, while no other stage may hold more than it does, from the stage that holds most.
-Memory is that of ``Problem.measure``. A limit of the problem is tightened, so slow workers, re-routing, and micro-batches
-that differ need nothing of their own. It takes at most an eighth of the effort: hundreds of plays for small grids, three
-for a lane of 64 stages and 128 micro-batches, and none for a plan that lists more than an eighth of the effort in
-operations.
+Memory is that of ``Problem.measure``. A limit of the problem is tightened, so slow workers, re-routing, and
+micro-batches that differ need nothing of their own. It takes at most an eighth of the effort: hundreds of plays for
+small grids, three for a lane of 64 stages and 128 micro-batches, and none for a plan that lists more than an eighth of
+the effort in operations.
 
 *Fusion*: a backward is split so that the stage before gets its gradient early. Where that stage is busy until after the
 W anyway, or where there is no stage before, one BW does the same work in one pass over the graph: it is a little
