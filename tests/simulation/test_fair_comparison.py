@@ -13,7 +13,7 @@ from lightning_recycle.simulation.policies.policy import (
     best_interval,
     checkpoint_costs,
 )
-from lightning_recycle.simulation.policies.workers import assemble_teams
+from lightning_recycle.simulation.policies.whole_pipelines import assemble_teams
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (

@@ -17,7 +17,8 @@ from lightning_recycle.simulation.policies.oobleck import (
 )
 from lightning_recycle.simulation.policies.policy import Context
 from lightning_recycle.simulation.policies.published import morph
-from lightning_recycle.simulation.policies.workers import Placement, assemble_teams, fresh, place
+from lightning_recycle.simulation.policies.recycle import Placement, fresh, place
+from lightning_recycle.simulation.policies.whole_pipelines import assemble_teams
 
 # Checkpoints, and the parts of a recovery that grow with the number of workers, have tests of their own.
 AT_ONCE = {"agreement": 0.0, "lookup": 0.0, "connect": 0.0, "checkpoint": "memory"}

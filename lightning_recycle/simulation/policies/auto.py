@@ -52,7 +52,6 @@ from lightning_recycle.simulation.policies.policy import (
     Trigger,
     stopped,
 )
-from lightning_recycle.simulation.policies.workers import live_workers
 from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
@@ -219,7 +218,7 @@ class Auto(Policy):
         """Those that may take part: at most as many as the grid has, those with layers first."""
         model = context.model
         held = {worker for worker, _ in state.held}
-        found = live_workers(context, live)
+        found = context.workers(live)
         chosen = sorted(found, key=lambda worker: (worker not in held, worker))[: model.pipelines * model.stages]
         return tuple(sorted(chosen))
 

@@ -10,6 +10,7 @@ Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and its publi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -25,16 +26,11 @@ from lightning_recycle.simulation.policies.policy import (
     Trigger,
     stopped,
 )
-from lightning_recycle.simulation.policies.workers import (
-    Teams,
-    assemble_teams,
-    live_workers,
-    share_batch,
-)
+from lightning_recycle.simulation.policies.whole_pipelines import Teams, assemble_teams
 from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = ["Oobleck", "cut", "iteration_estimate", "least_nodes", "pipelines_step", "stage_ranges"]
+__all__ = ["Oobleck", "cut", "iteration_estimate", "least_nodes", "pipelines_step", "share_batch", "stage_ranges"]
 
 
 def iteration_estimate(stages: Sequence[float]) -> float:
@@ -77,6 +73,26 @@ def stage_ranges(parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     for part in parts:
         ends.append(ends[-1] + part)
     return tuple(pairwise(ends))
+
+
+def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """``total`` micro-batches over pipelines so that the least-squares difference of their times is smallest.
+
+    Args:
+        total: micro-batches in a step.
+        speeds: micro-batches per second of each pipeline in steady state.
+
+    Without rounding the solution is proportional to speed (all times equal). It is rounded to whole
+    micro-batches by giving the next one to the pipeline that finishes it first; each gets at least one.
+    """
+    shares = [max(1, math.floor(total * speed / sum(speeds))) for speed in speeds]
+    while sum(shares) > total:
+        slowest = max(range(len(shares)), key=lambda i: (shares[i] > 1, shares[i] / speeds[i]))
+        shares[slowest] -= 1
+    while sum(shares) < total:
+        next_one = min(range(len(shares)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
+        shares[next_one] += 1
+    return tuple(shares)
 
 
 @lru_cache(maxsize=1024)
@@ -165,14 +181,14 @@ class Oobleck(Policy):
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
-        return Reaction(self._configuration(context, self._anew(context, live_workers(context, live))))
+        return Reaction(self._configuration(context, self._anew(context, context.workers(live))))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
         model = context.model
-        workers = live_workers(context, trigger.live)
+        workers = context.workers(trigger.live)
         alive = set(workers)
         used = {worker for team in before for worker in team}
         if not before or _layer_lost(model.units, before, alive):

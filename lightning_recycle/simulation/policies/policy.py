@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -99,6 +100,11 @@ class Context:
     model: TrainingModel
     cluster: Cluster
     mtbf: float | None = None
+
+    def workers(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """The physical workers of live nodes, in order: number i of a node is ``node * workers_per_node + i``."""
+        each = self.cluster.workers_per_node(self.model)
+        return tuple(node * each + i for node in sorted(nodes) for i in range(each))
 
 
 @dataclass(frozen=True)

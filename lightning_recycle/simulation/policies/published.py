@@ -18,12 +18,7 @@ from lightning_recycle.simulation.policies.policy import (
     pauses,
     stopped,
 )
-from lightning_recycle.simulation.policies.workers import (
-    Teams,
-    assemble_teams,
-    live_workers,
-    whole_pipelines,
-)
+from lightning_recycle.simulation.policies.whole_pipelines import Teams, assemble_teams, whole_pipelines
 from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, keep_seconds
@@ -104,7 +99,7 @@ class Bamboo(Policy):
         """See :class:`Policy`."""
         if not self.fits(context.model):
             return Reaction(stopped("out of memory", _Layout()))
-        return Reaction(self._rebuilt(context, (), live_workers(context, live)))
+        return Reaction(self._rebuilt(context, (), context.workers(live)))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
@@ -112,7 +107,7 @@ class Bamboo(Policy):
         assert isinstance(before, _Layout)
         if not self.fits(context.model):
             return None
-        workers = live_workers(context, trigger.live)
+        workers = context.workers(trigger.live)
         if not before.teams:
             found = self._rebuilt(context, (), workers)
             return Reaction(found, self._fatal(context)) if found.running else None
@@ -233,13 +228,13 @@ class Varuna(Policy):
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
-        return Reaction(self._configuration(context, live_workers(context, live)))
+        return Reaction(self._configuration(context, context.workers(live)))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
         used = current.layout
         assert isinstance(used, frozenset)
-        workers = live_workers(context, trigger.live)
+        workers = context.workers(trigger.live)
         if not used.issubset(workers):
             found = self._configuration(context, workers)
             steps = self.restarting(context, broken=True)

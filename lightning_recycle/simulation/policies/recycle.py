@@ -1,14 +1,19 @@
-"""Re-routing: peers of a dead worker run its micro-batches; then layers may move."""
+"""Re-routing: peers of a dead worker run its micro-batches; then layers may move.
+
+Physical workers are moved to other positions of the grid with as little copying as possible.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Problem, Technique, normalized_failures
+from lightning_recycle.planning import Grid, Problem, Technique, Worker, layer_moves, normalized_failures, roles
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -19,18 +24,81 @@ from lightning_recycle.simulation.policies.policy import (
     pauses,
     stopped,
 )
-from lightning_recycle.simulation.policies.workers import (
-    Placement,
-    fresh,
-    keep,
-    live_workers,
-    place,
-)
 from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, distribution, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
-__all__ = ["ElasticLayers", "Recycle"]
+__all__ = ["ElasticLayers", "Placement", "Recycle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Position of each physical worker that has one, as sorted pairs.
+
+    Args:
+        positions: pairs (worker, position).
+        copies: the most states any worker must send to reach this placement; different senders copy in parallel.
+    """
+
+    positions: tuple[tuple[int, Worker], ...]
+    copies: int = 0
+
+    def failures(self, grid: Grid) -> tuple[int, ...]:
+        """Vacant positions of each stage."""
+        held = Counter(position.stage for _, position in self.positions)
+        return tuple(grid.pipelines - held[stage] for stage in range(grid.stages))
+
+
+def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -> Placement:
+    """A fresh placement: every worker loads its state from a checkpoint."""
+    gone = normalized_failures(grid, distribution)
+    positions = [position for position in grid.workers() if position not in gone]
+    return Placement(tuple(zip(sorted(workers), positions, strict=False)))
+
+
+def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[int, Worker], list[Worker]]:
+    """Workers that keep their positions, and the vacant positions; idle workers first fill the barest stages."""
+    live = set(workers)
+    held = {worker: position for worker, position in before.positions if worker in live}
+    idle = sorted(live.difference(held))
+    vacant = sorted(set(grid.workers()).difference(held.values()))
+    lost = Counter(position.stage for position in vacant)
+    if any(count == grid.pipelines for count in lost.values()):
+        return held, vacant
+    for worker in idle[: len(vacant)]:
+        position = max(vacant, key=lambda place: (lost[place.stage], -place.pipeline, -place.stage))
+        vacant.remove(position)
+        lost[position.stage] -= 1
+        held[worker] = position
+    return held, vacant
+
+
+def place(
+    grid: Grid, before: Placement, workers: Collection[int], distribution: tuple[int, ...] | None = None
+) -> Placement | None:
+    """The new placement of ``workers``; None when a stage has lost all its replicas.
+
+    Args:
+        grid: the grid.
+        before: the previous placement.
+        workers: the live workers; those without a position fill vacant ones.
+        distribution: failures of each stage after normalization; None leaves the failures where they are.
+    """
+    held, vacant = keep(grid, before, workers)
+    if any(all(Worker(d, stage) in vacant for d in range(grid.pipelines)) for stage in range(grid.stages)):
+        return None
+    known = {worker for worker, _ in before.positions}
+    senders: Counter[Worker] = Counter()
+    for worker, position in held.items():
+        if worker not in known:
+            peers = [place for other, place in held.items() if place.stage == position.stage and other in known]
+            senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
+    if distribution is not None:
+        taken = roles(grid, vacant, distribution)
+        stages = range(grid.stages + 1)  # each is moved as a whole
+        senders.update(move.source for move in layer_moves(grid, vacant, stages, stages, taken))
+        held = {worker: taken[position] for worker, position in held.items()}
+    return Placement(tuple(sorted(held.items())), max(senders.values(), default=0))
 
 
 @dataclass(frozen=True)
@@ -101,7 +169,7 @@ class Recycle(Policy):
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, Placement)
-        workers = live_workers(context, trigger.live)
+        workers = context.workers(trigger.live)
         grid = context.model.grid
         held, vacant = keep(grid, before, workers)
         if before.positions and held == dict(before.positions):
@@ -161,7 +229,7 @@ class Recycle(Policy):
 
     def _from_checkpoint(self, context: Context, live: frozenset[int]) -> Configuration:
         grid = context.model.grid
-        workers = live_workers(context, live)[: grid.num_workers]
+        workers = context.workers(live)[: grid.num_workers]
         if len(workers) < grid.stages:
             return stopped("too few workers for all stages", Placement(()))
         goal = self._distribution(context, grid.num_workers - len(workers))

@@ -3,23 +3,103 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
-from lightning_recycle.simulation.policies.policy import Configuration, Context, Loss, Policy, Reaction, Trigger
-from lightning_recycle.simulation.policies.workers import (
-    Teams,
-    assemble_teams,
-    live_workers,
-    whole_pipelines,
+from lightning_recycle.simulation.policies.policy import (
+    Configuration,
+    Context,
+    Loss,
+    Policy,
+    Reaction,
+    Trigger,
+    stopped,
 )
 from lightning_recycle.simulation.step_times import SCHEDULES, PlannedStep, pipeline_step, planned_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
-__all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares"]
+__all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares", "Teams", "assemble_teams", "whole_pipelines"]
+
+Teams = tuple[tuple[int, ...], ...]
+"""Pipelines as tuples of physical workers, by stage."""
+
+
+def assemble_teams(
+    before: Teams, workers: Collection[int], stages: int, most: int, *, repair: bool = True
+) -> tuple[Teams, int]:
+    """Whole pipelines of live workers, and how many workers must be given a state.
+
+    Args:
+        before: the previous pipelines.
+        workers: the live workers.
+        stages: workers per pipeline.
+        most: number of pipelines wanted.
+        repair: whether to fill gaps of broken pipelines, first with idle workers, then with those of the most broken
+            one, which need no copy where they had the same stage. Otherwise broken pipelines are dissolved, and only
+            enough idle workers form a new one.
+    """
+    live = set(workers)
+    whole = [team for team in before if live.issuperset(team)]
+    broken = sorted(
+        ([worker if worker in live else None for worker in team] for team in before if not live.issuperset(team)),
+        key=lambda team: team.count(None),
+    )
+    idle = sorted(live.difference(worker for team in before for worker in team))
+    free: dict[int, int] = {}  # workers of dissolved pipelines, with the stage whose newest state they have
+    copied = 0
+    while broken and repair:
+        team = broken.pop(0)
+        gaps = [stage for stage, worker in enumerate(team) if worker is None]
+        while broken and len(idle) + len(free) < len(gaps):
+            free |= {worker: stage for stage, worker in enumerate(broken.pop()) if worker is not None}
+        if len(idle) + len(free) < len(gaps):
+            idle += [worker for worker in team if worker is not None]
+            break
+        for stage in gaps:
+            same = sorted(worker for worker, had in free.items() if had == stage)
+            if same:
+                team[stage] = same[0]
+                del free[same[0]]
+        for stage in (stage for stage in gaps if team[stage] is None):
+            team[stage] = idle.pop(0) if idle else min(free)
+            free.pop(team[stage] or 0, None)
+            copied += 1
+        whole.append(tuple(worker for worker in team if worker is not None))
+    idle += [*free, *(worker for team in broken for worker in team if worker is not None)]
+    idle.sort()
+    while len(whole) < most and len(idle) >= stages:
+        whole.append(tuple(idle[:stages]))
+        copied += stages
+        idle = idle[stages:]
+    return tuple(sorted(whole[:most])), copied
+
+
+def whole_pipelines(
+    context: Context, policy: Policy, teams: Teams, label: str, *, keep_batch: bool = True
+) -> Configuration:
+    """Whole pipelines with the policy's schedule and checkpoints.
+
+    Args:
+        context: the model and the cluster.
+        policy: the policy.
+        teams: the workers of each pipeline.
+        label: label of the configuration.
+        keep_batch: whether the pipelines share the whole global batch, in shares that differ by at most one micro-batch
+            (a step takes as long as the largest share); otherwise each keeps its own part.
+    """
+    model, count = context.model, len(teams)
+    if not count:
+        return stopped("too few workers for a pipeline", teams)
+    grid = model.grid
+    micro = -(-grid.global_microbatches // count) if keep_batch else grid.microbatches
+    step = policy.pipeline_step(model, micro)
+    part = 1.0 if keep_batch else count / grid.pipelines
+    label += "" if count == grid.pipelines else f", {count} of {grid.pipelines} pipelines"
+    return policy.running(context, label, step, count * grid.stages, teams, part=part)
 
 
 @dataclass(frozen=True)
@@ -66,7 +146,7 @@ class WholePipelines(Policy):
 
     def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
         model = context.model
-        return assemble_teams(before, live_workers(context, live), model.stages, model.pipelines)[0]
+        return assemble_teams(before, context.workers(live), model.stages, model.pipelines)[0]
 
     def _configuration(self, context: Context, teams: Teams) -> Configuration:
         label = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()  # DropReplica: drop replica
@@ -100,7 +180,7 @@ class Merge(WholePipelines):
         before = current.layout
         assert isinstance(before, tuple)
         model = context.model
-        alive = set(live_workers(context, trigger.live))
+        alive = set(context.workers(trigger.live))
         teams, copied = assemble_teams(before, alive, model.stages, model.pipelines)
         if teams == before:
             return None
@@ -173,7 +253,7 @@ class Restart(WholePipelines):
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
-        alive = set(live_workers(context, trigger.live))
+        alive = set(context.workers(trigger.live))
         teams = self._teams(context, before, trigger.live)
         found = self._configuration(context, teams)
         if not all(alive.issuperset(team) for team in before):
@@ -223,7 +303,7 @@ class DropReplica(WholePipelines):
         """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
-        workers = live_workers(context, trigger.live)
+        workers = context.workers(trigger.live)
         alive = set(workers)
         whole = tuple(team for team in before if alive.issuperset(team))
         more = self._more(context, whole, workers)
