@@ -26,13 +26,15 @@ from lightning_recycle.simulation.policies.recycle import ElasticLayers, Recycle
 from lightning_recycle.simulation.policies.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
 from lightning_recycle.simulation.results import Accounting, Cause, Interval, SimulatedEvent, SimulationResult, State
 from lightning_recycle.simulation.training_model import (
+    GPUS,
     Cluster,
+    Gpu,
     MeasuredModel,
     TrainingModel,
+    Transformer,
     available_models,
     get_model,
 )
-from lightning_recycle.simulation.transformer import GPUS, Gpu, Transformer
 from lightning_recycle.simulation.units import as_seconds
 
 __all__ = [
