@@ -50,6 +50,7 @@ from lightning_recycle.simulation.policies.policy import (
     Policy,
     Reaction,
     Trigger,
+    is_covered,
     stopped,
 )
 from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, layer_costs, step_judgement, unmovable
@@ -135,7 +136,7 @@ class Auto(Policy):
             return None
         record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(held) - len(alive))
         state = _PolicyState(before.way, before.held, record, trigger.time)
-        if not held or _lost(context.model, alive.values()):
+        if not held or not is_covered(alive.values(), layer_costs(context.model).layers):
             found = self._fresh(context, state, workers)
             if not found.running:
                 return Reaction(found, lost=Loss.CHECKPOINT) if held else None
@@ -323,16 +324,6 @@ def _planned(
 
 
 # -- who gets what --------------------------------------------------------------------------------------------------
-
-
-def _lost(model: TrainingModel, ranges: Collection[Range]) -> bool:
-    """Whether any layer has no live owner."""
-    reached = 0
-    for begin, end in sorted(set(ranges)):
-        if begin > reached:
-            return True
-        reached = max(reached, end)
-    return reached < layer_costs(model).layers
 
 
 def _assigned(

@@ -11,7 +11,7 @@ Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and its publi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
@@ -24,6 +24,7 @@ from lightning_recycle.simulation.policies.policy import (
     Policy,
     Reaction,
     Trigger,
+    is_covered,
     stopped,
 )
 from lightning_recycle.simulation.policies.whole_pipelines import Teams, assemble_teams
@@ -191,7 +192,8 @@ class Oobleck(Policy):
         workers = context.workers(trigger.live)
         alive = set(workers)
         used = {worker for team in before for worker in team}
-        if not before or _layer_lost(model.units, before, alive):
+        held = _held(model.units, before)
+        if not before or not is_covered((held[worker] for worker in used & alive), model.units):
             found = self._configuration(context, self._anew(context, workers))
             if not found.running:
                 return Reaction(found, lost=Loss.CHECKPOINT) if before else None
@@ -275,18 +277,6 @@ def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:
     return {
         worker: held for team in teams for worker, held in zip(team, stage_ranges(cut(units, len(team))), strict=True)
     }
-
-
-def _layer_lost(units: int, teams: Teams, alive: Iterable[int]) -> bool:
-    """Whether any unit has no live copy."""
-    held = _held(units, teams)
-    ranges = sorted(held[worker] for worker in alive if worker in held)
-    reached = 0
-    for begin, end in ranges:
-        if begin > reached:
-            return True
-        reached = max(reached, end)
-    return reached < units
 
 
 def _missing(units: int, before: Teams, after: Teams) -> dict[int, float]:

@@ -72,6 +72,7 @@ __all__ = [
     "agreement_seconds",
     "best_interval",
     "checkpoint_costs",
+    "is_covered",
     "pauses",
     "stopped",
 ]
@@ -205,6 +206,16 @@ class Reaction:
     at_boundary: bool = False
     saved: bool = False
     wake: float | None = None
+
+
+def is_covered(ranges: Iterable[tuple[int, int]], end: int) -> bool:
+    """Whether ``ranges`` (first, last + 1) have every number below ``end``: none of the model's parts is lost."""
+    reached = 0
+    for first, after in sorted(set(ranges)):
+        if first > reached:
+            return False
+        reached = max(reached, after)
+    return reached >= end
 
 
 CheckpointKind = Literal["synchronous", "background", "sharded", "memory"]
