@@ -28,8 +28,7 @@ from lightning_recycle.planning import (
     normalize,
     normalized_failures,
 )
-from lightning_recycle.planning.compact_schedule import CompactSchedule
-from lightning_recycle.planning.layouts.layout_candidates import Judgement, with_variation
+from lightning_recycle.planning.layouts.layout_candidates import Judgement, judgement_of, with_variation
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, one_f_one_b_seconds
@@ -43,7 +42,6 @@ __all__ = [
     "layer_costs",
     "pipeline_step",
     "planned_schedule",
-    "planned_seconds",
     "planned_step",
     "step_judgement",
     "unmovable",
@@ -85,19 +83,8 @@ def planned_schedule(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule
 @lru_cache(maxsize=65536)
 def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> PlannedStep:
     """A step under the heuristic's plan of ``problem``."""
-    schedule = planned_schedule(problem, effort)
-    if not problem.technique.staggered:
-        return PlannedStep(schedule.period)
-    if isinstance(schedule, CompactSchedule):  # its lanes are alike
-        schedule = schedule.lane.schedule()
-    ends = [operations[-1].end for operations in schedule.workers.values() if operations]
-    fill = max(0.0, schedule.makespan - schedule.period)
-    return PlannedStep(schedule.period, fill, max(ends) - min(ends))
-
-
-def planned_seconds(problem: Problem, effort: int = DEFAULT_EFFORT) -> float:
-    """Seconds between two steps under the heuristic's plan of ``problem``."""
-    return planned_step(problem, effort).seconds
+    found = judgement_of(planned_schedule(problem, effort))
+    return PlannedStep(found.period, found.fill, found.lead)
 
 
 @lru_cache(maxsize=65536)
@@ -115,7 +102,8 @@ def distribution(problem: Problem, failures: int, effort: int = DEFAULT_EFFORT) 
     grid = problem.grid
 
     def period(spread: tuple[int, ...]) -> float:
-        return planned_seconds(replace(problem, failed=normalized_failures(grid, spread)), effort // _JUDGED_SHARE)
+        judged = replace(problem, failed=normalized_failures(grid, spread))
+        return planned_step(judged, effort // _JUDGED_SHARE).seconds
 
     judged = failures and effort and 3 * grid.global_microbatches * grid.stages <= _MOST_JUDGED
     return normalize(

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
 from lightning_recycle.simulation import Bamboo, Cluster, Oobleck, Poisson, Recycle, Spares, get_model, repeat
-from lightning_recycle.simulation.step_times import planned_seconds
+from lightning_recycle.simulation.step_times import planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 RECYCLE = Recycle(fault_free="1f1b", effort=0)
@@ -40,13 +40,15 @@ def test_ratio_to_fault_free_is_within_five_points_of_the_papers(name, policy, i
 
 def slots(grid: Grid, failed: Worker, *technique: bool) -> float:
     """The period of the planner's plain rule with F = B = W = 1."""
-    return planned_seconds(Problem(grid, Costs.uniform(grid.stages), frozenset([failed]), Technique(*technique)), 0)
+    problem = Problem(grid, Costs.uniform(grid.stages), frozenset([failed]), Technique(*technique))
+    return planned_step(problem, 0).seconds
 
 
 def zero_bubble(stages: int, microbatches: int) -> float:
     """Slots of a split schedule without failures and with at most S micro-batches in flight, planned as usual."""
     costs, limit = Costs.uniform(stages), (stages,) * stages
-    return planned_seconds(Problem(Grid(1, stages, microbatches), costs, frozenset(), Technique(True, False), limit))
+    problem = Problem(Grid(1, stages, microbatches), costs, frozenset(), Technique(True, False), limit)
+    return planned_step(problem).seconds
 
 
 def test_the_running_example_takes_36_29_and_27_slots() -> None:

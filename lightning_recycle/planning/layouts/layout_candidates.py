@@ -64,6 +64,7 @@ __all__ = [
     "chosen_of",
     "is_better",
     "judged",
+    "judgement_of",
     "shown",
     "weighed",
     "with_variation",
@@ -177,10 +178,10 @@ def judged(problem: Problem, variation: MicrobatchVariation | None = None) -> Ju
 @lru_cache(maxsize=256)
 def _judged(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     if not worth_compacting(problem, COMPACT_FROM):
-        return with_variation(_of(heuristic(problem, effort)), variation, effort)
+        return with_variation(judgement_of(heuristic(problem, effort)), variation, effort)
     lane, bound = lane_problem(problem), lower_bound(problem)
     if lower_bound(lane) <= _GOOD * bound:
-        return replace(_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
+        return replace(judgement_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
     return Judgement(bound, makespan_lower_bound(problem) - bound if problem.technique.staggered else 0.0)
 
 
@@ -202,7 +203,8 @@ def with_variation(judgement: Judgement, variation: MicrobatchVariation | None, 
     return Judgement(period, timing.makespan - period, lead, schedule)
 
 
-def _of(schedule: Schedule) -> Judgement:
+def judgement_of(schedule: Schedule) -> Judgement:
+    """A step of a plan."""
     lane = schedule.lane.schedule() if isinstance(schedule, CompactSchedule) else schedule  # lanes are alike
     ends = [operations[-1].end for operations in lane.workers.values() if operations]
     lead = max(ends) - min(ends) if schedule.problem.technique.staggered else 0.0

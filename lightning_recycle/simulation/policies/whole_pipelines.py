@@ -19,7 +19,7 @@ from lightning_recycle.simulation.policies.policy import (
     Trigger,
     stopped,
 )
-from lightning_recycle.simulation.step_times import SCHEDULES, PlannedStep, pipeline_step, planned_seconds
+from lightning_recycle.simulation.step_times import SCHEDULES, PlannedStep, pipeline_step, planned_step
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares", "Teams", "assemble_teams", "whole_pipelines"]
@@ -124,7 +124,7 @@ class FaultFree(Policy):
             limit = tuple(min(grid.stages, most) for most in model.in_flight_limit())
             one = Grid(1, grid.stages, grid.microbatches)
             problem = Problem(one, model.costs(), technique=Technique(True, False), in_flight_limit=limit)
-            step = min(step, PlannedStep(planned_seconds(problem)))
+            step = min(step, PlannedStep(planned_step(problem).seconds))
         found = self.running(context, self.schedule, step, grid.num_workers, None)
         return Reaction(replace(found, checkpoint_every=None, checkpoint_seconds=0.0, checkpoint_writing=0.0))
 
