@@ -36,9 +36,8 @@ from importlib import resources
 from typing import Any
 
 from lightning_recycle.control.monitoring.monitor import Monitor, NothingToShow
-from lightning_recycle.control.monitoring.run_sockets import listen_here
 from lightning_recycle.control.monitoring.status import Status, as_json, metrics
-from lightning_recycle.control.network.addresses import accept, listen_at, shown
+from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, shown
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
 __all__ = ["StatusServer", "served"]
