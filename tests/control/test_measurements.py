@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lightning_recycle.control.plans.assumptions import StageLevels
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer
-from lightning_recycle.control.plans.measurements import StageLevels
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied

@@ -19,9 +19,8 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lightning_recycle.control.plans.assumptions import OperationSeconds
+from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.background_planner import Job, Urgency
-from lightning_recycle.control.plans.measurements import Measurements
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts

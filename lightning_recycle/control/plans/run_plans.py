@@ -24,11 +24,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_recycle.control.plans.assumptions import OperationSeconds
+from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.background_planner import Job, Urgency
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
-from lightning_recycle.control.plans.measurements import Measurements
 from lightning_recycle.control.plans.plan_maker import facts_of, newest
 from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
