@@ -310,8 +310,7 @@ def simulate(
         ConfigurationError: when the arguments do not fit together.
     """
     seconds = as_seconds("simulate(duration)", duration, positive=True)
-    workers = cluster.workers_per_node(model)
-    if cluster.nodes * workers < model.pipelines * model.stages:
+    if cluster.gpus < model.gpus:
         raise ConfigurationError(
             f"{model.name} needs {model.gpus} GPUs, the cluster has {cluster.gpus}: use Cluster.of(model)."
         )

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
-from lightning_recycle.arguments import at_least, fraction, whole
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
 
@@ -52,6 +52,8 @@ __all__ = [
 STATE_BYTES_PER_PARAMETER = 16.0
 """Mixed precision with Adam: half-precision weight and gradient (2 + 2), single-precision weight and two moments
 (4 + 4 + 4); Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3.1."""
+
+_USABLE_MEMORY = 0.9  # of a GPU; the rest is lost to the framework and fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +164,10 @@ class TrainingModel:
         microbatch: samples per micro-batch; D * microbatch must divide the global batch.
         throughput: fault-free samples/s under 1F1B, the calibration; None if ``efficiency`` is given instead.
         efficiency: fraction of the GPU's peak that is reached; ignored with ``throughput``.
-        tensor_parallel: GPUs per worker.
         gpu: name of a GPU type, or a Gpu.
         recompute: whether activations are computed again in the backward.
         network_bandwidth: bytes/s from one worker to another (100 Gb/s by default).
         network_latency: seconds for an empty message.
-        usable_memory: fraction of the GPU's memory not lost to the framework and fragmentation.
 
     Raises:
         ConfigurationError: when a value is impossible, or the throughput is beyond the GPU's peak.
@@ -181,20 +181,17 @@ class TrainingModel:
     microbatch: int = 1
     throughput: float | None = None
     efficiency: float = 0.4
-    tensor_parallel: int = 1
     gpu: str | Gpu = "A100-80GB"
     recompute: bool = False
     network_bandwidth: float = 12.5e9
     network_latency: float = 1e-5
-    usable_memory: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("pipelines", "stages", "global_batch", "microbatch", "tensor_parallel"):
+        for name in ("pipelines", "stages", "global_batch", "microbatch"):
             whole("TrainingModel", name, getattr(self, name), 1)
         object.__setattr__(self, "gpu", get_gpu(self.gpu))
         at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
         at_least("TrainingModel", "network_latency", self.network_latency)
-        fraction("TrainingModel", "usable_memory", self.usable_memory)
         if self.global_batch % (self.pipelines * self.microbatch):
             raise ConfigurationError(
                 f"TrainingModel(global_batch={self.global_batch}): {self.pipelines} pipelines with micro-batches of "
@@ -214,7 +211,7 @@ class TrainingModel:
     @property
     def gpus(self) -> int:
         """GPUs of the fault-free grid."""
-        return self.pipelines * self.stages * self.tensor_parallel
+        return self.pipelines * self.stages
 
     @property
     def device(self) -> Gpu:
@@ -229,34 +226,34 @@ class TrainingModel:
     @property
     def sample_seconds(self) -> tuple[float, float, float]:
         """(F, B, W) of one sample through the whole model, as if one worker had it all."""
-        rate = self.device.peak_flops * self.efficiency * self.tensor_parallel
+        rate = self.device.peak_flops * self.efficiency
         forward, backward, weight = (flops / rate for flops in self.transformer.flops(recompute=self.recompute))
         return forward, backward, weight
 
     @property
     def useful_gpu_seconds(self) -> float:
         """GPU-seconds of F, B and W of one global batch without recomputation: the least a step needs."""
-        rate = self.device.peak_flops * self.efficiency * self.tensor_parallel
-        return self.global_batch * sum(self.transformer.flops()) / rate * self.tensor_parallel
+        rate = self.device.peak_flops * self.efficiency
+        return self.global_batch * sum(self.transformer.flops()) / rate
 
     @property
     def recomputed_gpu_seconds(self) -> float:
         """GPU-seconds of forwards recomputed for the backward, one global batch."""
-        return self.global_batch * self.sample_seconds[0] * self.tensor_parallel if self.recompute else 0.0
+        return self.global_batch * self.sample_seconds[0] if self.recompute else 0.0
 
     def state_bytes(self, part: float, per_parameter: float = STATE_BYTES_PER_PARAMETER) -> float:
         """Weights, gradients and optimizer state on one GPU of a worker that has ``part`` of the model."""
-        return part * self.transformer.state_bytes(per_parameter) / self.tensor_parallel
+        return part * self.transformer.state_bytes(per_parameter)
 
     def activation_bytes(self, part: float) -> float:
         """Bytes that one micro-batch holds from F to W on one GPU of a worker that has ``part`` of the model."""
         kept = self.transformer.activation_bytes(recompute=self.recompute)
-        return part * self.microbatch * kept / self.tensor_parallel
+        return part * self.microbatch * kept
 
     @property
     def memory_bytes(self) -> float:
         """Usable memory of one GPU."""
-        return self.device.memory_bytes * self.usable_memory
+        return self.device.memory_bytes * _USABLE_MEMORY
 
     def transfer_seconds(self, part: float) -> float:
         """Time to copy the state of ``part`` of the model to one worker (its GPUs copy in parallel)."""
@@ -277,9 +274,9 @@ class TrainingModel:
         parts = [count / self.units for count in (self.even() if units is None else units)]
         replicas = self.pipelines if pipelines is None else pipelines
         forward, backward, weight = (seconds * self.microbatch for seconds in self.sample_seconds)
-        gradients = 2.0 * self.transformer.parameters / self.tensor_parallel
+        gradients = 2.0 * self.transformer.parameters
         ring = 2.0 * (replicas - 1) / replicas / self.network_bandwidth
-        message = self.microbatch * self.transformer.boundary_bytes() / self.tensor_parallel
+        message = self.microbatch * self.transformer.boundary_bytes()
         return Costs(
             forward=tuple(forward * part for part in parts),
             backward_input=tuple(backward * part for part in parts),
@@ -380,7 +377,7 @@ class MeasuredModel(TrainingModel):
     def useful_gpu_seconds(self) -> float:
         """GPU-seconds of F, B and W of one global batch, without the forwards that run again with ``recompute``."""
         again = self.sample_seconds[0] if self.recompute else 0.0
-        return self.global_batch * (sum(self.sample_seconds) - again) * self.tensor_parallel
+        return self.global_batch * (sum(self.sample_seconds) - again)
 
     def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
         """The measured durations, for any number of ``pipelines``.
@@ -466,33 +463,20 @@ class Cluster:
         whole("Cluster", "gpus_per_node", self.gpus_per_node, 1)
 
     @classmethod
-    def of(cls, model: TrainingModel, *, gpus_per_node: int | None = None, extra_nodes: int = 0) -> Cluster:
+    def of(cls, model: TrainingModel, *, gpus_per_node: int = 1, extra_nodes: int = 0) -> Cluster:
         """The nodes that the model's fault-free grid needs, plus ``extra_nodes``.
 
         Raises:
             ConfigurationError: when the grid does not fill whole nodes.
         """
-        size = model.tensor_parallel if gpus_per_node is None else gpus_per_node
-        if model.gpus % whole("Cluster", "gpus_per_node", size, 1):
+        if model.gpus % whole("Cluster", "gpus_per_node", gpus_per_node, 1):
             raise ConfigurationError(
-                f"Cluster(gpus_per_node={size}): {model.name} needs {model.gpus} GPUs, not a whole number of nodes."
+                f"Cluster(gpus_per_node={gpus_per_node}): {model.name} needs {model.gpus} GPUs, "
+                "not a whole number of nodes."
             )
-        return cls(model.gpus // size + whole("Cluster", "extra_nodes", extra_nodes), size)
+        return cls(model.gpus // gpus_per_node + whole("Cluster", "extra_nodes", extra_nodes), gpus_per_node)
 
     @property
     def gpus(self) -> int:
         """All GPUs."""
         return self.nodes * self.gpus_per_node
-
-    def workers_per_node(self, model: TrainingModel) -> int:
-        """Workers (grid positions) per node.
-
-        Raises:
-            ConfigurationError: when nodes do not hold whole workers.
-        """
-        if self.gpus_per_node % model.tensor_parallel:
-            raise ConfigurationError(
-                f"{model.name} has {model.tensor_parallel} GPUs per worker, which do not fill nodes of "
-                f"{self.gpus_per_node}: use gpus_per_node={model.tensor_parallel} or a multiple."
-            )
-        return self.gpus_per_node // model.tensor_parallel

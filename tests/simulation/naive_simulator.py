@@ -85,13 +85,7 @@ class Naive:
         everybody, down = set(range(self.nodes)), self.down_at(0.0)
         self.live = everybody - down
         policy = self.policy
-        self.costs = checkpoint_costs(
-            policy.checkpoint,
-            self.model,
-            storage=policy.storage,
-            worker_storage=policy.worker_storage,
-            host=policy.host,
-        )
+        self.costs = checkpoint_costs(policy.checkpoint, self.model, policy.storage)
         (stall, writing, _), every = self.costs, policy.checkpoint_every
 
         way = self.way = self.start()
@@ -439,7 +433,7 @@ class NaiveElasticLayers(NaiveRecycle):
         if not any(vacancies):
             return None, 0.0
         units, step = _best_split(model, vacancies, policy.technique, policy.effort)
-        if step.seconds >= way.seconds * (1 - policy.gain):
+        if step.seconds >= way.seconds * 0.99:
             return None, 0.0
         each = model.units // model.stages
         had = [set(range(stage * each, (stage + 1) * each)) for stage in range(model.stages)]
@@ -452,7 +446,7 @@ class NaiveElasticLayers(NaiveRecycle):
         found = super().answer(way, woken)
         if found is None:
             better = self.balanced(way)[0] if woken else None
-            return better and Answer(better, [self.policy.change], "now")
+            return better and Answer(better, [2.0], "now")
         better, copying = self.balanced(found.way)
         if better:
             found.alarm = sum(found.pauses) + found.way.fill + copying
@@ -478,13 +472,13 @@ class NaiveBamboo(NaiveMerge):
         limit = policy._in_flight_limit(model)
         step = pipeline_step(policy.schedule, replace(costs, forward=both), micro, limit, policy.effort)
         work = model.useful_gpu_seconds + model.global_batch * model.sample_seconds[0]
-        seconds = max(step.seconds * (policy.slowdown if lost else 1), work / (len(teams) * model.stages - len(lost)))
+        seconds = max(step.seconds * (1.5 if lost else 1), work / (len(teams) * model.stages - len(lost)))
         return Way((teams, lost), seconds, model.global_batch, step.fill, step.lead)
 
     def answer(self, way, woken):
         model, policy = self.model, self.policy
         teams, lost = self.layout or ((), frozenset())
-        fatal = [policy.rendezvous, self.costs[2]]
+        fatal = [30.0, self.costs[2]]
         if not teams:
             found = self.again(())
             return found and Answer(found, fatal, "now")
@@ -505,7 +499,7 @@ class NaiveBamboo(NaiveMerge):
         more = min((len(working) + idle) // model.stages, model.pipelines) > len(teams)
         if not woken or not (short or more):
             return None
-        pauses = [AGREEMENT + policy.lookup, policy.reconfigure]
+        pauses = [AGREEMENT + policy.lookup, 20.0]
         return Answer(self.again(teams), pauses, "now")
 
 

@@ -81,7 +81,7 @@ def test_every_stop_empties_overlapping_pipelines() -> None:
 
 
 def costs(kind, model=LARGE):
-    return checkpoint_costs(kind, model, storage=1e9 / 32, worker_storage=1e9, host=20e9)
+    return checkpoint_costs(kind, model, 1e9 / 32)
 
 
 def test_checkpoints_cost_what_their_kind_says() -> None:

@@ -275,9 +275,9 @@ def test_batches_are_shared_by_speed() -> None:
 
 
 def test_least_nodes_follow_from_memory() -> None:
-    assert [least_nodes(model, 6.0, 4.0) for model in (MEDIUM, MIDDLE, LARGE)] == [1, 2, 4]
+    assert [least_nodes(model, 6.0) for model in (MEDIUM, MIDDLE, LARGE)] == [1, 2, 4]
     tiny = replace(MEDIUM, gpu=sim.Gpu("tiny", 312e12, 1e9, 1e12), throughput=None)
-    assert least_nodes(tiny, 6.0, 4.0) is None
+    assert least_nodes(tiny, 6.0) is None
 
 
 def test_oobleck_shrinks_borrows_and_merges() -> None:

@@ -34,6 +34,9 @@ from lightning_recycle.simulation.training_model import TrainingModel
 __all__ = ["Oobleck", "cut", "iteration_estimate", "least_nodes", "pipelines_step", "share_batch", "stage_ranges"]
 
 
+_PARAMETER_BYTES = 4.0
+
+
 def iteration_estimate(stages: Sequence[float]) -> float:
     """Oobleck's estimate T of an iteration with 4 S micro-batches: T1 + T2 + T3.
 
@@ -97,13 +100,13 @@ def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def least_nodes(model: TrainingModel, memory_factor: float, parameter_bytes: float) -> int | None:
+def least_nodes(model: TrainingModel, memory_factor: float) -> int | None:
     """n0: the fewest workers whose memory holds the model; None if not even one unit per stage fits.
 
     Each stage needs ``memory_factor`` times the bytes of its parameters, and the activations of as many micro-batches
     as a pipeline of that depth has in flight.
     """
-    state = memory_factor * parameter_bytes * model.transformer.parameters / model.tensor_parallel
+    state = memory_factor * _PARAMETER_BYTES * model.transformer.parameters
     for stages in range(1, model.units + 1):
         part = max(cut(model.units, stages)) / model.units
         if part * state + stages * model.activation_bytes(part) <= model.memory_bytes:
@@ -164,20 +167,17 @@ class Oobleck(Policy):
 
     Args:
         memory_factor: bytes of a stage's state per byte of its parameters.
-        parameter_bytes: bytes of one parameter, for ``memory_factor``.
     """
 
     memory_factor: float = 6.0
-    parameter_bytes: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("Oobleck", "memory_factor", self.memory_factor, above=True)
-        at_least("Oobleck", "parameter_bytes", self.parameter_bytes, above=True)
 
     def least_nodes(self, context: Context) -> int:
         """n0, at most the stages of the fault-free grid, which is known to fit."""
-        found = least_nodes(context.model, self.memory_factor, self.parameter_bytes)
+        found = least_nodes(context.model, self.memory_factor)
         return context.model.stages if found is None else min(found, context.model.stages)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:

@@ -103,8 +103,8 @@ class Context:
     mtbf: float | None = None
 
     def workers(self, nodes: Iterable[int]) -> tuple[int, ...]:
-        """The physical workers of live nodes, in order: number i of a node is ``node * workers_per_node + i``."""
-        each = self.cluster.workers_per_node(self.model)
+        """The physical workers of live nodes, in order: number i of a node is ``node * gpus_per_node + i``."""
+        each = self.cluster.gpus_per_node
         return tuple(node * each + i for node in sorted(nodes) for i in range(each))
 
 
@@ -237,17 +237,17 @@ class CheckpointCosts(NamedTuple):
     loading: float
 
 
-def checkpoint_costs(
-    kind: str, model: TrainingModel, *, storage: float, worker_storage: float, host: float
-) -> CheckpointCosts:
+_WORKER_STORAGE = 1e9  # bytes/s at which a worker reads and writes storage that grows with the cluster
+_HOST = 20e9  # bytes/s from a GPU to its host's memory
+
+
+def checkpoint_costs(kind: str, model: TrainingModel, storage: float) -> CheckpointCosts:
     """The costs of one checkpoint.
 
     Args:
         kind: one of ``CHECKPOINTS``.
         model: the model; its fault-free grid sets how many workers share the writing.
         storage: bytes/s of the shared storage, per GPU of the fault-free grid.
-        worker_storage: bytes/s at which one worker reads and writes storage that grows with the cluster.
-        host: bytes/s from a GPU to its host's memory.
     """
     shared = model.transformer.state_bytes() / (storage * model.gpus)
     stage = model.state_bytes(1 / model.stages)  # of one GPU
@@ -255,9 +255,9 @@ def checkpoint_costs(
     if kind == "synchronous":
         return CheckpointCosts(shared, 0.0, shared)
     if kind == "background":
-        return CheckpointCosts(part / host, shared, shared)
+        return CheckpointCosts(part / _HOST, shared, shared)
     if kind == "sharded":
-        return CheckpointCosts(part / worker_storage, 0.0, stage / worker_storage)
+        return CheckpointCosts(part / _WORKER_STORAGE, 0.0, stage / _WORKER_STORAGE)
     return CheckpointCosts(0.0, part / model.network_bandwidth, model.transfer_seconds(1 / model.stages))
 
 
@@ -319,8 +319,6 @@ class Policy(ABC):
             between failures and the stall of a checkpoint.
         storage: bytes/s of the shared storage, per GPU of the fault-free grid. (The default is 1 GB/s for 32 GPUs,
             which gives 107 s for the 6.7B model; Oobleck's public simulator has 120 s.)
-        worker_storage: bytes/s at which a worker reads and writes storage that grows with the cluster.
-        host: bytes/s from a GPU to its host's memory.
     """
 
     schedules: ClassVar[tuple[str, ...]] = SCHEDULES
@@ -338,16 +336,13 @@ class Policy(ABC):
     checkpoint: CheckpointKind = "background"
     checkpoint_every: Duration = "5min"
     storage: float = 1e9 / 32
-    worker_storage: float = 1e9
-    host: float = 20e9
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         keep_seconds(self, "detection", "agreement", "lookup", "regroup", "connect", "restart")
         if self.checkpoint_every not in _RULES:
             keep_seconds(self, "checkpoint_every", positive=True)
-        for setting in ("storage", "worker_storage", "host"):
-            at_least(name, setting, getattr(self, setting), above=True)
+        at_least(name, "storage", self.storage, above=True)
         whole(name, "effort", self.effort)
         for setting, choices in (("schedule", self.schedules), ("checkpoint", CHECKPOINTS)):
             if (value := getattr(self, setting)) not in choices:
@@ -382,13 +377,7 @@ class Policy(ABC):
 
     def checkpoint_costs(self, context: Context) -> CheckpointCosts:
         """Seconds of one checkpoint."""
-        return checkpoint_costs(
-            self.checkpoint,
-            context.model,
-            storage=self.storage,
-            worker_storage=self.worker_storage,
-            host=self.host,
-        )
+        return checkpoint_costs(self.checkpoint, context.model, self.storage)
 
     def checkpoint_interval(self, context: Context) -> float:
         """Seconds from a checkpoint to the next."""
@@ -446,7 +435,7 @@ class Policy(ABC):
             label,
             step.seconds,
             round(model.global_batch * part),
-            workers * model.tensor_parallel,
+            workers,
             model.useful_gpu_seconds * part,
             model.recomputed_gpu_seconds * part,
             layout=layout,

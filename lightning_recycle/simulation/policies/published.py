@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_recycle.arguments import at_least, fraction
+from lightning_recycle.arguments import fraction
 from lightning_recycle.planning import Costs
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
@@ -26,7 +26,9 @@ from lightning_recycle.simulation.units import Duration, keep_seconds
 __all__ = ["Bamboo", "Varuna"]
 
 
-_STATE_COPIES = 2  # stages whose state a worker holds
+_COPIES = 2  # stages whose state and activations a worker holds
+_SLOWDOWN = 1.5  # factor on the step time while a worker runs two stages
+_RECONFIGURE, _RENDEZVOUS = 20.0, 30.0  # seconds for a planned reconfiguration, and to restart after a fatal failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,45 +53,35 @@ class Bamboo(Policy):
     - A worker holds the state and the activations of two stages. (The paper swaps activations to the host; here they
       stay on the GPU, so the 3.35B and 6.7B models run out of memory as reported.) A model that does not fit does not
       run.
-    - After a single loss the predecessor runs both stages; every step takes ``slowdown`` times as long, and nothing is
+    - After a single loss the predecessor runs both stages; every step takes 1.5 times as long, and nothing is
       lost.
     - Reconfiguration at the end of a step when waiting nodes cover the overloaded ones, when twice the overloaded ones
-      exceed ``threshold`` of the active ones, or when another pipeline can be formed. It takes ``reconfigure`` and
+      exceed ``threshold`` of the active ones, or when another pipeline can be formed. It takes 20 s and
       leaves as many whole pipelines as there are workers for.
     - Fatal: the lost worker or its predecessor is overloaded, or both are lost. Then training restarts from the newest
-      checkpoint after ``rendezvous``.
+      checkpoint after 30 s.
     - A node that comes back needs ``node_start`` until it can take part.
 
     Takes the arguments of ``Policy``, and:
 
     Args:
-        slowdown: factor on the step time while a worker runs two stages.
-        reconfigure: seconds for a planned reconfiguration.
-        rendezvous: seconds to restart after a fatal failure.
         node_start: seconds until a node that came back can take part.
         threshold: fraction of the active workers that may be without redundancy.
-        activation_copies: number of stages whose activations a worker holds.
     """
 
-    slowdown: float = 1.5
-    reconfigure: Duration = 20.0
-    rendezvous: Duration = 30.0
     node_start: Duration = 45.0
     threshold: float = 0.05
-    activation_copies: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_seconds(self, "reconfigure", "rendezvous", "node_start")
-        at_least("Bamboo", "slowdown", self.slowdown, 1.0)
-        at_least("Bamboo", "activation_copies", self.activation_copies, 1.0)
+        keep_seconds(self, "node_start")
         fraction("Bamboo", "threshold", self.threshold)
 
     def memory_bytes(self, model: TrainingModel) -> float:
         """Bytes that the first stage's GPUs need: redundant state, and S micro-batches in flight, redundantly."""
         part = 1 / model.stages
         in_flight = min(model.stages, model.grid.microbatches) * model.activation_bytes(part)
-        return _STATE_COPIES * model.state_bytes(part) + self.activation_copies * in_flight
+        return _COPIES * (model.state_bytes(part) + in_flight)
 
     def fits(self, model: TrainingModel) -> bool:
         """Whether the model runs under this policy at all."""
@@ -121,7 +113,7 @@ class Bamboo(Policy):
             return Reaction(current, wake=max(1e-3, float(self.node_start)))
         if trigger.woken and self._should_reconfigure(context, before, alive):
             found = self._rebuilt(context, before.teams, workers)
-            steps = self.regrouping(len(workers), broken=False, reconfigure=float(self.reconfigure))
+            steps = self.regrouping(len(workers), broken=False, reconfigure=_RECONFIGURE)
             return Reaction(found, steps, at_boundary=True)
         return None
 
@@ -141,7 +133,7 @@ class Bamboo(Policy):
 
     def _fatal(self, context: Context) -> tuple[Downtime, ...]:
         """The pauses of a restart from a checkpoint, with Bamboo's own time for it."""
-        return pauses(rendezvous=float(self.rendezvous), load=self.checkpoint_costs(context).loading)
+        return pauses(rendezvous=_RENDEZVOUS, load=self.checkpoint_costs(context).loading)
 
     def _should_reconfigure(self, context: Context, layout: _Layout, alive: set[int]) -> bool:
         stages = context.model.stages
@@ -170,9 +162,9 @@ class Bamboo(Policy):
             _redundant(model.costs()),
             self._in_flight_limit(model),
         )
-        seconds = step.seconds * (self.slowdown if layout.lost else 1.0)
-        redundant = model.global_batch * model.sample_seconds[0] * model.tensor_parallel
-        gpus = usual.gpus - len(layout.lost) * model.tensor_parallel
+        seconds = step.seconds * (_SLOWDOWN if layout.lost else 1.0)
+        redundant = model.global_batch * model.sample_seconds[0]
+        gpus = usual.gpus - len(layout.lost)
         work = usual.useful_gpu_seconds + usual.repeated_gpu_seconds + redundant
         # With few stages, the factor alone would give the overloaded workers more work than they have time for.
         seconds = max(seconds, work / gpus)
@@ -190,8 +182,8 @@ class Bamboo(Policy):
     def _in_flight_limit(self, model: TrainingModel) -> tuple[int, ...]:
         """Micro-batches that fit beside the redundant state, for a schedule that holds more than 1F1B."""
         part = 1 / model.stages
-        free = model.memory_bytes - _STATE_COPIES * model.state_bytes(part)
-        held = int(free // (self.activation_copies * model.activation_bytes(part)))
+        free = model.memory_bytes - _COPIES * model.state_bytes(part)
+        held = int(free // (_COPIES * model.activation_bytes(part)))
         return (max(held, model.stages),) * model.stages
 
 
@@ -257,7 +249,7 @@ class Varuna(Policy):
         label = f"varuna, {pipelines} x {stages}, micro-batch {microbatch}"
         return replace(
             self.running(context, label, step, pipelines * stages, frozenset(used)),
-            repeated_gpu_seconds=model.global_batch * model.sample_seconds[0] * model.tensor_parallel,
+            repeated_gpu_seconds=model.global_batch * model.sample_seconds[0],
         )
 
 
@@ -304,7 +296,6 @@ def _largest_fitting(model: TrainingModel, depth: int) -> int:
     shape = model.transformer
     # Inputs of the layers for each micro-batch in flight, and one layer being recomputed.
     held = depth * shape.activation_bytes(recompute=True) / depth + shape.activation_bytes() / shape.layers
-    held /= model.tensor_parallel
     size = model.microbatch
     while size and size * held > free:
         size //= 2

@@ -239,6 +239,10 @@ class Recycle(Policy):
         return len({position.stage for position in held.values()}) < context.model.stages
 
 
+_SWITCH = 2.0  # seconds that all wait when layers have moved
+_LEAST_GAIN = 0.01  # of the step time that a move must save
+
+
 def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:
     if min(limits) < 1:
         raise ConfigurationError(
@@ -263,7 +267,7 @@ class ElasticLayers(Recycle):
       workers.
     - The layers are copied in the background, with parameters and optimizer state, at ``share`` of a worker's network
       link, while training continues as under ReCycle; every worker of a stage receives its stage's new layers.
-    - Then all switch at the end of a step, which takes ``change`` seconds.
+    - Then all switch at the end of a step, which takes two seconds.
     - A new failure before that aborts the move, which then starts again from the current state.
     - Failures are normalized first, as in ReCycle.
 
@@ -271,19 +275,13 @@ class ElasticLayers(Recycle):
 
     Args:
         share: fraction of a link's bandwidth that background copies may use.
-        change: seconds all wait for the switch.
-        gain: smallest fraction of the step time that a move must save.
     """
 
     share: float = 0.5
-    change: Duration = 2.0
-    gain: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_seconds(self, "change")
         at_least("ElasticLayers", "share", self.share, above=True)
-        at_least("ElasticLayers", "gain", self.gain)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`. Nodes missing from the start need no move."""
@@ -298,7 +296,7 @@ class ElasticLayers(Recycle):
             better, _ = self._balanced(context, current) if trigger.woken else (None, 0.0)
             if better is None:
                 return None
-            return Reaction(better, pauses(change=float(self.change)), at_boundary=True)
+            return Reaction(better, pauses(change=_SWITCH), at_boundary=True)
         better, seconds = self._balanced(context, reaction.configuration)
         if better is None:
             return reaction
@@ -313,7 +311,7 @@ class ElasticLayers(Recycle):
         if not found.running or not self.adaptive or not any(failures):
             return None, 0.0
         units, step = _best_split(context.model, failures, self.technique, self.effort)
-        if not step.seconds < found.step_seconds * (1 - self.gain):
+        if not step.seconds < found.step_seconds * (1 - _LEAST_GAIN):
             return None, 0.0
         moved = _moved(context.model, units) / context.model.units
         copying = context.model.transfer_seconds(moved) / self.share

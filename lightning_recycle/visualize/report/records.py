@@ -107,7 +107,6 @@ MODELS = {
 _DURATIONS = frozenset(
     [
         "agreement",
-        "change",
         "checkpoint_every",
         "connect",
         "detection",
@@ -115,11 +114,9 @@ _DURATIONS = frozenset(
         "lookup",
         "mtbf",
         "node_start",
-        "reconfigure",
         "regroup",
         "rejoin",
         "relaunch",
-        "rendezvous",
         "repair",
         "restart",
         "start",
