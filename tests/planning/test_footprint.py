@@ -4,7 +4,6 @@ import pytest
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Worker
-from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.profile import Footprint, MemoryLimit, is_memory_limit, memory_of
 
@@ -88,10 +87,3 @@ def test_a_limit_in_micro_batches_replaces_one_in_bytes(limit: str, number: int)
 def test_what_is_no_number_of_micro_batches_is_refused(limit: str) -> None:
     with pytest.raises(ConfigurationError, match="such as '4 micro-batches'"):
         PlanningOptions(memory=limit)
-
-
-def test_before_memory_is_measured_the_limit_is_that_of_1f1b() -> None:
-    grid = Grid(2, 4, 3)
-    assert usual_limit(grid, ()) == usual_limit(grid, {Worker(0, 0)}) == (3, 3, 2, 1)
-    assert usual_limit(grid, (), measured=True) == (7, 7, 7, 7)
-    assert usual_limit(grid, {Worker(0, 0)}, measured=True) is None

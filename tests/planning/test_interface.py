@@ -10,7 +10,6 @@ from support.waiting import PATIENCE
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.plan_files import read_schedule
 from lightning_recycle.planning.schedule import proven
 
 GRID = p.Grid(3, 4, 6)
@@ -26,11 +25,6 @@ def test_ranks_put_the_stages_of_a_pipeline_next_to_each_other() -> None:
     assert len(list(GRID.all_microbatches())) == 18
     assert p.Worker(2, 3) in GRID
     assert p.Worker(3, 0) not in GRID
-
-
-def test_orphans_alternate_between_the_peers() -> None:
-    route = p.reroute(GRID, {p.Worker(1, 2)})[2]
-    assert [route[p.Microbatch(1, m)].pipeline for m in range(6)] == [0, 2, 0, 2, 0, 2]
 
 
 def test_routes_and_programs() -> None:
@@ -89,42 +83,6 @@ def test_a_gap_to_the_bound_is_feasible_not_optimal() -> None:
     technique = p.Technique(split_backward=False, staggered=False)
     data = p.plan_to_json(proven(p.plan(p.Problem(GRID, UNIT, frozenset({p.Worker(1, 0)}), technique)), "mine"))
     assert (data["backend"], data["status"], data["lower_bound"], data["period"]) == ("mine", "feasible", 28.0, 29.0)
-
-
-def damage(path: tuple[object, ...], value: object) -> Callable[[dict[str, object]], None]:
-    def change(data: dict[str, object]) -> None:
-        target: object = data
-        for key in path[:-1]:
-            target = target[key]  # type: ignore[index]
-        target[path[-1]] = value  # type: ignore[index]
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (damage(("schema",), 5), r"schema 5 cannot be read.*update"),
-        (damage(("grid",), {"pipelines": 3}), "damaged"),
-        (damage(("grid", "stages"), 0), r"stages=0"),
-        (damage(("failed",), [[9, 9]]), r"outside the grid"),
-        (damage(("workers", 0, "ops", "op"), "X"), "damaged"),
-        (damage(("workers", 0, "ops", "start"), None), "damaged"),
-        (damage(("workers",), None), "damaged"),
-        (lambda data: data.pop("period"), "damaged"),
-    ],
-)
-def test_a_damaged_plan_is_refused(change: Callable[[dict[str, object]], None], message: str) -> None:
-    data = p.plan_to_json(p.plan(p.Problem(GRID, UNIT)))
-    change(data)
-    with pytest.raises(PlanningError, match=message):
-        read_schedule(data)
-
-
-@pytest.mark.parametrize("data", [[], None, "plan", {}])
-def test_what_is_no_plan_is_refused(data: object) -> None:
-    with pytest.raises(PlanningError, match="cannot be read"):
-        read_schedule(data)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +11,6 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.plan_files import read_schedule
 
 GRID, UNIT = p.Grid(3, 4, 6), p.Costs.uniform(4)
 FAILED = frozenset({p.Worker(1, 2)})
@@ -47,14 +45,6 @@ def test_the_price_of_memory_in_the_running_example(
     schedule = p.plan(problem)
     assert schedule.period == in_bytes
     assert max(map(schedule.peak_memory, schedule.live_workers)) <= capacity
-
-
-def test_four_in_flight_cost_two_slots() -> None:
-    unlimited = p.plan(p.Problem(GRID, UNIT, FAILED))
-    limited = p.plan(p.Problem(GRID, UNIT, FAILED, in_flight_limit=(4,) * 4))
-    assert (unlimited.period, limited.period) == (27, 29)
-    assert max(map(unlimited.peak_in_flight, unlimited.live_workers)) == 6  # enough; there is room for 18
-    assert max(map(limited.peak_in_flight, limited.live_workers)) == 4
 
 
 @pytest.mark.parametrize("technique", [p.Technique(), p.Technique(split_backward=False)], ids=["split", "fused"])
@@ -99,23 +89,15 @@ def test_with_fused_backwards_nothing_is_split() -> None:
     assert kinds(p.plan(replace(running(3, 0.1), technique=p.Technique(split_backward=False))))[B] == 0
 
 
-def test_a_mixture_is_timed_again_and_survives_json() -> None:
+def test_a_mixture_is_timed_again() -> None:
     schedule = p.plan(running(4, 2.0))
     assert {B, W, BW} <= kinds(schedule).keys()
-    again = read_schedule(json.loads(json.dumps(p.plan_to_json(schedule))))
-    assert again == schedule
     slower = p.retime(schedule, p.Costs.uniform(4, 2.0, 2.0, 2.0))
     p.validate(slower)
     assert slower.period == 2 * schedule.period
     assert [slower.program(worker) for worker in slower.live_workers] == [
         schedule.program(worker) for worker in schedule.live_workers
     ]
-
-
-def test_plans_without_bytes_are_read_as_before() -> None:
-    plan = p.plan_to_json(p.plan(p.Problem(GRID, UNIT, FAILED)))
-    assert "memory" not in plan
-    assert read_schedule(plan).problem.memory is None
 
 
 @pytest.mark.parametrize(

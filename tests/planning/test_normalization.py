@@ -1,9 +1,10 @@
-"""Failure normalization: the best distribution, and the fewest moves to it."""
+"""Failure normalization: the best distribution and the fewest moves to it; the problems a run may have to plan for."""
 
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
-from itertools import permutations, product
+from itertools import combinations, permutations, product
+from math import comb, prod
 from random import Random
 
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import normalization as contingencies
-from lightning_recycle.planning.normalization import normalized_problem
+from lightning_recycle.planning import normalization
+from lightning_recycle.planning.normalization import contingencies, next_failures, normalized_problem, usual_limit
+from lightning_recycle.planning.rerouting import representative
 
 GRID = p.Grid(3, 4, 6)
 UNIT = p.Costs.uniform(4)
+BASE = p.Problem(GRID, UNIT)
 
 
 def distributions(grid: p.Grid, failures: int) -> list[tuple[int, ...]]:
@@ -62,7 +65,7 @@ def test_the_true_period_decides_between_equal_bounds() -> None:
 
 def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs and memory of a GPT-3 6.7B on 4 x 8 A100: by bounds and memory the failure belongs to stage 6."""
-    monkeypatch.setattr(contingencies, "heuristic", partial(p.heuristic, effort=50_000))  # else it takes seconds
+    monkeypatch.setattr(normalization, "heuristic", partial(p.heuristic, effort=50_000))  # else it takes seconds
     grid = p.Grid(4, 8, 32)
     costs = p.Costs.uniform(8, 0.2026, 0.2178, 0.1875, 0.1999, 0.0133, communication=0.00135)
     base = p.Problem(grid, costs, in_flight_limit=(15,) * 8)
@@ -247,3 +250,58 @@ def test_sources_take_turns() -> None:
 def test_bad_input_names_the_value_and_the_remedy(make: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()  # type: ignore[operator]
+
+
+# -- contingencies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2, 3, 8])
+def test_every_set_of_failed_workers_that_leaves_a_plan_is_alike_one_of_them(failures: int) -> None:
+    found = contingencies(BASE, failures, most=1000)
+    assert all(len(problem.failed) == failures for problem in found)
+    assert len(set(found)) == len(found)
+    possible = set()
+    for failed in combinations(GRID.workers(), failures):
+        if max(p.distribution_of(GRID, failed)) < GRID.pipelines:
+            possible.add(representative(replace(BASE, failed=frozenset(failed))))
+    assert possible == set(found)
+
+
+def test_the_likeliest_come_first() -> None:
+    def sets(problem: p.Problem) -> int:
+        return prod(comb(3, count) for count in p.distribution_of(GRID, problem.failed))
+
+    every = contingencies(BASE, 4, most=1000)
+    assert contingencies(BASE, 4, most=5) == every[:5]
+    assert [sets(problem) for problem in every] == sorted(map(sets, every), reverse=True)
+
+
+def test_more_than_can_be_listed_are_spread_over_the_stages() -> None:
+    large = p.Problem(p.Grid(24, 64, 2), p.Costs.uniform(64))
+    found = contingencies(large, 8, most=20)
+    assert len(set(found)) == 20
+    assert {max(p.distribution_of(large.grid, problem.failed)) for problem in found} == {1}
+    assert contingencies(large, 70, most=20) == []
+
+
+def test_the_next_failures_are_one_for_each_plan_that_may_be_needed() -> None:
+    failed = frozenset({p.Worker(0, 1), p.Worker(2, 1)})
+    slow = {p.Worker(1, 0): 2.0, p.Worker(2, 3): 3.0}
+    problem = replace(BASE, failed=failed, worker_factors=slow)
+    found = next_failures(problem)
+    assert all(failed < more and len(more) == 3 for more in found)
+    # Stage 1 has one worker left; stages 0 and 3 have a slow worker and others.
+    assert [next(iter(more - failed)).stage for more in found] == [0, 0, 2, 3, 3]
+
+    def needed(more: frozenset[p.Worker]) -> p.Problem:
+        factors = {worker: factor for worker, factor in slow.items() if worker not in more}
+        return representative(replace(BASE, failed=more, worker_factors=factors))
+
+    survivors = [worker for worker in problem.live_workers() if worker.stage != 1]
+    assert {needed(failed | {worker}) for worker in survivors} == {needed(more) for more in found}
+
+
+def test_a_run_without_a_limit_has_that_of_1f1b_until_it_has_measured_its_memory() -> None:
+    assert usual_limit(GRID, ()) == usual_limit(GRID, [p.Worker(0, 0)]) == (4, 3, 2, 1)
+    assert usual_limit(GRID, (), measured=True) == (7, 7, 7, 7)
+    assert usual_limit(GRID, [p.Worker(0, 0)], measured=True) is None

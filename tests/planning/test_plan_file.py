@@ -80,6 +80,10 @@ def changed(**values: object) -> Callable[[dict[str, Any]], None]:
     return lambda data: data.update(values)
 
 
+def column(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    return lambda data: data["workers"][0]["ops"].update({name: value})
+
+
 def overlap(data: dict[str, Any]) -> None:
     data["workers"][0]["ops"]["start"][1] = data["workers"][0]["ops"]["start"][0]
 
@@ -100,6 +104,13 @@ def overlap(data: dict[str, Any]) -> None:
         (changed(solver={"calls": -1}), "'calls': -1"),
         (changed(solver=[]), r"solver \[\]"),
         (changed(workers=[]), "rule"),
+        (changed(workers=None), "damaged"),
+        (changed(grid={"pipelines": 3}), "damaged"),
+        (changed(grid={"pipelines": 3, "stages": 0, "microbatches": 6}), "stages=0"),
+        (changed(failed=[[9, 9]]), "outside the grid"),
+        (column("op", "X"), "damaged"),
+        (column("start", None), "damaged"),
+        (lambda data: data.pop("period"), "damaged"),
     ],
 )
 def test_a_wrong_plan_is_refused_in_one_line(
@@ -124,6 +135,7 @@ def test_a_wrong_plan_is_refused_in_one_line(
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[]", "object is expected"),
+        (b"{}", "schema None cannot be read"),
         (b"[" * 100_000, "not JSON"),
     ],
 )

@@ -73,11 +73,6 @@ def test_split_and_staggered_plans_are_optimal_for_a_failure_in_any_stage(stage:
     assert staggered.makespan == makespan == p.makespan_lower_bound(staggered.problem)
 
 
-@pytest.mark.parametrize("pipeline", range(3))
-def test_it_does_not_matter_in_which_pipeline_the_worker_dies(pipeline: int) -> None:
-    assert solve(STAGGERED, (pipeline, 2)).period == 27
-
-
 def test_fault_free_split_backwards_reach_zero_bubble() -> None:
     assert solve(SPLIT).makespan == 21
     assert solve(SPLIT, limit=4).makespan == 21
