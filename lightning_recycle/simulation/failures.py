@@ -260,27 +260,24 @@ class FailureRate:
 
 @dataclass(frozen=True)
 class Regular:
-    """Every ``interval``, one node fails, drawn from the live ones; none comes back.
+    """Every ``interval``, one node fails, drawn from the live ones, until half of them are down; none comes back.
 
     Source: the public traces of Oobleck's evaluation (``6h.csv`` to ``10m.csv``) are of this kind: 30 nodes, one
     removed after each interval, 15 in total.
 
     Args:
         interval: time between two failures; the first comes after one interval.
-        most: largest fraction of the nodes that fail.
     """
 
     interval: Duration = "2h"
-    most: float = 0.5
 
     def __post_init__(self) -> None:
         keep_seconds(self, "interval", positive=True)
-        fraction("Regular", "most", self.most)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
         """See :class:`FailureSource`."""
         times = takewhile(lambda time: time < duration, map(float(self.interval).__mul__, count(1)))
-        return _one_by_one(times, Random(seed), cluster, duration, None, int(self.most * cluster.nodes))
+        return _one_by_one(times, Random(seed), cluster, duration, None, cluster.nodes // 2)
 
 
 @dataclass(frozen=True)

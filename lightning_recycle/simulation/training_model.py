@@ -49,7 +49,7 @@ __all__ = [
     "get_model",
 ]
 
-STATE_BYTES_PER_PARAMETER = 16.0
+_STATE_BYTES_PER_PARAMETER = 16.0
 """Mixed precision with Adam: half-precision weight and gradient (2 + 2), single-precision weight and two moments
 (4 + 4 + 4); Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3.1."""
 
@@ -146,9 +146,9 @@ class Transformer:
         """Bytes between two stages for one sample, in half precision."""
         return 2.0 * self.sequence * self.width
 
-    def state_bytes(self, per_parameter: float = STATE_BYTES_PER_PARAMETER) -> float:
+    def state_bytes(self) -> float:
         """Bytes of weights, gradients and optimizer state."""
-        return self.parameters * at_least("Transformer", "per_parameter", per_parameter)
+        return self.parameters * _STATE_BYTES_PER_PARAMETER
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +241,9 @@ class TrainingModel:
         """GPU-seconds of forwards recomputed for the backward, one global batch."""
         return self.global_batch * self.sample_seconds[0] if self.recompute else 0.0
 
-    def state_bytes(self, part: float, per_parameter: float = STATE_BYTES_PER_PARAMETER) -> float:
+    def state_bytes(self, part: float) -> float:
         """Weights, gradients and optimizer state on one GPU of a worker that has ``part`` of the model."""
-        return part * self.transformer.state_bytes(per_parameter)
+        return part * self.transformer.state_bytes()
 
     def activation_bytes(self, part: float) -> float:
         """Bytes that one micro-batch holds from F to W on one GPU of a worker that has ``part`` of the model."""

@@ -77,13 +77,13 @@ def http_address(text: str, name: str) -> tuple[str, int]:
     return address_from(f"127.0.0.1:{text}" if text.isdigit() else text, name)
 
 
-def http_address_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+def http_address_from_environment() -> tuple[str, int] | None:
     """Where ``RECYCLE_HTTP`` wants the page and the metrics of a run; None without it.
 
     Raises:
         ConfigurationError: if it is no such address.
     """
-    wanted = environ.get("RECYCLE_HTTP")
+    wanted = os.environ.get("RECYCLE_HTTP")
     return http_address(wanted, "RECYCLE_HTTP") if wanted else None
 
 

@@ -94,7 +94,7 @@ class _CpSatSearch:
         solver.parameters.num_workers = self.task.threads
         # Few threads take turns with all methods, neighbourhood search among them, instead of one each.
         solver.parameters.interleave_search = self.task.threads < _THREADS_FOR_ALL
-        solver.parameters.random_seed = self.task.seed
+        solver.parameters.random_seed = 0
         solver.best_bound_callback = on_bound
         report, best = self.report, None
 

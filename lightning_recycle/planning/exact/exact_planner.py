@@ -84,7 +84,6 @@ class SolverTask:
     threads: int
     max_variables: int
     """The largest model to build."""
-    seed: int = 0
 
 
 class Solver(Protocol):

@@ -206,7 +206,7 @@ def _empty_model(task: SolverTask) -> Any:
         ) from error
     model.verbose = 0
     model.threads = task.threads
-    model.seed = task.seed
+    model.seed = 0
     return model
 
 

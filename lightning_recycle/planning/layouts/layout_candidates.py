@@ -73,6 +73,8 @@ __all__ = [
 _LARGER_SIZE = 0.25  # by the prior, a failure of n + 1 workers at once is so much as likely as one of n
 _LARGER = 8  # sizes of failures that are looked at beyond those that are needed or were seen
 
+_PRIOR_EVENTS = 0.001  # failures that the prior of the rate counts for
+
 LLAMA3_WORKER_SECONDS = 54 * 86400 * 16384 / 419
 """Between two failures of one GPU."""
 
@@ -84,20 +86,14 @@ class FailureRecord:
     Args:
         sizes: failures so far that took 1, 2, 3, ... workers at once; each makes one change.
         exposure: seconds that live workers have worked, added up over the workers.
-        prior_events: failures that the prior of the rate counts for.
-        prior_seconds: worker-seconds between two failures by the prior.
     """
 
     sizes: tuple[int, ...] = ()
     exposure: float = 0.0
-    prior_events: float = 0.001
-    prior_seconds: float = LLAMA3_WORKER_SECONDS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(whole("FailureRecord", "sizes", count) for count in self.sizes))
         at_least("FailureRecord", "exposure", self.exposure)
-        at_least("FailureRecord", "prior_events", self.prior_events, above=True)
-        at_least("FailureRecord", "prior_seconds", self.prior_seconds, above=True)
 
     def after(self, workers: int, seconds: float, lost: int = 0) -> FailureRecord:
         """The record after ``seconds`` with that many live workers, at the end of which ``lost`` failed at once."""
@@ -109,7 +105,7 @@ class FailureRecord:
     @property
     def rate(self) -> float:
         """The mean rate, in failures per worker and second."""
-        return (self.prior_events + sum(self.sizes)) / (self.prior_events * self.prior_seconds + self.exposure)
+        return (_PRIOR_EVENTS + sum(self.sizes)) / (_PRIOR_EVENTS * LLAMA3_WORKER_SECONDS + self.exposure)
 
     def next_change(self, workers: int) -> float:
         """Seconds expected until one of ``workers`` fails."""

@@ -261,17 +261,16 @@ def checkpoint_costs(kind: str, model: TrainingModel, storage: float) -> Checkpo
     return CheckpointCosts(0.0, part / model.network_bandwidth, model.transfer_seconds(1 / model.stages))
 
 
-def best_interval(rule: str, costs: CheckpointCosts, mtbf: float | None, usual: float = 1800.0) -> float:
+def best_interval(rule: str, costs: CheckpointCosts, mtbf: float | None) -> float:
     """Seconds from a checkpoint to the next by the formula of ``rule``, at least as many as one takes.
 
     Args:
         rule: "young", sqrt(2 stall mtbf), or "daly", the same less the stall (the mtbf, if it is below stall / 2).
         costs: of a checkpoint.
-        mtbf: mean seconds between failures of the whole cluster; None when nothing fails.
-        usual: the answer when nothing fails.
+        mtbf: mean seconds between failures of the whole cluster; None when nothing fails: then half an hour.
     """
     if mtbf is None:
-        return max(usual, costs.writing)
+        return max(1800.0, costs.writing)
     found = math.sqrt(2 * costs.stall * mtbf)
     if rule == "daly":
         found = found - costs.stall if costs.stall < 2 * mtbf else mtbf
