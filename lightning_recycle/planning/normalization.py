@@ -37,10 +37,9 @@ from math import comb, prod
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
-from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
-from lightning_recycle.planning.problem import Problem, Technique, stage_lower_bounds
+from lightning_recycle.planning.problem import Problem, stage_lower_bounds
 
 __all__ = [
     "contingencies",
@@ -60,25 +59,17 @@ _MOST_PERIODS = 64  # distributions whose true period `normalize` asks for
 
 
 def normalize(
-    grid: Grid,
-    costs: Costs,
+    problem: Problem,
     failures: int,
     *,
-    technique: Technique | None = None,
-    in_flight_limit: tuple[int, ...] | None = None,
-    memory: Memory | None = None,
     period: Callable[[tuple[int, ...]], float] | None = None,
     most: int | None = None,
 ) -> tuple[int, ...]:
     """The number of failures each stage should carry so that ``failures`` in total cost least.
 
     Args:
-        grid: the grid.
-        costs: durations of the operations.
+        problem: the problem to be planned, whoever has failed in it, for workers of equal speed.
         failures: number of failed workers.
-        technique: techniques of the problem to be planned; by default all.
-        in_flight_limit: in-flight limit of the problem to be planned.
-        memory: its limit in bytes; a stage has the same whatever fails.
         period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
             called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default
             the bounds alone decide.
@@ -89,6 +80,7 @@ def normalize(
         PlanningError: when some stage would have no live worker.
     """
     whole("", "failures", failures)
+    grid, problem = problem.grid, replace(problem, failed=frozenset(), worker_factors=())
     most = grid.pipelines - 1 if most is None else min(most, grid.pipelines - 1)
     if failures > grid.stages * most:
         raise PlanningError(
@@ -96,7 +88,6 @@ def normalize(
             f"at most {grid.stages * most} can be planned for."
         )
     counts = range(most + 1)
-    problem = Problem(grid, costs, frozenset(), technique or Technique(), in_flight_limit, memory=memory)
     bounds: list[list[float]] = [[] for _ in range(grid.stages)]
     for count in counts:
         everywhere = replace(problem, failed=normalized_failures(grid, (count,) * grid.stages))
@@ -307,12 +298,8 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
 
     judged = failures and 3 * grid.global_microbatches * grid.stages <= _JUDGED_OPERATIONS
     distribution = normalize(
-        grid,
-        problem.costs,
+        problem,
         failures,
-        technique=problem.technique,
-        in_flight_limit=problem.in_flight_limit,
-        memory=problem.memory,
         period=(lambda distribution: heuristic(at(distribution)).period) if judged else None,
         most=most_in_a_stage(problem, failures),
     )

@@ -106,14 +106,7 @@ def distribution(problem: Problem, failures: int, effort: int = DEFAULT_EFFORT) 
         return planned_step(judged, effort // _JUDGED_SHARE).seconds
 
     judged = failures and effort and 3 * grid.global_microbatches * grid.stages <= _MOST_JUDGED
-    return normalize(
-        grid,
-        problem.costs,
-        failures,
-        technique=problem.technique,
-        in_flight_limit=problem.in_flight_limit,
-        period=period if judged else None,
-    )
+    return normalize(problem, failures, period=period if judged else None)
 
 
 ScheduleName = Literal["1f1b", "planned"]

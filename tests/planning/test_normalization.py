@@ -30,7 +30,7 @@ def distributions(grid: p.Grid, failures: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("limit", [None, (4, 4, 4, 4)])
 def test_no_distribution_has_a_smaller_bound(technique: p.Technique, limit: tuple[int, ...] | None) -> None:
     for failures in range(9):
-        chosen = p.normalize(GRID, UNIT, failures, technique=technique, in_flight_limit=limit)
+        chosen = p.normalize(p.Problem(GRID, UNIT, frozenset(), technique, limit), failures)
         assert sum(chosen) == failures
         bounds = {
             d: p.lower_bound(p.Problem(GRID, UNIT, p.normalized_failures(GRID, d), technique, limit))
@@ -40,27 +40,26 @@ def test_no_distribution_has_a_smaller_bound(technique: p.Technique, limit: tupl
 
 
 def test_without_limit_a_failure_goes_where_memory_is_most_free() -> None:
-    assert p.normalize(GRID, UNIT, 1) == (0, 0, 0, 1)
-    assert p.normalize(GRID, UNIT, 3) == (0, 1, 1, 1)
-    assert p.normalize(GRID, UNIT, 5) == (1, 1, 1, 2)
+    assert p.normalize(BASE, 1) == (0, 0, 0, 1)
+    assert p.normalize(BASE, 3) == (0, 1, 1, 1)
+    assert p.normalize(BASE, 5) == (1, 1, 1, 2)
 
 
 def test_without_staggering_a_failure_goes_where_the_way_out_is_short() -> None:
-    chosen = p.normalize(GRID, UNIT, 1, technique=p.Technique(staggered=False))
+    chosen = p.normalize(p.Problem(GRID, UNIT, technique=p.Technique(staggered=False)), 1)
     assert chosen == (1, 0, 0, 0)
     assert p.plan(p.Problem(GRID, UNIT, p.normalized_failures(GRID, chosen), p.Technique(staggered=False))).period == 27
 
 
 def test_the_true_period_decides_between_equal_bounds() -> None:
     """With 4 in flight the optimum is 28 for a failure in stage 1 and 29 in stage 2, the bound 28 for both."""
-    limit = (4, 4, 4, 4)
+    limited = replace(BASE, in_flight_limit=(4, 4, 4, 4))
 
     def period(distribution: tuple[int, ...]) -> float:
-        failed = p.normalized_failures(GRID, distribution)
-        return p.plan(p.Problem(GRID, UNIT, failed, in_flight_limit=limit)).period
+        return p.plan(replace(limited, failed=p.normalized_failures(GRID, distribution))).period
 
-    assert p.normalize(GRID, UNIT, 1, in_flight_limit=limit) == (0, 0, 1, 0)
-    assert p.normalize(GRID, UNIT, 1, in_flight_limit=limit, period=period) == (0, 1, 0, 0)
+    assert p.normalize(limited, 1) == (0, 0, 1, 0)
+    assert p.normalize(limited, 1, period=period) == (0, 1, 0, 0)
 
 
 def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +68,7 @@ def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch: pytest.MonkeyPa
     grid = p.Grid(4, 8, 32)
     costs = p.Costs.uniform(8, 0.2026, 0.2178, 0.1875, 0.1999, 0.0133, communication=0.00135)
     base = p.Problem(grid, costs, in_flight_limit=(15,) * 8)
-    assert p.normalize(grid, costs, 1, in_flight_limit=base.in_flight_limit) == (0, 0, 0, 0, 0, 0, 1, 0)
+    assert p.normalize(base, 1) == (0, 0, 0, 0, 0, 0, 1, 0)
     problem = normalized_problem(base, 1)
     assert p.plan(problem).period == pytest.approx(p.lower_bound(problem))
     single = (replace(base, failed=frozenset({p.Worker(3, stage)})) for stage in range(8))
@@ -115,15 +114,14 @@ def test_no_distribution_has_a_better_plan_than_the_chosen_one(number: int) -> N
     def period(distribution: tuple[int, ...]) -> float:
         return p.heuristic(replace(problem, failed=p.normalized_failures(grid, distribution)), 20_000).period
 
-    options = {"technique": problem.technique, "in_flight_limit": problem.in_flight_limit}
-    chosen = p.normalize(grid, problem.costs, failures, period=period, **options)  # type: ignore[arg-type]
+    chosen = p.normalize(problem, failures, period=period)
     asked = period.cache_info().misses
     every = distributions(grid, failures)
     best = min(map(period, every))
     assert period(chosen) <= best * (1 + 1e-9)
     assert asked <= len(every)
     if number in BOUNDS_MISLEAD:
-        assert period(p.normalize(grid, problem.costs, failures, **options)) > best * (1 + 1e-9)  # type: ignore[arg-type]
+        assert period(p.normalize(problem, failures)) > best * (1 + 1e-9)
 
 
 def test_periods_are_asked_for_until_no_bound_is_below_the_best() -> None:
@@ -137,28 +135,28 @@ def test_periods_are_asked_for_until_no_bound_is_below_the_best() -> None:
         asked.append(distribution)
         return periods[distribution]
 
-    assert p.normalize(GRID, UNIT, 2, in_flight_limit=base.in_flight_limit, period=period) == best
+    assert p.normalize(base, 2, period=period) == best
     bounds = {d: p.lower_bound(replace(base, failed=p.normalized_failures(GRID, d))) for d in periods}
     assert [bounds[d] for d in asked] == sorted(bounds[d] for d in asked)
     assert {d for d, bound in bounds.items() if bound < periods[best]} <= set(asked)
 
 
 def test_many_distributions_are_searched_near_the_chosen_one() -> None:
-    grid, asked = p.Grid(8, 16, 4), []
+    problem, asked = p.Problem(p.Grid(8, 16, 4), p.Costs.uniform(16)), []
 
     def period(distribution: tuple[int, ...]) -> float:
         asked.append(distribution)
         return 1000.0 + len(asked)
 
-    chosen = p.normalize(grid, p.Costs.uniform(16), 8)
-    assert p.normalize(grid, p.Costs.uniform(16), 8, period=period) == asked[0] == chosen
+    chosen = p.normalize(problem, 8)
+    assert p.normalize(problem, 8, period=period) == asked[0] == chosen
     assert len(asked) == 64
     assert all(sum(abs(a - b) for a, b in zip(d, chosen, strict=True)) == 2 for d in asked[1:])
 
 
 def test_failures_go_to_stages_with_little_work() -> None:
     costs = p.Costs((1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (1.0, 0.5, 1.0), (0.0,) * 3, (0.0,) * 3)
-    assert p.normalize(p.Grid(4, 3, 12), costs, 2) == (0, 2, 0)
+    assert p.normalize(p.Problem(p.Grid(4, 3, 12), costs), 2) == (0, 2, 0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -167,7 +165,7 @@ def test_plans_of_normalized_failures_reach_the_chosen_bound(data: st.DataObject
     grid = p.Grid(data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(4, 8)))
     failures = data.draw(st.integers(0, grid.stages * (grid.pipelines - 1)))
     costs = p.Costs.uniform(grid.stages, communication=data.draw(st.sampled_from([0.0, 0.2])))
-    chosen = p.normalize(grid, costs, failures)
+    chosen = p.normalize(p.Problem(grid, costs), failures)
     problem = p.Problem(grid, costs, p.normalized_failures(grid, chosen))
     assert p.plan(problem).period <= 1.1 * p.lower_bound(problem)
     assert p.distribution_of(grid, problem.failed) == chosen
@@ -235,8 +233,8 @@ def test_sources_take_turns() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: p.normalize(GRID, UNIT, -1), ConfigurationError, "failures=-1.*at least 0"),
-        (lambda: p.normalize(GRID, UNIT, 9), PlanningError, "9 failures.*at most 8"),
+        (lambda: p.normalize(BASE, -1), ConfigurationError, "failures=-1.*at least 0"),
+        (lambda: p.normalize(BASE, 9), PlanningError, "9 failures.*at most 8"),
         (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
         (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
         (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 workers have failed.*for 2"),

@@ -52,7 +52,7 @@ def fill(distribution):
 @pytest.mark.parametrize("failed", [1, 5, 9])
 def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
     limit = MIDDLE.in_flight_limit()
-    spread = normalize(MIDDLE.grid, MIDDLE.costs(), failed, technique=technique, in_flight_limit=limit)
+    spread = normalize(Problem(MIDDLE.grid, MIDDLE.costs(), frozenset(), technique, limit), failed)
     problem = Problem(MIDDLE.grid, MIDDLE.costs(), normalized_failures(MIDDLE.grid, spread), technique, limit)
     period = HeuristicPlanner(0).plan(problem).period
     policy = sim.Recycle(
@@ -67,8 +67,9 @@ def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> 
     """Bounds alone choose stage 6 of this model, whose plan is 2.9 % above the bound with 48 samples in a step."""
     model = sim.get_model("gpt3_6_7b", global_batch=48)
     limit = model.in_flight_limit()
-    gone = normalized_failures(model.grid, normalize(model.grid, model.costs(), 1, in_flight_limit=limit))
-    by_bounds = HeuristicPlanner(100_000).plan(Problem(model.grid, model.costs(), gone, in_flight_limit=limit))
+    problem = Problem(model.grid, model.costs(), in_flight_limit=limit)
+    gone = normalized_failures(model.grid, normalize(problem, 1))
+    by_bounds = HeuristicPlanner(100_000).plan(replace(problem, failed=gone))
     result = sim.simulate(model, sim.Cluster.of(model), sim.Recycle(), sim.FailedFraction(1 / 32), "1h")
     assert model.global_batch / result.throughput < by_bounds.period / 1.02
 
@@ -97,7 +98,7 @@ def test_recycle_pauses_to_detect_regroup_and_move_one_stage() -> None:
     first, second = MIDDLE.grid.rank(Worker(0, 3)), MIDDLE.grid.rank(Worker(1, 3))
     result = run(sim.Recycle(effort=0, **AT_ONCE), [sim.Outage(100.0, (first, second))])
     transfer = MIDDLE.transfer_seconds(0.25)
-    spread = normalize(MIDDLE.grid, MIDDLE.costs(), 2, in_flight_limit=MIDDLE.in_flight_limit())
+    spread = normalize(Problem(MIDDLE.grid, MIDDLE.costs(), in_flight_limit=MIDDLE.in_flight_limit()), 2)
     assert pauses(result) == {"detect": 5.0, "regroup": 5.0, "transfer": transfer, "fill": fill(spread)}
     still = run(sim.Recycle(effort=0, normalization=False, **AT_ONCE), [sim.Outage(100.0, (first, second))])
     assert pauses(still) == {"detect": 5.0, "regroup": 5.0, "fill": fill((0, 0, 0, 2))}

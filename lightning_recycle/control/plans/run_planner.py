@@ -401,18 +401,13 @@ class RunPlanner:
         if len(seconds) < self._grid.stages and self.assumptions.costs is None:
             return None
         actual = distribution_of(self._grid, failed)
-        wanted = normalize(
-            self._grid,
-            costs,
-            len(failed),
-            technique=self.assumptions.technique,
-            most=most_in_a_stage(Problem(self._grid, costs, technique=self.assumptions.technique), len(failed)),
-        )
+        everybody = Problem(self._grid, costs, technique=self.assumptions.technique)
+        wanted = normalize(everybody, len(failed), most=most_in_a_stage(everybody, len(failed)))
         if wanted[vacant.stage] >= actual[vacant.stage]:
             return None
 
         def period(gone: frozenset[Worker]) -> float:
-            return lower_bound(Problem(self._grid, costs, gone, self.assumptions.technique))
+            return lower_bound(replace(everybody, failed=gone))
 
         movers = {
             worker.stage: worker

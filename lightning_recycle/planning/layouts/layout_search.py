@@ -178,12 +178,8 @@ class _LayoutSearch:
         costs, memory = self.layers.costs(self.cuts, split_backward=self.split_backward), self.layers.memory(self.cuts)
         small = 3 * self.grid.global_microbatches * self.grid.stages <= 20_000
         goal = normalize(
-            self.grid,
-            costs,
+            replace(self.problem, costs=costs, memory=memory),
             failures,
-            technique=self.problem.technique,
-            in_flight_limit=self.problem.in_flight_limit,
-            memory=memory,
             period=(
                 lambda spread: self.judged(self.cuts, self.at(self.cuts, normalized_failures(self.grid, spread))).period
             )
