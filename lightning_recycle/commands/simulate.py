@@ -46,7 +46,7 @@ from lightning_recycle.visualize.report.records import (
 )
 from lightning_recycle.visualize.timeline import timeline_trace
 
-__all__ = ["Point", "main", "points_of"]
+__all__ = ["SweepPoint", "main", "points_of"]
 
 Result = Mapping[str, Any]
 
@@ -110,14 +110,14 @@ def main() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """A point of an experiment: the name of its lines, and the overrides to compose it with."""
 
     name: str
     overrides: tuple[str, ...]
 
 
-def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[Point]:
+def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[SweepPoint]:
     """All points in the order of the lines, the last value of a line changing fastest.
 
     Args:
@@ -141,7 +141,7 @@ def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[
                 values = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
                 choices[item.key_or_group] = [f"{key}={value}" for value in values]
             choices |= {key: [override] for key, override in usual.items()}
-            found += [Point(name, values) for values in itertools.product(*choices.values())]
+            found += [SweepPoint(name, values) for values in itertools.product(*choices.values())]
     return found
 
 

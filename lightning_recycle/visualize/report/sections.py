@@ -41,7 +41,7 @@ from lightning_recycle.visualize.report.records import (
     setting_text,
 )
 
-__all__ = ["Cell", "Charts", "Legend", "Note", "Section", "Table", "averaged", "sections_of"]
+__all__ = ["Cell", "Charts", "Legend", "Paragraph", "Section", "Table", "averaged", "sections_of"]
 
 _BINS = 72
 _MOST_PICTURES = 8
@@ -88,14 +88,14 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Note:
+class Paragraph:
     """A paragraph beside a chart or table."""
 
     kind: ClassVar[str] = "note"
     text: str
 
 
-Part = Legend | Charts | Table | Note
+Part = Legend | Charts | Table | Paragraph
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _by_interval(records: Sequence[Record]) -> Section | None:
         heads = {1 / each: duration_text(each) for each in intervals}
         x = logarithmic("mean time between failures", list(heads), list(heads.values()))
         bands = f"Bands, from {LEAST_RUNS} runs on: 95 % interval of the mean."
-        parts.append(Note(f"Protocol: {protocol_text(own)}. {bands} {_assumed(own)}"))
+        parts.append(Paragraph(f"Protocol: {protocol_text(own)}. {bands} {_assumed(own)}"))
         parts += _ratio_lines(own, x, lambda record: 1 / interval(record), heads)
     lead = f"A node of the cluster fails at this interval on average; more failures to the right. {_IDEAL}"
     return Section("intervals", "Throughput by failure interval", lead, parts) if parts else None
@@ -304,7 +304,7 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
         Legend([*_CAUSES.values()], bars=True),
         Charts(pictures),
         Table("GPU-seconds of a run, by cause", columns, rows, left=4),
-        Note(
+        Paragraph(
             "Useful: computing samples that count, once. Bubble: waiting within a step. Idle: alive, not part of "
             "training. Redone: lost steps, and what is computed twice. Reconfiguring: pauses. Failed: down."
         ),
@@ -341,7 +341,7 @@ def _traces(records: Sequence[Record]) -> Section | None:
     parts: list[Part] = [
         Legend([replace(series, marker=None) for series in (*variants.all, _AVAILABLE)]),
         Charts(pictures[:_MOST_PICTURES], wide=True),
-        Note(f"Throughput is averaged over {_BINS} equal parts of the time, of up to {bin_text}.{some}"),
+        Paragraph(f"Throughput is averaged over {_BINS} equal parts of the time, of up to {bin_text}.{some}"),
         Table("Throughput relative to fault-free 1F1B", ["model", "policy", *traces], rows, left=2),
     ]
     lead = "Nodes come and go as they did in a public cloud: availability above, throughput below."
