@@ -1,7 +1,7 @@
 """Simulation: how training runs cope with failures, under ReCycle and other policies. No torch.
 
 >>> from lightning_recycle.simulation import Cluster, Poisson, Recycle, get_model, simulate
->>> model = get_model("gpt3_6_7b")
+>>> model = get_model("gpt3_medium")
 >>> result = simulate(model, Cluster.of(model), Recycle(), Poisson(mtbf="2h"), duration="6h", seed=1)
 >>> round(sum(result.accounting.fractions().values()), 9)
 1.0

@@ -114,7 +114,7 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: R
     seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     plans.measurements.operation_seconds = seconds
     for rank in range(4):
-        plans.measured(GRID.worker(rank), Measured(rank, footprint(after_forward=50, after_backward=50)))
+        plans.take(GRID.worker(rank), Measured(rank, footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)
     (ready,) = plans.better()
     assert ready.roster == (0, 1, 2, 3)
@@ -131,7 +131,7 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: R
 def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: RunPlanner, plans: RunPlans) -> None:
     for rank in range(4):
         worker, held = GRID.worker(rank), footprint(after_forward=300, after_backward=300, checkpoint=300)
-        plans.measured(worker, Measured(rank, held))
+        plans.take(worker, Measured(rank, held))
     three_steps(planner, plans)
     (ready,) = plans.better()
     assert ready.details["gain"] < 0
@@ -151,7 +151,7 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
 
     monkeypatch.setattr(PlanQuestion, "answer", lambda asked: long_answer(asked.problem))
     for rank in range(4):
-        plans.measured(GRID.worker(rank), Measured(rank, footprint(after_forward=50, after_backward=50)))
+        plans.take(GRID.worker(rank), Measured(rank, footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)
     assert plans.better() == []
     assert planner.plan(ALL, plans.operation_seconds).period == first < longer.period

@@ -50,7 +50,7 @@ class Run:
 
     def tried(self, trial: SplitTrial) -> None:
         for worker in GRID.workers():
-            self.plans.tried(worker, Tried(GRID.rank(worker), trial))
+            self.plans.take(worker, Tried(GRID.rank(worker), trial))
         self.settle()
 
     def settle(self) -> None:
@@ -142,7 +142,7 @@ def test_one_worker_of_each_stage_that_works_is_waited_for(open_run: Callable[..
     run.steps()
     for worker in GRID.workers():
         assert run.planner.assumptions.splitting is None
-        run.plans.tried(worker, Tried(GRID.rank(worker), CHEAP))
+        run.plans.take(worker, Tried(GRID.rank(worker), CHEAP))
     assert run.planner.assumptions.splitting is not None
 
 

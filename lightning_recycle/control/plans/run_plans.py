@@ -178,39 +178,25 @@ class RunPlans:
 
     def take(self, worker: Worker, message: Profiled | Measured | LayerFacts | Tried) -> None:
         """``worker`` has measured something."""
+        newest = self.schedules[-1] if self.schedules else None
         match message:
             case Profiled():
-                self.profiled(worker, message)
-            case Measured():
-                self.measured(worker, message)
+                if (profile := self.measurements.profiled(worker.stage, message)) is not None:
+                    self._on_profile(profile)
             case LayerFacts():
-                self.layers(message)
+                self._layouts.told(message)
+            case Measured():
+                footprints = self.measurements.footprints
+                footprints[worker] = message.footprint
+                if newest is not None and footprints.keys() >= set(newest.live_workers):
+                    self._planner.assumptions.measured(footprints)
+                    self._plan_ahead_again()
             case Tried():
-                self.tried(worker, message)
-
-    def profiled(self, worker: Worker, message: Profiled) -> None:
-        """A stage was profiled."""
-        if (profile := self.measurements.profiled(worker.stage, message)) is not None:
-            self._on_profile(profile)
-
-    def measured(self, worker: Worker, message: Measured) -> None:
-        """A worker has measured its memory."""
-        known = self.measurements.footprints
-        known[worker] = message.footprint
-        if self.schedules and known.keys() >= set(self.schedules[-1].live_workers):
-            self._planner.assumptions.measured(known)
-            self._plan_ahead_again()
-
-    def tried(self, worker: Worker, message: Tried) -> None:
-        """A worker has tried what it costs to split backwards."""
-        known = self.measurements.trials
-        known[worker] = message.trial
-        if not self.schedules:
-            return
-        newest = self.schedules[-1]
-        if known.keys() >= set(newest.live_workers) - newest.idle_workers():
-            self._planner.assumptions.tried(known)
-            self._plan_ahead_again()
+                trials = self.measurements.trials
+                trials[worker] = message.trial
+                if newest is not None and trials.keys() >= set(newest.live_workers) - newest.idle_workers():
+                    self._planner.assumptions.tried(trials)
+                    self._plan_ahead_again()
 
     def stepped(self, seconds: float | None) -> None:
         """A step was committed, ``seconds`` after the previous one."""
@@ -227,10 +213,6 @@ class RunPlans:
                 self._background.begin(Urgency.DRIFT, self._look_for_better(question))
 
     # ------------------------------------------------------------------ layouts
-
-    def layers(self, facts: LayerFacts) -> None:
-        """A worker has measured its layers."""
-        self._layouts.told(facts)
 
     def layout_is(self, cuts: Cuts) -> None:
         """The workers who return to a coordinator that was started again have the layout ``cuts``."""
