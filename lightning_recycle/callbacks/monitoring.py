@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
 
@@ -112,21 +111,7 @@ class PlanMonitor(pl.Callback):
     """
 
     def __init__(self, threshold: float = 0.05, window: int = 20, horizon_steps: int = 1000) -> None:
-        if not is_number(threshold, 0, above=True) or threshold >= 1:
-            raise ConfigurationError(
-                f"PlanMonitor(threshold={threshold!r}): give the fraction of a step that a change must save, e.g. 0.05."
-            )
-        for name, value, least in (("window", window, 3), ("horizon_steps", horizon_steps, 1)):
-            if not is_integer(value, least):
-                raise ConfigurationError(f"PlanMonitor({name}={value!r}): give a number of steps, at least {least}.")
-        self.threshold = threshold
-        self.window = window
-        self.horizon_steps = horizon_steps
-
-    @property
-    def options(self) -> DriftOptions:
-        """The options for the coordinator."""
-        return DriftOptions(self.threshold, self.window, self.horizon_steps)
+        self.options = DriftOptions(threshold, window, horizon_steps)
 
     @staticmethod
     def options_of(trainer: pl.Trainer) -> DriftOptions | None:

@@ -133,9 +133,9 @@ def test_20_percent_of_noise_never_change_the_plan(pipelines: int, microbatches:
 
 
 def test_20_percent_of_noise_would_change_it_if_it_were_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurements of single steps do differ by more than what makes a plan worth it."""
+    """The measurements of a few steps do differ by more than what makes a plan worth it."""
     monkeypatch.setattr("lightning_recycle.control.plans.drift._SIGNIFICANCE", 0.0)
-    gains = [Run(noise(seed, 0.4), DriftOptions(window=1)).steps(20).gains for seed in range(3)]
+    gains = [Run(noise(seed, 0.4), DriftOptions(window=3)).steps(20).gains for seed in range(3)]
     assert sum(map(len, gains)) > 0
 
 

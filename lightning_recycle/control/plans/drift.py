@@ -54,7 +54,10 @@ _Doubt: TypeAlias = dict[Worker | tuple[int, str], float]
 """How far noise may have moved an estimate, as a logarithm: a worker's factor, a stage's level by operation kind."""
 
 
-_SHARE_OF_STEP = Check(lambda value: is_number(value, 0.0), "give the part of a step that a change must save")
+_SHARE_OF_STEP = Check(
+    lambda value: is_number(value, 0, above=True) and value < 1,
+    "give the fraction of a step that a change must save, e.g. 0.05",
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,10 @@ class DriftOptions(OptionGroup):
     """
 
     threshold: float = option(0.05, _SHARE_OF_STEP, shared="part of a step that another plan must save")
-    window: int = option(20, integer(1), shared="steps that are measured before anything is concluded")
+    window: int = option(20, integer(3), shared="steps that are measured before anything is concluded")
     horizon_steps: int = option(1000, integer(1), shared="steps within which the change must pay")
+
+    _owner = "PlanMonitor"  # whose arguments they are
 
 
 @dataclass(frozen=True, slots=True)
