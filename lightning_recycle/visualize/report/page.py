@@ -108,19 +108,13 @@ def _leaders(scenes: Scenes) -> str:
     if not leads:
         return "No three policies have run with the same schedule, so these results do not say which policy is best."
     total = sum(leads.values())
-    total = sum(leads.values())
-    (first, most), *others = leads.most_common()
-    leader = f"{POLICIES.get(first, first)} is fastest in {most}"
-    if entered[first] < total:
-        leader += f" of the {entered[first]} with it, of {_count(total, 'comparison')}"
-    else:
-        leader += f" of {_count(total, 'comparison')}"
-    rest = [
-        f"{POLICIES.get(name, name)} in {count}" + (f" of the {entered[name]} with it" if entered[name] < total else "")
-        for name, count in others
-    ]
+    parts: list[str] = []
+    for name, count in leads.most_common():
+        part = f"in {count}" if parts else f"is fastest in {count} of {_count(total, 'comparison')}"
+        part += f" (it ran in {entered[name]})" if entered[name] < total else ""
+        parts.append(f"{POLICIES.get(name, name)} {part}")
     close = f"{narrow} of these leads {'is' if narrow == 1 else 'are'} below half a point"
-    return f"With the same schedule for all, {', '.join([leader, *rest])}; {close}."
+    return f"With the same schedule for all, {', '.join(parts)}; {close}."
 
 
 def _re_routing(scenes: Scenes) -> str:
@@ -137,7 +131,7 @@ def _re_routing(scenes: Scenes) -> str:
         f"with {'1F1B' if schedule == '1f1b' else 'the planned schedule'}"
         for schedule, values in sorted(gains.items())
     ]
-    return f"Re-routing adds, over merging broken pipelines into whole ones, {' and '.join(parts)}."
+    return f"Compared with merging broken pipelines into whole ones, re-routing gains {' and '.join(parts)}."
 
 
 def _schedule(scenes: Scenes) -> str:

@@ -241,8 +241,9 @@ def _by_interval(records: Sequence[Record]) -> Section | None:
         intervals = sorted({interval(record) for record in own}, reverse=True)
         heads = {1 / each: duration_text(each) for each in intervals}
         x = logarithmic("mean time between failures", list(heads), list(heads.values()))
-        bands = f"Bands, from {LEAST_RUNS} runs on: 95 % interval of the mean."
-        parts.append(Paragraph(f"Protocol: {protocol_text(own)}. {bands} {_assumed(own)}"))
+        many = any(len(record["runs"]) >= LEAST_RUNS for record in own)
+        bands = f" Bands, from {LEAST_RUNS} runs on: 95 % interval of the mean." if many else ""
+        parts.append(Paragraph(f"Protocol: {protocol_text(own)}.{bands} {_assumed(own)}"))
         parts += _ratio_lines(own, x, lambda record: 1 / interval(record), heads)
     lead = f"A node of the cluster fails at this interval on average; more failures to the right. {_IDEAL}"
     return Section("intervals", "Throughput by failure interval", lead, parts) if parts else None
