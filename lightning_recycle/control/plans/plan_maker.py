@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
-from lightning_recycle.control.plans.background_planner import InThread
+from lightning_recycle.control.plans.planning_queue import InThread
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
