@@ -6,7 +6,7 @@ measured, that is what :func:`~lightning_recycle.planning.layouts.layout_search.
 operations have been measured, and whenever workers are lost or return; in the background, so nothing waits for the
 answer: training goes on with re-routing alone.
 
-Contract: called from the coordinator's thread. Answers are published by the background planner, as
+Contract: called from the coordinator's thread. Answers are published by the planning queue, as
 :class:`LayoutAnswer`.
 
 Must not know: connections, generations; how layers move.

@@ -1,4 +1,4 @@
-"""Questions for plans, where they are answered, and the plans that are ready.
+"""Maker of single plans: the questions, where each is answered, and a cache of the plans that are ready.
 
 Concept: a question goes to the planning process or, where that is no use, to the background thread:
 

@@ -1,4 +1,4 @@
-"""Plans for a running training, whichever workers have failed.
+"""Provider of plans: for any failed workers the plan that is ready, one that is stored, or one made at once.
 
 Concept: the fault-free plan is made before the workers start, by the planner that the user chose. Then plans are made
 ahead, one for each distribution over the stages that the next
@@ -213,7 +213,7 @@ def _replaces(schedule: Schedule, ready: Schedule, problem: Problem) -> bool:
 
 
 class PlanProvider:
-    """The schedules of one run.
+    """Has a plan for whichever workers fail, and has the plans for the next failures made ahead.
 
     Args:
         grid: the grid of the run.

@@ -1,7 +1,15 @@
-"""The plans of one run: what all run now, what is ready for the next failure, and when another plan is better.
+"""Which plan all workers of a run follow, and when they change to another one.
 
 Concept: the coordinator reports what happened (a generation begins, a step was applied, an answer was found) and gets
-schedules. Every schedule is made here, so no two workers can disagree about one.
+schedules. All of them come from here, so no two workers can disagree about one::
+
+    RunPlans              which plan, when
+      DriftMonitor        whether operations still take the times that the plan assumes
+      LayoutChoice        whether the layers should lie in another way
+      PlanProvider        the plan for those who have failed: ready, stored, or made
+        Assumptions       the problem that a plan is made for
+        PlanMaker         makes one plan, ReadyPlans keeps it
+      PlanningQueue       answers what takes long, in a process beside the coordinator
 
 | event | question |
 |---|---|
