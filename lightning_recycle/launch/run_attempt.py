@@ -38,7 +38,7 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
-from lightning_recycle.planning.planner import PlanLibrary
+from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.configuration import WorkerIdentity

@@ -23,7 +23,7 @@ from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unf
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.option_table import shared_options
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planner import PlanningOptions
+from lightning_recycle.planning.planning_options import PlanningOptions
 
 __all__ = [
     "GROUPS",

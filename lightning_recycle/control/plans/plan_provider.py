@@ -41,7 +41,8 @@ from lightning_recycle.planning.normalization import (
     next_failures,
     normalize,
 )
-from lightning_recycle.planning.planner import PlanLibrary, get_planner
+from lightning_recycle.planning.plan_library import PlanLibrary
+from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.rerouting import alike
