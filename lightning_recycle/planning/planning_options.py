@@ -78,8 +78,8 @@ class PlanningOptions(OptionGroup):
     profile: str | os.PathLike[str] | None = option(None, by_launcher=True)
     partition: Literal["count"] | list[int] = option("count")
     split_backward: Switch = option("auto", SWITCH, shared="split backwards")
-    staggered: Switch = option("auto", SWITCH, shared="stages step one by one")
-    memory: MemoryLimit | str = option("auto", _MEMORY, shared="what plans may use of a worker's memory")
+    staggered: Switch = option("auto", SWITCH, shared="let each stage step by itself")
+    memory: MemoryLimit | str = option("auto", _MEMORY, shared="memory of a worker that plans may use")
     activation_checkpointing: Literal["auto", "never"] = option(
         "auto", choice("auto", "never"), shared="compute forwards again where memory makes the step slow"
     )
