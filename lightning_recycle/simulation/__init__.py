@@ -7,7 +7,6 @@
 1.0
 """
 
-from lightning_recycle.simulation.engine import Repetitions, repeat, simulate
 from lightning_recycle.simulation.failures import (
     FailedFraction,
     FailureRate,
@@ -25,6 +24,7 @@ from lightning_recycle.simulation.policies.published import Bamboo, Varuna
 from lightning_recycle.simulation.policies.recycle import ElasticLayers, Recycle
 from lightning_recycle.simulation.policies.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
 from lightning_recycle.simulation.results import Accounting, Cause, Interval, SimulatedEvent, SimulationResult, State
+from lightning_recycle.simulation.simulated_run import Repetitions, repeat, simulate
 from lightning_recycle.simulation.training_model import (
     GPUS,
     Cluster,

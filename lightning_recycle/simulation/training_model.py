@@ -20,7 +20,7 @@ second of a GPU there, 135, 138, 140 and 148 teraFLOP/s, as samples/s. Choices w
 - *Grids of the large models*: up to 64 stages without tensor parallelism, 64 x 24 for the largest, as in the paper's
   planning experiments; Megatron's own layouts use tensor parallelism 8.
 
-Must not know: failures, policies, the engine.
+Must not know: failures, policies, how a run is played.
 
 Sources: operations from Narayanan et al., SC'21 (arXiv 2104.04473), section 5.1, split into F, B and W: a linear layer
 costs the same in each, the attention products have no weights and cost twice as much in B as in F. Activation bytes

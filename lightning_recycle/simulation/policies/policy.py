@@ -1,6 +1,6 @@
 """Policies: a pure answer to "these nodes have failed, what now?", and the settings and costs that all of them share.
 
-Concept: the engine plays time; a policy says how training runs between two events (:class:`Configuration`) and what
+Concept: the simulated run plays time; a policy says how training runs between two events (:class:`Configuration`) and what
 happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. All that a policy remembers is in
 the configuration's ``layout``, so policies are frozen and answers depend only on their arguments.
 
@@ -124,7 +124,7 @@ class Configuration:
         checkpoint_writing: how long it then takes, while training goes on, until the checkpoint can be loaded.
         layout: the policy's own data.
         fill_seconds: extra time of the first step after a stop, because later steps overlap (staggered optimizer).
-            The engine adds it after every stop.
+            The run adds it after every stop.
         lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
             only be stopped at the end of the next step.
         choice: what a policy that chooses among several ways has chosen, e.g. "layers"; empty for other policies.

@@ -1,4 +1,4 @@
-"""The engine, with a policy whose every second is known."""
+"""A simulated run, with a policy whose every second is known."""
 
 from dataclasses import dataclass, field, replace
 

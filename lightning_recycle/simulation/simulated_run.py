@@ -1,4 +1,4 @@
-"""The engine: plays a training run from event to event, once or for several seeds.
+"""Simulated run: plays training from event to event, once or for several seeds.
 
 Concept: between two events training runs in one configuration, step after step, so an interval of any length is one
 calculation. Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait for the
