@@ -34,7 +34,7 @@ __all__ = [
     "Slowdown",
     "WrongArithmetic",
     "deadlock",
-    "exit_at_once",
+    "exit",
     "flip",
     "flip_in_next_output",
     "flipped",
@@ -42,7 +42,6 @@ __all__ = [
     "kill",
     "partition",
     "preempt",
-    "raise_error",
 ]
 
 _DEADLOCK_SECONDS = 3600.0  # by then, nothing will find the deadlock any more
@@ -56,14 +55,9 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def exit_at_once() -> None:
+def exit() -> None:
     """Ends the process with exit code 1: no ``finally``, no exit handlers, no message."""
     os._exit(1)
-
-
-def raise_error(reason: str) -> None:
-    """Raises InjectedFaultError, which counts as a failure of the infrastructure."""
-    raise InjectedFaultError(reason)
 
 
 def hang() -> None:

@@ -18,7 +18,7 @@ from lightning_recycle.callbacks import fault_effects
 from lightning_recycle.callbacks.faults import KINDS_AT_TIMES, Agenda, Fault, random_faults, trace_faults
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Op, OpKind, Worker
 from lightning_recycle.traces import load_trace
 
@@ -246,7 +246,7 @@ class _Injector:
         executor.announce_fault(FaultInjected(self._rank, fault.kind, where, time.time()))
         match fault.kind:
             case "exception":
-                fault_effects.raise_error(f"Injected: {fault}")
+                raise InjectedFaultError(f"Injected: {fault}")  # counts as a failure of the infrastructure
             case "slow":
                 assert fault.factor is not None
                 assert fault.steps is not None
@@ -254,7 +254,7 @@ class _Injector:
             case "bitflip":
                 self._flip(fault, executor)
             case kind:
-                getattr(fault_effects, {"exit": "exit_at_once"}.get(kind, kind))()
+                getattr(fault_effects, kind)()
 
     def _flip(self, fault: Fault, executor: Executor) -> None:
         draw = random.Random(str(fault))

@@ -57,7 +57,7 @@ def fail_with_all_sorts_of_clean_up(fail: Callable[[], None], path: Path) -> Non
         path.write_text("cleaned up")
 
 
-@pytest.mark.parametrize(("fail", "code"), [(fault_effects.kill, -signal.SIGKILL), (fault_effects.exit_at_once, 1)])
+@pytest.mark.parametrize(("fail", "code"), [(fault_effects.kill, -signal.SIGKILL), (fault_effects.exit, 1)])
 def test_the_process_ends_at_once_without_clean_up(fail: Callable[[], None], code: int, tmp_path: Path) -> None:
     with child(fail_with_all_sorts_of_clean_up, fail, tmp_path / "witness") as process:
         process.join(SECONDS)

@@ -9,14 +9,20 @@ from typing_extensions import override
 
 from chaos.scenario import LateFault
 from lightning_recycle.callbacks import fault_effects
+from lightning_recycle.errors import InjectedFaultError
 from lightning_recycle.planning.grid import Op, Worker
 
 __all__ = ["LateFaults", "Pace"]
 
+
+def _raise() -> None:
+    raise InjectedFaultError("Injected into a replacement.")
+
+
 _FAIL: dict[str, Callable[[], None]] = {
     "kill": fault_effects.kill,
-    "exit": fault_effects.exit_at_once,
-    "exception": lambda: fault_effects.raise_error("Injected into a replacement."),
+    "exit": fault_effects.exit,
+    "exception": _raise,
     "hang": fault_effects.hang,
     "partition": fault_effects.partition,
     "preempt": fault_effects.preempt,

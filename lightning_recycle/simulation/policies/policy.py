@@ -1,8 +1,8 @@
 """Policies: a pure answer to "these nodes have failed, what now?", and the settings and costs that all of them share.
 
-Concept: the simulated run plays time; a policy says how training runs between two events (:class:`Configuration`) and what
-happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. All that a policy remembers is in
-the configuration's ``layout``, so policies are frozen and answers depend only on their arguments.
+Concept: the simulated run plays time; a policy says how training runs between two events (:class:`Configuration`) and
+what happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. All that a policy remembers is
+in the configuration's ``layout``, so policies are frozen and answers depend only on their arguments.
 
 Policies differ in who does a dead worker's work. Everything else they could all do equally well or badly, so it is the
 same for all unless a setting says otherwise, and a comparison is one of policies. Only a policy whose publication has a
