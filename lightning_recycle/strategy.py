@@ -36,14 +36,14 @@ from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut
 from lightning_recycle.option_table import shown_options, suggests_options
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
-from lightning_recycle.session.lightning_internals import WrappingCheckpointIO, set_device_mesh
+from lightning_recycle.session.lightning_internals import AFTER_SAVING, WrappingCheckpointIO, set_device_mesh
 from lightning_recycle.session.requirements import check_shards
 from lightning_recycle.session.session import Session
 
@@ -445,7 +445,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._session is not None:
+        if self._session is not None and not (name == AFTER_SAVING and self._session.saves_in_background):
             self._session.collectives.barrier(name)
 
     @override

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 from lightning_recycle.control.activity import ActivityRecorder
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, connect, connections
-from lightning_recycle.control.payload import in_words, pack, unpack_all
+from lightning_recycle.control.payload import in_words, pack, unpack, unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
@@ -113,6 +113,8 @@ class ControlClient(ActivityRecorder):
         self._status = 0  # of a process that leaves
         self._was_asked_to_leave = False
         self._is_over = False  # the run has finished, and this process goes on
+        self._parcels: dict[tuple[int, int, str], messages.Payload | None] = {}  # by batch, sender and key
+        self._returns = 0
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
         self._who: dict[str, Any] = {
@@ -236,13 +238,14 @@ class ControlClient(ActivityRecorder):
         self._requests.append(messages.EndRun(self.rank))
         self._wake_heartbeat.set()
 
-    def confirm(self) -> None:
+    def confirm(self, in_background: bool = False) -> None:
         """Returns if this worker is still a member, and ends the process otherwise. To be called before anything that
-        only a member of the generation may do.
+        only a member of the generation may do. ``in_background``: whether the thread that trains is another one.
         """
         number = self.member.confirmed + 1
         self.send(messages.Confirm(self.rank, number))
-        self._wait(lambda: self.member.confirmed >= number or None, "confirmation that it is a member")
+        what = "confirmation that it is a member"
+        self._wait(lambda: self.member.confirmed >= number or None, what, shown=not in_background)
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.
@@ -405,6 +408,55 @@ class ControlClient(ActivityRecorder):
         answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
         return unpack_all(answer.payloads)
 
+    # ------------------------------------------------------------------ beside the training
+
+    def give(self, to: int, batch: int, key: str, value: Any) -> None:
+        """Sends ``value``, which concerns ``batch``, to the worker ``to``, which takes it by ``key``."""
+        self.send(messages.Parcel(self.rank, to, batch, key, pack((value,))))
+
+    def take(self, sender: int, batch: int, key: str, is_wanted: Callable[[], bool]) -> Any:
+        """Waits in a thread beside the training for what ``sender`` gives under ``key``.
+
+        Raises:
+            Interrupted: when ``sender`` is lost, or ``is_wanted`` has become false.
+        """
+        name = (batch, sender, key)
+        with self._changed:
+            while name not in self._parcels:
+                if self._is_over or not is_wanted() or sender not in self.member.newest_roster:
+                    raise Interrupted
+                self._changed.wait(_LOOKUP_SECONDS)
+            payload = self._parcels.pop(name)
+        return unpack(payload)[0]
+
+    def has_parcel(self, sender: int, batch: int, key: str) -> bool:
+        """Whether :meth:`take` would return at once."""
+        return (batch, sender, key) in self._parcels
+
+    def forget_parcels(self, batch: int) -> None:
+        """Drops what concerns ``batch``, and those before it, and was not taken."""
+        with self._changed:
+            self._parcels = {name: value for name, value in self._parcels.items() if name[0] > batch}
+
+    @property
+    def returns(self) -> int:
+        """How often this worker has lost its coordinator and found another one; parcels are lost with it."""
+        return self._returns
+
+    def await_thread(self, is_done: Callable[[], bool], what: str) -> bool:
+        """Waits for work of this process; carries out the regroups that are announced meanwhile. Returns whether it is
+        done; it may not be at the end of the run.
+        """
+        with self.busy(what):
+            while not (is_done() or self._is_over):
+                if self.interrupted and self.regroup is not None:
+                    with contextlib.suppress(_RunIsOver):
+                        self.regroup()
+                with self._changed:
+                    if not is_done():
+                        self._changed.wait(_LOOKUP_SECONDS)
+        return is_done()
+
     def go_on(self, point: int) -> None:
         """Lets others know, if they want to, that this worker does not stop at stop point ``point``."""
         with self._changed:
@@ -435,10 +487,15 @@ class ControlClient(ActivityRecorder):
         self._wake_heartbeat.set()
 
     def _wait(
-        self, ready: Callable[[], _T | None], what: str, timeout: float | None = None, interruptible: bool = False
+        self,
+        ready: Callable[[], _T | None],
+        what: str,
+        timeout: float | None = None,
+        interruptible: bool = False,
+        shown: bool = True,
     ) -> _T:
         began = time.monotonic()
-        with self.waiting(what, coordinated=True), self._changed:
+        with self.waiting(what, coordinated=True) if shown else contextlib.nullcontext(), self._changed:
             while True:
                 found = ready()
                 if found is not None:
@@ -516,6 +573,11 @@ class ControlClient(ActivityRecorder):
             if isinstance(message, messages.Alive):
                 self._connection.limit_quiet(message.timeout)
                 continue
+            if isinstance(message, messages.Parcel):
+                with self._changed:
+                    self._parcels[message.batch, message.rank, message.key] = message.payload
+                    self._changed.notify_all()
+                continue
             with self._changed:
                 replies = self.member.receive(message)
                 self._changed.notify_all()
@@ -554,6 +616,7 @@ class ControlClient(ActivityRecorder):
                 except OSError:
                     continue  # it is gone again
                 self._is_away, self._came_back = False, time.monotonic()
+                self._returns += 1
                 self._changed.notify_all()
             return True
         return self._leaving and self._survives

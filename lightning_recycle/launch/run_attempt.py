@@ -30,7 +30,7 @@ from lightning_recycle.control.network.addresses import (
 )
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
-from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.engines.ray_cluster import needs_of_worker
 from lightning_recycle.launch.local_workers import LocalWorkerGroup
@@ -38,7 +38,7 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
-from lightning_recycle.planning.plan_library import PlanLibrary
+from lightning_recycle.planning.planner import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.configuration import WorkerIdentity
@@ -164,9 +164,9 @@ class RunAttempt:
             raise self._signals.error()  # it came while this run was being cleaned up
         return outcome
 
-    def _planner(self) -> PlanProvider:
+    def _planner(self) -> RunPlanner:
         planning = self._run.options.planning
-        return PlanProvider(
+        return RunPlanner(
             self._setup.grid,
             planning.planner,
             replace(planning.technique, staggered=self._setup.staggered),
@@ -208,7 +208,7 @@ class RunAttempt:
             )
         return LocalWorkerGroup(worker_main, payload)
 
-    def _make_coordinator(self, planner: PlanProvider) -> Coordinator:
+    def _make_coordinator(self, planner: RunPlanner) -> Coordinator:
         listens = self._setup.outsiders
         host, port = self._group.host, 0
         if listens:

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from fsspec.core import url_to_fs
@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from typing_extensions import override
 
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import (
     delete,
     put_in_place,
@@ -48,7 +49,6 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
-from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
     EmptyStateDictLoadPlanner,
@@ -160,9 +160,10 @@ def save_with_checksums(value: Any, file: Any) -> None:
 
 @dataclass(frozen=True)
 class WriteFailure:
-    """Why a checkpoint was not written."""
+    """Why a checkpoint was not written. ``is_refusal``: whether it was the file system that refused."""
 
     text: str
+    is_refusal: bool = True
 
 
 def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
@@ -310,11 +311,34 @@ def discard(folder: Path) -> None:
 _TORCH_METADATA = ".metadata"
 
 
+class Writers(Protocol):
+    """The workers that write a folder: all of a run, or those that hold copies of its stages."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker names the folder."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker writes a stage's part."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker."""
+
+    @property
+    def positions(self) -> Positions:
+        """Which worker is which member of which position."""
+
+    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
+        """The values of all of them, by rank."""
+
+
 def save_sharded(
     path: str | os.PathLike[str],
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: WorkerCollectives,
+    collectives: Writers,
     before_naming: Callable[[], None],
 ) -> bool | WriteFailure:
     """Writes this worker's shard together with all others; every live worker takes part.
@@ -323,7 +347,7 @@ def save_sharded(
         path: the folder's path, the same on all workers; replaced if it exists.
         shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
         rest: what does not belong to a stage.
-        collectives: this worker's collectives.
+        collectives: all who write.
         before_naming: called by the leader right before the folder gets its name.
 
     Returns:
@@ -341,7 +365,12 @@ def save_sharded(
         if not names:
             continue
         folder = path.with_name(names[0])
-        outcome = _write_once(path, folder, shard, rest, collectives, before_naming)
+        try:
+            outcome = _write_once(path, folder, shard, rest, collectives, before_naming)
+        except BaseException:
+            if collectives.leads:
+                discard(folder)
+            raise
         if outcome is None:
             continue
         if isinstance(outcome, WriteFailure) and collectives.leads:
@@ -354,7 +383,7 @@ def _write_once(
     folder: Path,
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: WorkerCollectives,
+    collectives: Writers,
     before_naming: Callable[[], None],
 ) -> bool | WriteFailure | None:
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""

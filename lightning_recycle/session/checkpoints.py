@@ -5,24 +5,29 @@ A checkpoint holds no trace of the grid.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.optim import Optimizer
 
-from lightning_recycle.control.protocol.messages import Saved
+from lightning_recycle.control.protocol.messages import Saved, SavePhase
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.weights import own_parts
 from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest, StateCopies
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     WriteFailure,
@@ -56,6 +61,34 @@ _FURTHER_WEIGHTS = ("current_model_state",)
 """Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
 
 
+@dataclass(frozen=True)
+class _StagePart:
+    """A copy of one stage's part of a checkpoint.
+
+    Args:
+        weights: the state dict, and what else has a value by parameter, by their names in the checkpoint.
+        states: the state dict of each optimizer.
+        names: the names of each optimizer's parameters.
+        objects: what users keep in their objects, if it is wanted.
+        copies: as in :class:`Checkpoints`, when it was copied.
+    """
+
+    weights: dict[str, dict[str, Any]]
+    states: list[dict[str, Any]]
+    names: list[list[list[str]]]
+    objects: list[Any] | None
+    copies: Copies
+
+
+def _frozen(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """``checkpoint`` as it would be read from a file that was written now."""
+    file = io.BytesIO()
+    torch.save(dict(checkpoint), file)
+    file.seek(0)
+    found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+    return found
+
+
 @dataclass
 class Checkpoints:
     """A worker's part in saving and loading the state of the whole model.
@@ -73,10 +106,13 @@ class Checkpoints:
             returns what this stage has.
         take_objects: if the run begins again: called with what ``objects`` returned, and the state dict, before that is
             loaded.
+        background: writes while the training goes on, if that is wanted.
 
     Attributes:
         restored_objects: if the run begins again, what ``objects`` returned, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
+        is_training: whether the training has begun and is not over.
+        stall_seconds: how long checkpoints have held up this worker so far, apart from collecting the state.
     """
 
     parts: ModelParts
@@ -89,9 +125,18 @@ class Checkpoints:
     reach: Callable[[str, int], None]
     objects: Callable[[], ObjectPack] | None
     take_objects: Callable[[ObjectPack, Mapping[str, Any]], None] | None
+    background: BackgroundSaves | None = None
     restored_objects: ObjectPack | None = None
     restored_steps: int = 0
+    is_training: bool = False
+    stall_seconds: float = 0.0
     _unwinding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.background is not None:
+            self.background.on_failures = self._not_completed
+            self.background.actions["link"] = lambda is_complete, *paths: self.link(*paths) if is_complete else None
+            self.background.actions["remove"] = lambda is_complete, path: self.remove(path) if is_complete else None
 
     @property
     def module(self) -> pl.LightningModule:
@@ -99,10 +144,20 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def in_background(self) -> BackgroundSaves | None:
+        """What writes the checkpoints that are asked for now while the training goes on; None if all wait for them."""
+        return self.background if self.is_training and not self.collectives.client.joining else None
+
+    @property
+    def by_stage(self) -> bool:
+        """Whether each worker puts the state of its stage into a checkpoint that is asked for now."""
+        return self.sharded or self.in_background is not None
+
     def state(self) -> dict[str, Any]:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
         self.collectives.settle()
-        return self.module.state_dict() if self.sharded else self.whole_state()
+        return self.module.state_dict() if self.by_stage else self.whole_state()
 
     def whole_state(self) -> dict[str, Any]:
         """The state dict of the whole model, on every worker."""
@@ -125,6 +180,8 @@ class Checkpoints:
         the stage's, with the same numbers.
         """
         optimizer = plain_optimizer(optimizer)
+        if self.in_background is not None:  # its numbers follow when the stages are joined
+            return optimizer.state_dict()
         if self.sharded:
             return stage_optimizer_state(
                 optimizer.state_dict(), self._all_parameter_names(optimizer), self.copies, self._stage
@@ -145,6 +202,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ loading
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        self.complete()
         if weights_only is None:
             weights_only = self.weights_only  # False for a file that this run wrote itself
         path = self._agreed(path)
@@ -206,8 +264,15 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
-                run, or is to be :meth:`noticed`. Otherwise the leader warns.
+                run, or is to be :meth:`noticed`. Otherwise the leader warns. In the background that comes later.
         """
+        with self._stalling():
+            if (background := self.in_background) is not None:
+                self._ask(background, checkpoint, path, storage_options)
+            else:
+                self._save_together(checkpoint, path, storage_options)
+
+    def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if self.objects is not None:  # plain tensors, which are safe to load
             objects = self.collectives.gather_stages("objects", self.objects)
             checkpoint[_OBJECTS] = [
@@ -224,11 +289,18 @@ class Checkpoints:
         """Makes the checkpoint ``path`` a link to the one at ``target``; as :meth:`save` if the file system refuses."""
         if os.path.abspath(target) == os.path.abspath(path):
             return
+        if self.background is not None and self.background.is_deferring:
+            self.background.asked(target)
+            self.background.follow("link", target, path)
+            return
         if (failure := self._by_the_leader(path, None, lambda: link(target, path))) is not None:
             self._not_written(failure)
 
     def remove(self, path: Any) -> None:
         """The leader deletes a checkpoint that is not wanted any more."""
+        if self.background is not None and self.background.is_deferring:
+            self.background.follow("remove", os.fspath(path))
+            return
         if not self.collectives.leads:
             return
         try:
@@ -261,49 +333,213 @@ class Checkpoints:
             if known:
                 return known[0] if isinstance(known[0], WriteFailure) else None
 
-    def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        self._before_writing()
-        io = self.module.trainer.strategy.checkpoint_io
-        if isinstance(io, WholeCheckpointIO):
-            io.save_checkpoint(checkpoint, path, storage_options, self.collectives.client.confirm)
+    def _save_file(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: Batch | None = None
+    ) -> None:
+        """Writes a file of the whole model; in the background if it is of a ``batch``."""
+        version = self.executor.version if batch is None else batch.version
+        confirm = partial(self.collectives.client.confirm, in_background=batch is not None)
+        self.reach("checkpoint", version)
+        confirm()
+        plugin = self.module.trainer.strategy.checkpoint_io
+        if batch is not None and isinstance(plugin, AsyncCheckpointIO):  # this thread knows when it is complete
+            assert plugin.checkpoint_io is not None
+            plugin = plugin.checkpoint_io
+        if isinstance(plugin, WholeCheckpointIO):
+            plugin.save_checkpoint(checkpoint, path, storage_options, confirm)
         else:
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        self._announce(path)
+            plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self._announce(path, version)
 
     def _before_writing(self) -> None:
         self.reach("checkpoint", self.executor.version)
         self.collectives.client.confirm()
 
-    def _announce(self, path: Any) -> None:
-        self.collectives.client.send(Saved(self.collectives.rank, os.fspath(path), self.executor.version))
+    def _announce(self, path: Any, version: int, phase: SavePhase = SavePhase.COMPLETE, why: str = "") -> None:
+        saved = Saved(self.collectives.rank, os.fspath(path), version, phase, why, self.stall_seconds)
+        self.collectives.client.send(saved)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
-        shard = {"model": checkpoint.pop("state_dict")}
-        shard |= {kind: checkpoint.pop(kind) for kind in _FURTHER_WEIGHTS if kind in checkpoint}
-        shard = {kind: {n: v for n, v in part.items() if self.parts.writes(n)} for kind, part in shard.items()}
-        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
-            shard[f"optimizer_{index}"] = state
-        if self._stage > 0:  # the groups are the same for all stages
-            shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
+        weights = {"model": checkpoint.pop("state_dict")}
+        weights |= {kind: checkpoint.pop(kind) for kind in _FURTHER_WEIGHTS if kind in checkpoint}
+        shard = self._shard(self._own_weights(weights), checkpoint.pop("optimizer_states", []))
         outcome = save_sharded(path, shard, checkpoint, self.collectives, self._before_writing)
         if isinstance(outcome, WriteFailure):
             return outcome
         if outcome:
-            self._announce(path)
+            self._announce(path, self.executor.version)
         return None
 
+    def _own_weights(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Of ``weights``, by kind, those that this stage writes."""
+        return {kind: {n: v for n, v in part.items() if self.parts.writes(n)} for kind, part in weights.items()}
+
+    def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """This stage's part of a folder."""
+        shard = {**weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizers)}}
+        if self._stage > 0:  # the groups are the same for all stages
+            shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
+        return shard
+
+    # ------------------------------------------------------------------ saving while the training goes on
+
+    def begin_batch(self) -> bool:
+        """Takes up what follows from the checkpoints before; whether one may be asked for now. All workers call it."""
+        background = self.in_background
+        if background is None:
+            return True
+        with self._stalling():
+            return self._begun(background) is not None
+
+    def _begun(self, background: BackgroundSaves) -> Batch | None:
+        version = self.executor.version
+        batch = background.begin(version)
+        if batch is None:
+            busy = f"A checkpoint after {version} steps is left out: the one before is still being written."
+            self._not_written(WriteFailure(busy, is_refusal=False))
+        return batch
+
+    def complete(self, wait: bool = True) -> None:
+        """Takes up what follows from checkpoints that were asked for, if they are complete; all workers call it."""
+        if (background := self.in_background) is not None:
+            with self._stalling():
+                background.complete(wait)
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """All wait for the checkpoints that are asked for within the block."""
+        self.complete()
+        before, self.is_training = self.is_training, False
+        try:
+            yield
+        finally:
+            self.is_training = before
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_seconds += time.perf_counter() - began
+
+    def end_training(self) -> None:
+        """The training is over: nothing is written in the background any more."""
+        self.complete()
+        self.is_training = False
+
+    def _ask(self, background: BackgroundSaves, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        batch = self._begun(background)
+        if batch is None:
+            return
+        group = batch.group
+        write = None
+        if group.speaks:
+            part = self._part(batch.copies, checkpoint)
+            rest = _frozen(checkpoint) if group.leads else {}
+            of_stages = self._written_by_stage if self.sharded else self._written_by_leader
+            write = partial(of_stages, batch, part, rest, path, storage_options)
+        background.asked(os.fspath(path))
+        batch.add(SaveRequest(os.fspath(path), write))
+
+    def _part(self, copies: StateCopies, checkpoint: dict[str, Any]) -> _StagePart:
+        """A copy of this stage's part, which is taken out of ``checkpoint``."""
+        kinds = [kind for kind in ("state_dict", *_FURTHER_WEIGHTS) if kind in checkpoint]
+        weights = {kind: checkpoint[kind] for kind in kinds}
+        if self.sharded:
+            weights = self._own_weights(weights)
+        states = checkpoint.get("optimizer_states", [])
+        checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
+        optimizers = [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers][: len(states)]
+        objects = None
+        if self.objects is not None:
+            pack = self.objects()
+            objects = [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *copies.take(list(pack.tensors))]
+        return _StagePart(
+            copies.take(weights, ("weights",)),
+            [copies.take(state, ("optimizer", index)) for index, state in enumerate(states)],
+            [group_names(self.module, optimizer) for optimizer in optimizers],
+            objects,
+            dict(self.copies),
+        )
+
+    def _written_by_leader(
+        self, batch: Batch, part: _StagePart, rest: dict[str, Any], path: Any, storage_options: Any
+    ) -> WriteFailure | None:
+        group = batch.group
+        if not group.leads:
+            group.send(part)
+            return None
+        content: list[Any] = []
+
+        def write() -> None:
+            self._announce(path, batch.version, SavePhase.BEGUN)
+            own = self.collectives.rank
+            parts = [part if rank == own else group.receive(rank, path) for rank in group.ranks]
+            content.extend((one.weights, one.states) for one in parts)
+            for kind in part.weights:
+                rest[kind] = {name: value for one in parts for name, value in one.weights[kind].items()}
+            if "optimizer_states" in rest:
+                states = zip(*(one.states for one in parts), strict=True)
+                names = zip(*(one.names for one in parts), strict=True)
+                rest["optimizer_states"] = [
+                    merge_optimizer_states(of_stages, of_names, part.copies)
+                    for of_stages, of_names in zip(states, names, strict=True)
+                ]
+            if part.objects is not None:
+                rest[_OBJECTS] = [one.objects for one in parts]
+            self._save_file(rest, path, storage_options, batch)
+
+        failure = attempt(write, path, content)
+        if failure is not None:
+            group.fail(failure.text)
+        return failure
+
+    def _written_by_stage(
+        self, batch: Batch, part: _StagePart, rest: dict[str, Any], path: Any, storage_options: Any
+    ) -> WriteFailure | None:
+        group = batch.group
+        if group.leads:
+            self._announce(path, batch.version, SavePhase.BEGUN)
+        told = group.gather_all("names and objects", (part.names, part.objects))
+        names, objects = zip(*(told[rank] for rank in group.ranks), strict=True)
+        states = [
+            stage_optimizer_state(state, [of_stage[n] for of_stage in names], part.copies, self._stage)
+            for n, state in enumerate(part.states)
+        ]
+        weights = {"model" if kind == "state_dict" else kind: value for kind, value in part.weights.items()}
+        kept = {name: value for name, value in rest.items() if name not in (*part.weights, "optimizer_states")}
+        if part.objects is not None:
+            kept[_OBJECTS] = list(objects)
+
+        def before_naming() -> None:
+            self.reach("checkpoint", batch.version)
+            self.collectives.client.confirm(in_background=True)
+
+        outcome = save_sharded(path, self._shard(weights, states), kept, group, before_naming)
+        if isinstance(outcome, WriteFailure):
+            return outcome
+        if outcome:
+            self._announce(path, batch.version)
+        return None
+
+    def _not_completed(self, version: int, failures: Mapping[str, WriteFailure]) -> None:
+        """All know that checkpoints of the background were not written."""
+        if self.collectives.leads:
+            for path, failure in failures.items():
+                self._announce(path, version, SavePhase.GIVEN_UP, failure.text)
+        for failure in failures.values():
+            self._not_written(failure)
+
     def _not_written(self, failure: WriteFailure) -> None:
-        if self.raises:
+        if self.raises and failure.is_refusal:
             raise CheckpointError(
                 f"{failure.text} Free some space, or keep fewer checkpoints (save_top_k); with"
                 " CheckpointOptions(on_checkpoint_error='warn') the training goes on without this one."
             )
         if self.collectives.leads:
-            log.warning(
-                "%s What was there before is unchanged, and the training goes on. Free some space, or keep fewer"
-                " checkpoints (save_top_k).",
-                failure.text,
-            )
+            advice = " Free some space, or keep fewer checkpoints (save_top_k)." if failure.is_refusal else ""
+            log.warning("%s What was there before is unchanged, and the training goes on.%s", failure.text, advice)
         if self._unwinding:
             raise CheckpointError(failure.text)
 

@@ -16,6 +16,7 @@ from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.option_table import (
+    BOOLEAN,
     SECONDS,
     SWITCH,
     Check,
@@ -26,7 +27,7 @@ from lightning_recycle.option_table import (
     suggests_options,
 )
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
@@ -57,6 +58,8 @@ class CheckpointOptions(OptionGroup):
     Args:
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
             one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
+        background: write checkpoints while the training goes on: at the step boundary one worker of each stage copies
+            its state, and all go on. A checkpoint counts when it is complete.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file.
@@ -75,6 +78,7 @@ class CheckpointOptions(OptionGroup):
     """
 
     save_distributed_checkpoint: bool = option(False)
+    background: bool = option(False, BOOLEAN)
     save_on_signal: bool | str | os.PathLike[str] = option(False)
     signal_timeout: float = option(60.0, SECONDS)
     on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))

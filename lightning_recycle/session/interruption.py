@@ -81,6 +81,7 @@ class SaveAndEnd(Callback):
         ends: whether the run ends after this batch.
         preemption: what signals to this worker ask for.
         requeue: has the job run again; called on one worker, again on another one if that dies.
+        complete: waits for the checkpoints that were asked for.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class SaveAndEnd(Callback):
         ends: Callable[[], bool],
         preemption: Preemption,
         requeue: Callable[[], None],
+        complete: Callable[[], None],
     ) -> None:
+        self._complete = complete
         self._save_on_signal = save_on_signal
         self._collectives = collectives
         self._ends = ends
@@ -112,6 +115,7 @@ class SaveAndEnd(Callback):
         """Ends this worker, with all others, if the run is to end after this step."""
         if not self._ends():
             return
+        self._complete()
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
         wanted = self._collectives.decide(self._preemption.requeue_wanted, all_agree=False)

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 __all__ = [
+    "AFTER_SAVING",
     "METADATA_FILENAME",
     "DataLoaderSource",
     "EmptyStateDictLoadPlanner",
@@ -400,6 +401,10 @@ def count_manual_steps(trainer: pl.Trainer) -> _Progress:
 
 
 # ---------------------------------------------------------------------- checkpoints and signals
+
+
+AFTER_SAVING = "Trainer.save_checkpoint"
+"""The name of the barrier at which the Trainer waits for a checkpoint."""
 
 
 def set_checkpoint_path(trainer: pl.Trainer, path: Any) -> None:

@@ -296,6 +296,7 @@ class PipelineFitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self.runner.settle()  # hooks at the end of an epoch may look at parameters
+        self.runner.checkpoints.complete(wait=False)
         super().on_advance_end()
 
     @override
@@ -350,6 +351,11 @@ class PipelineFitLoop(_FitLoop):
         super().on_run_start()
         self._has_started = True
         self.runner.enter_training()
+
+    @override
+    def on_run_end(self) -> None:
+        self.runner.checkpoints.complete()  # hooks at the end may look for them
+        super().on_run_end()
 
 
 def call_before_epoch_end(trainer: pl.Trainer, hook: Callable[[], None]) -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
+from weakref import proxy
 
 import lightning.pytorch as pl
 import torch
@@ -34,6 +36,7 @@ from rich.console import Console
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.session.background_saves import BackgroundSaves
 from lightning_recycle.session.checkpoints import Checkpoints
 
 __all__ = [
@@ -240,7 +243,7 @@ def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
 
 
-_LINK = "_link_checkpoint"
+_LINK, _WRITE = "_link_checkpoint", "_save_checkpoint"
 
 
 _RECORD = (  # what ModelCheckpoint changes while it saves
@@ -256,39 +259,111 @@ _RECORD = (  # what ModelCheckpoint changes while it saves
 )
 
 
+_OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
+"""Of these what it has asked for counts at once: it is not to ask for the same again."""
+
+
 def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
-    """From now on the Trainer's ModelCheckpoint callbacks forget what could not be written, and keep the one before."""
+    """From now on the Trainer's ModelCheckpoint callbacks forget what could not be written, and keep the one before. Of
+    what is written in the background they know when it is complete.
+    """
 
     def link(_: pl.Trainer, target: str, path: str) -> None:
         checkpoints.link(target, path)
 
     leave_saves_alone(trainer)  # of an earlier run of this process
-    for callback in _model_checkpoints(trainer):
+    callbacks = _model_checkpoints(trainer)
+    for number, callback in enumerate(callbacks):
         for name in _SAVES:
-            setattr(callback, name, partial(_save_or_undo, callback, checkpoints, getattr(callback, name)))
+            setattr(callback, name, partial(_save_or_undo, callback, number, checkpoints, getattr(callback, name)))
         setattr(callback, _LINK, link)
+        if checkpoints.background is not None and not _writes_itself(callback):
+            setattr(callback, _WRITE, partial(_ask, callback, number, checkpoints))
+    if checkpoints.background is not None:
+        checkpoints.background.actions["record"] = partial(_take_up, callbacks)
+        checkpoints.background.actions["notify"] = partial(_notify, trainer, callbacks)
 
 
 def leave_saves_alone(trainer: pl.Trainer) -> None:
     """Takes back :func:`undo_failed_saves`."""
     for callback in _model_checkpoints(trainer):
-        for name in (*_SAVES, _LINK):
+        for name in (*_SAVES, _LINK, _WRITE):
             vars(callback).pop(name, None)
 
 
 def _save_or_undo(
-    callback: ModelCheckpoint, checkpoints: Checkpoints, save: Callable[..., None], *arguments: Any
+    callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, save: Callable[..., None], *arguments: Any
 ) -> None:
-    record = {name: getattr(callback, name) for name in _RECORD}
-    record["best_k_models"] = dict(record["best_k_models"])  # the callback changes it in place
+    if _writes_itself(callback) and checkpoints.in_background is not None:
+        with checkpoints.waited_for():
+            _save_or_undo(callback, number, checkpoints, save, *arguments)
+        return
+    background = checkpoints.in_background
+    if not checkpoints.begin_batch():  # before the callback compares with what it remembers
+        return
+    record = _record(callback)
     try:
-        with checkpoints.noticed():
+        with checkpoints.noticed(), nullcontext() if background is None else background.deferring():
             save(*arguments)
+            if background is not None:
+                _put_off(callback, number, background, record)
     except CheckpointError:
         if checkpoints.raises:
             raise
         for name, value in record.items():
             setattr(callback, name, value)
+
+
+def _writes_itself(callback: ModelCheckpoint) -> bool:
+    """Whether it may expect a checkpoint to be there when it has asked for it."""
+    return type(callback)._save_checkpoint is not ModelCheckpoint._save_checkpoint
+
+
+def _record(callback: ModelCheckpoint) -> dict[str, Any]:
+    record = {name: getattr(callback, name) for name in _RECORD}
+    return {**record, "best_k_models": dict(record["best_k_models"])}  # the callback changes it in place
+
+
+def _put_off(callback: ModelCheckpoint, number: int, background: BackgroundSaves, before: dict[str, Any]) -> None:
+    """The callback remembers what it did before it saved, until that is complete."""
+    after = _record(callback)
+    changed = {name: value for name, value in after.items() if not _is_same(value, before[name])}
+    background.follow_first("record", number, {name: before[name] for name in changed}, changed)
+    for name, value in before.items():
+        if name not in _OF_ITS_STEP:
+            setattr(callback, name, value)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    if isinstance(value, dict):
+        return value.keys() == before.keys() and all(score is before[path] for path, score in value.items())
+    return value is before
+
+
+def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, trainer: pl.Trainer, path: str) -> None:
+    """Asks for a checkpoint; loggers, which may want to read it, are told when it is complete."""
+    background = checkpoints.in_background
+    if background is None or not background.is_deferring:
+        ModelCheckpoint._save_checkpoint(callback, trainer, path)
+        return
+    trainer.save_checkpoint(path, callback.save_weights_only)
+    callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
+    background.follow_first("notify", number)
+
+
+def _take_up(
+    callbacks: list[ModelCheckpoint], is_complete: bool, number: int, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    callback = callbacks[number]
+    for name, value in (after if is_complete else before).items():
+        if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
+            setattr(callback, name, value)
+
+
+def _notify(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], is_complete: bool, number: int) -> None:
+    if is_complete and trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.after_save_checkpoint(proxy(callbacks[number]))
 
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

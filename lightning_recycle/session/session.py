@@ -28,6 +28,7 @@ from lightning_recycle.model.recording import RecordedModule, as_it_was, recorde
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.session.background_saves import BackgroundSaves
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
@@ -230,6 +231,17 @@ class Session:
         steps.transfer = transfer = StateTransfer(
             context, self.module, self._recorder, self.executor, self.averages, self.finetuning, stop_requests
         )
+        wanted = self.options.checkpoints
+        if wanted.background and context.fitting and self.mesh is not None and self.collectives.leads:
+            log.warning("Checkpoints are not written in the background with tensor_parallel_size > 1.")
+        background = None
+        if wanted.background and context.fitting and self.mesh is None:
+            background = BackgroundSaves(
+                self.collectives,
+                lambda: self.executor.num_operations,
+                leader_writes=not wanted.save_distributed_checkpoint,
+                patience=wanted.signal_timeout,
+            )
         self.checkpoints = steps.checkpoints = Checkpoints(
             self.parts,
             self.collectives,
@@ -241,6 +253,7 @@ class Session:
             reach=self.reach,
             objects=transfer.pack_objects if self.options.recovery.on_stage_lost == "restart" else None,
             take_objects=transfer.load_objects if self.run.restarts else None,
+            background=background,
         )
         return steps
 
@@ -268,12 +281,18 @@ class Session:
             self.steps.ends_after_batch,
             self._preemption,
             self._requeue,
+            self.checkpoints.complete,
         )
         callbacks.append(self.steps.ending)
 
     def _requeue(self) -> None:
         with self.client.busy("requeue"):
             requeue(self.options.checkpoints.signal_timeout)
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether the training does not wait for checkpoints that are asked for now."""
+        return hasattr(self, "checkpoints") and self.checkpoints.in_background is not None
 
     # ------------------------------------------------------------------ training
 
@@ -288,6 +307,7 @@ class Session:
 
     def end_training(self) -> None:
         """Waits until every stage has applied the last step; from then on no step can be redone."""
+        self.checkpoints.end_training()
         self.reach("end", self.executor.version)
         self.collectives.barrier("end of training")
 

@@ -187,7 +187,7 @@ def _save_averages(
     checkpoint: dict[str, Any],
 ) -> None:
     save(trainer, module, checkpoint)
-    if callback._average_model is not None and not checkpoints.sharded:
+    if callback._average_model is not None and not checkpoints.by_stage:
         mine = checkpoint["state_dict"]  # what the callback replaced is whole already
         checkpoint["state_dict"] = checkpoints.joined("averaged weights", mine)
 

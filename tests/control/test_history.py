@@ -144,6 +144,7 @@ def test_who_rejoins_says_how_long_the_others_waited(recorder: Recorder) -> None
 
 def test_the_counters_begin_at_zero(recorder: Recorder) -> None:
     names = ("failures", "recovery_seconds", "redone_steps", "rejoined_workers", "corruptions", "replans")
+    names += ("checkpoint_stall_seconds",)
     assert recorder.history.counters == dict.fromkeys(names, 0.0)
 
 

@@ -23,6 +23,7 @@ from lightning_recycle.callbacks.faults import KINDS, POINTS
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.coordinator import standalone
 from lightning_recycle.control.monitoring.history import History
+from lightning_recycle.control.protocol.messages import SavePhase
 from lightning_recycle.engines import recycle_run
 from lightning_recycle.planning.grid import Grid
 
@@ -255,6 +256,7 @@ def test_the_faults_of_the_examples_are_those_of_the_configuration() -> None:
 def test_the_events_are_those_of_the_code() -> None:
     code = "\n".join(path.read_text() for path in (PACKAGE / "control").rglob("*.py"))
     recorded = set(re.findall(r"(?:\bRecord|\bself\.add|_history\.add|_notes\.append)\((?:\()?\s*\"(\w+)\"", code))
+    recorded |= {phase.value for phase in SavePhase}
     recorded |= {"left", "moved"} & set(re.findall(r"\"(\w+)\"", code))
     assert {name for row in table_under("faults.md", "event") for name in names_in(row[0])} == recorded
 

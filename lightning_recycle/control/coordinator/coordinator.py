@@ -33,7 +33,7 @@ from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
 from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
 from lightning_recycle.control.network.handshake import check_key
-from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.run_planner import RunPlanner
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
 from lightning_recycle.control.protocol import state as protocol
@@ -57,6 +57,8 @@ _FROM_OTHER_THREADS = (
     messages.Paused,
     messages.Publish,
     messages.LookUp,
+    messages.Saved,
+    messages.Parcel,
 )
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
 _SIGNS = 4  # of life, in the time after which workers give this coordinator up
@@ -94,7 +96,7 @@ class Coordinator:
     def __init__(
         self,
         grid: Grid,
-        planner: PlanProvider,
+        planner: RunPlanner,
         options: CoordinatorOptions | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -552,7 +554,15 @@ class Coordinator:
                 self._history.fault_injected(message)
                 return
             case messages.Saved():
-                self._history.add("saved", self._state, rank, {"path": message.path}, step=message.step)
+                details = {"path": message.path, **({"cause": message.why} if message.why else {})}
+                stalled = self._history.counters["checkpoint_stall_seconds"]
+                self._history.counters["checkpoint_stall_seconds"] = max(stalled, message.stalled)
+                self._history.add(message.phase.value, self._state, rank, details, step=message.step)
+                return
+            case messages.Parcel():
+                if message.to in self._state.roster.live:
+                    self._send(protocol.Send((message.to,), message))
+                    self._evict_unreachable()
                 return
             case messages.Confirm():
                 if rank in self._state.roster.live:

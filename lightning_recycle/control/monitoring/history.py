@@ -65,8 +65,10 @@ class Event:
             to split backwards, allows or demands another one (then it is the planner). "chosen": with
             ``split_backward="auto"``, whether backwards are split, and why in numbers
             (:func:`~lightning_recycle.control.plans.plan_maker.facts_of`); "resumed" and "replanned" have the same as
-            ``details["backward"]`` of their plan. "saved":
-            a checkpoint is complete. "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all:
+            ``details["backward"]`` of their plan. "saved": a
+            checkpoint is complete; before, where it is written in the background, "checkpoint_begun", or instead
+            "checkpoint_given_up", with the ``cause``. "stop_requested": ``trainer.should_stop`` was set on this worker,
+            but not on all:
             all stop after one of the next steps. "stage_lost": nobody holds a stage any more. "memory": at the end,
             ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of
             tensors on CUDA, else of its process), or None. "corruption": a worker (None if nothing says which) holds
@@ -153,6 +155,7 @@ class History:
             "rejoined_workers": 0.0,
             "corruptions": 0.0,
             "replans": 0.0,
+            "checkpoint_stall_seconds": 0.0,
         }  # all of them from the start: who logs them has the same columns whatever happens
         self._positions = Positions(grid, members)
         self._losses: dict[int, float] = {}  # of steps that are not committed yet

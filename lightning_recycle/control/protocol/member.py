@@ -201,6 +201,11 @@ class Member:
         return self._announced is not None and self._announced.generation > self.generation
 
     @property
+    def newest_roster(self) -> tuple[int, ...]:
+        """The ranks of the live workers of the newest announced generation."""
+        return self.roster if self._announced is None else self._announced.roster
+
+    @property
     def is_parked(self) -> bool:
         """Whether the generation that it has entered goes on without it, for now."""
         return self.generation >= 0 and self.rank not in self.roster

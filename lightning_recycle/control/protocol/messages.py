@@ -198,13 +198,41 @@ class Restored:
     version: int
 
 
+class SavePhase(Enum):
+    """Phases of a checkpoint; of one that is not written in the background only ``COMPLETE`` is told."""
+
+    BEGUN = "checkpoint_begun"
+    COMPLETE = "saved"
+    GIVEN_UP = "checkpoint_given_up"
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint of ``step`` steps is complete at ``path``."""
+    """A checkpoint of ``step`` steps at ``path`` has come to ``phase``; ``why``: the reason if it is given up;
+    ``stalled``: how many seconds checkpoints have held up the sender so far.
+    """
 
     rank: int
     path: str
     step: int
+    phase: SavePhase = SavePhase.COMPLETE
+    why: str = ""
+    stalled: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Data of the worker for another one, which the coordinator passes on: the parts of a checkpoint that is written
+    while the training goes on. It is lost with either of them, or with the coordinator.
+
+    ``to``: the rank of the other worker. ``batch``: the number of the checkpoints. ``key``: what it waits for.
+    """
+
+    rank: int
+    to: int
+    batch: int
+    key: str
+    payload: Payload | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -934,6 +962,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Reached,
     Restored,
     Saved,
+    Parcel,
     Confirm,
     Report,
     Broken,
@@ -982,6 +1011,7 @@ TO_WORKERS: tuple[type[Any], ...] = (
     StopVerdict,
     Judged,
     Found,
+    Parcel,
     Alive,
     Stop,
 )

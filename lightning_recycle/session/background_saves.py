@@ -1,0 +1,530 @@
+"""Checkpoints that are written while the training goes on.
+
+Concept: at the step boundary where a checkpoint is asked for, one worker of each stage, its *holder*, copies the
+stage's state; all others go on at once. A thread of each holder then does what all workers do together otherwise, with
+the same functions: messages between holders (:class:`HolderGroup`) replace the control collectives. One holder is the
+*writer*, which gives the checkpoint its name.
+
+All checkpoints of one boundary are a *batch*, and share the copies. There is one batch at a time: the next one, and the
+end of the training, wait for it. Its outcome is agreed on by a control collective, so all workers take up what follows
+from it (the record of ``ModelCheckpoint``, deletions, links, messages to loggers) at the same boundary. It is given up
+if a holder is lost, as no other worker can make that version any more, or if the coordinator is started again while
+parts are under way.
+
+Contract: no wait of a thread outlives the worker that it waits for; whatever a thread meets becomes the outcome of its
+checkpoint. Only a member of the run names a file.
+
+Must not know: Lightning's callbacks, what a checkpoint is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.files import temporary_path
+from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
+from lightning_recycle.session.collectives import WorkerCollectives
+from lightning_recycle.session.optimizer_states import copied
+from lightning_recycle.tensor_memory import has_plain_memory
+from lightning_recycle.torch_internals import version_of
+
+__all__ = ["Action", "BackgroundSaves", "Batch", "HolderGroup", "SaveRequest", "StateCopies"]
+
+_PIECE = 1 << 20  # bytes of a part in one message: what else the connection carries waits for it
+_WINDOW = 4  # pieces under way
+_FAILED = "failed"
+_LOW_PRIORITY = 19  # of a thread, as for nice
+
+
+# ---------------------------------------------------------------------- copies
+
+
+class StateCopies:
+    """Copies of the tensors of one step boundary, on the CPU. Memory of copies that are not needed any more is used
+    again.
+
+    Args:
+        old: the copies of an earlier boundary, which nobody reads any more.
+    """
+
+    def __init__(self, old: StateCopies | None = None) -> None:
+        self._memory: dict[Any, Tensor] = {} if old is None else old._by_place
+        self._by_place: dict[Any, Tensor] = {}
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
+
+    def take(self, value: Any, place: tuple[Any, ...] = ()) -> Any:
+        """A copy of ``value``. A tensor that was copied already, and not written since, has the same copy.
+
+        Args:
+            value: a tensor, or dicts, lists and tuples with tensors; anything else is copied deeply.
+            place: the place of ``value`` in the state, where its copy was at an earlier boundary.
+        """
+        if isinstance(value, Tensor):
+            return self._copy(value, place)
+        if isinstance(value, Mapping):
+            return {key: self.take(item, (*place, key)) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.take(item, (*place, number)) for number, item in enumerate(value))
+        return deepcopy(value)
+
+    def forget_originals(self) -> None:
+        """The boundary is over: what is copied from now on is of another one."""
+        self._made.clear()
+
+    def _copy(self, tensor: Tensor, place: tuple[Any, ...]) -> Tensor:
+        if not has_plain_memory(tensor):
+            return tensor.detach().cpu().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+        key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        known = self._made.get(key)
+        if known is None:
+            with torch.no_grad():
+                copy: Tensor = copied(tensor.detach(), self._memory.pop(place, None))
+            known = self._made[key] = (tensor, copy)
+        self._by_place[place] = known[1]
+        return known[1]
+
+
+# ---------------------------------------------------------------------- holders
+
+
+class GivenUp(Exception):
+    """Why a checkpoint cannot be completed."""
+
+
+@dataclass
+class HolderGroup:
+    """Messages between the holders of one batch, from their threads; in place of the collectives of all workers.
+
+    Args:
+        client: the connection to the coordinator.
+        positions: which worker is which member of which position.
+        number: the batch's number, the same on all workers.
+        ranks: the holder of each stage.
+        writer: the rank of the one that gives the checkpoint its name.
+        request: which checkpoint of the batch is being written.
+        is_wanted: whether all others still wait for the batch.
+    """
+
+    client: ControlClient
+    positions: Positions
+    number: int
+    ranks: tuple[int, ...]
+    writer: int
+    request: int = 0
+    is_wanted: bool = True
+    _messages: int = 0
+
+    def __post_init__(self) -> None:
+        self._returns = self.client.returns
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker."""
+        return self.client.rank
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the writer."""
+        return self.rank == self.writer
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker has a part of the state."""
+        return self.rank in self.ranks
+
+    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
+        """The values of all holders, by rank.
+
+        Raises:
+            GivenUp: if one is lost.
+        """
+        others = [rank for rank in self.ranks if rank != self.rank]
+        self._messages += 1
+        question, answer = f"{name} {self._messages}", f"answer {self._messages}"
+        if self.leads:
+            found = {rank: value if rank == self.rank else self._take(rank, question) for rank in self.ranks}
+            for rank in others:
+                self._give(rank, answer, found)
+            return found
+        self._give(self.writer, question, value)
+        return self._take(self.writer, answer)  # type: ignore[no-any-return]
+
+    def send(self, value: Any) -> None:
+        """Sends ``value`` to the writer, in pieces, as the writer takes them."""
+        stream = _PartStream(self)
+        torch.save(value, stream)  # type: ignore[arg-type]
+        stream.close()
+
+    def receive(self, rank: int, path: Any) -> Any:
+        """The value that ``rank`` sends; its tensors lie in a nameless file beside ``path``, or in TMPDIR if that is
+        not on this machine.
+        """
+        spool = temporary_path(local_path(path) or Path(tempfile.gettempdir()) / "part")
+        spool.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(spool, "xb") as file:
+                number = 0
+                while piece := self._take(rank, f"piece {number}"):
+                    file.write(piece)
+                    number += 1
+                    self._give(rank, f"taken {number}", None)
+            return torch.load(spool, map_location="cpu", mmap=True, weights_only=False)
+        finally:
+            spool.unlink(missing_ok=True)
+
+    def fail(self, why: str) -> None:
+        """Lets all other holders know that this one has given up."""
+        for rank in self.ranks:
+            if rank != self.rank:
+                self._give(rank, _FAILED, why)
+
+    def end(self) -> None:
+        """Nothing is taken any more."""
+        self.is_wanted = False
+        self.client.forget_parcels(self.number)
+
+    def _give(self, rank: int, key: str, value: Any) -> None:
+        self.client.give(rank, self.number, f"{self.request} {key}", value)
+
+    def _take(self, rank: int, key: str) -> Any:
+        try:
+            return self.client.take(rank, self.number, f"{self.request} {key}", self._goes_on)
+        except Interrupted:
+            raise GivenUp(self._why(rank)) from None
+
+    def _goes_on(self) -> bool:
+        return self.is_wanted and self.client.returns == self._returns and self._failed() is None
+
+    def _failed(self) -> int | None:
+        failed = f"{self.request} {_FAILED}"
+        return next((rank for rank in self.ranks if self.client.has_parcel(rank, self.number, failed)), None)
+
+    def _why(self, rank: int) -> str:
+        failed = self._failed()
+        if failed is not None:
+            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", lambda: True))
+        if self.client.returns != self._returns:
+            return "the coordinator was started again, and parts of it were under way"
+        return f"the worker of rank {rank} was lost, which had a part of it"
+
+
+class _PartStream(io.RawIOBase):
+    """A file whose content goes to the writer."""
+
+    def __init__(self, group: HolderGroup) -> None:
+        self._group, self._buffer, self._number = group, bytearray(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._buffer += view
+        while len(self._buffer) >= _PIECE:
+            self._send(bytes(self._buffer[:_PIECE]))
+            del self._buffer[:_PIECE]
+        return len(view)
+
+    def close(self) -> None:
+        if not self.closed:
+            if self._buffer:
+                self._send(bytes(self._buffer))
+            self._send(b"")
+            super().close()
+
+    def _send(self, piece: bytes) -> None:
+        group = self._group
+        group._give(group.writer, f"piece {self._number}", piece)
+        self._number += 1
+        if self._number > _WINDOW:
+            group._take(group.writer, f"taken {self._number - _WINDOW}")
+
+
+# ---------------------------------------------------------------------- batches
+
+
+@dataclass
+class SaveRequest:
+    """One checkpoint of a batch.
+
+    Args:
+        path: where it is to be.
+        write: writes it together with the other holders; None if this worker has no part in it.
+        failure: why it was not written.
+        error: an exception of the user's code, such as of an object that cannot be pickled.
+    """
+
+    path: str
+    write: Callable[[], WriteFailure | None] | None
+    failure: WriteFailure | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Action:
+    """What follows when checkpoints are complete, on all workers.
+
+    Args:
+        name: the name by which :attr:`BackgroundSaves.actions` has it.
+        paths: the checkpoints of the batch on which it depends.
+        arguments: its arguments.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    arguments: tuple[Any, ...]
+
+
+@dataclass
+class Batch:
+    """The checkpoints of one step boundary.
+
+    Args:
+        version: the number of steps.
+        group: the holders; on all workers.
+        copies: this holder's copies.
+        requests: the checkpoints, in order.
+        actions: what follows, in order.
+    """
+
+    version: int
+    group: HolderGroup
+    copies: StateCopies
+    requests: list[SaveRequest] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+    _written: int = 0
+    _thread: threading.Thread | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, request: SaveRequest) -> None:
+        """Has ``request`` written after those before it."""
+        with self._lock:
+            self.requests.append(request)
+            if request.write is not None and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="recycle-checkpoint", daemon=True)
+                self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this worker has done its part."""
+        with self._lock:
+            return self._thread is None
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
+        while True:
+            with self._lock:
+                if self._written == len(self.requests):
+                    self._thread = None
+                    break
+                request = self.requests[self._written]
+                self.group.request = self._written
+                self._written += 1
+            assert request.write is not None
+            try:
+                request.failure = request.write()
+                continue
+            except GivenUp as error:
+                why = str(error)
+            except BaseException as error:
+                request.error = error
+                why = f"{type(error).__name__}: {error}"
+            request.failure = _given_up(request.path, why)
+            with contextlib.suppress(Exception):
+                self.group.fail(why)
+
+    def report(self) -> BatchReport:
+        """This worker's report to all."""
+        failures = tuple(request.failure for request in self.requests)
+        paths = tuple(request.path for request in self.requests)
+        return BatchReport(self.group.leads, self.is_written, self.version, paths, failures, tuple(self.actions))
+
+
+def _given_up(path: str, why: str) -> WriteFailure:
+    return WriteFailure(f"The checkpoint {path} is given up: {why}.", is_refusal=False)
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What a worker knows of a batch.
+
+    Args:
+        writes: whether it is the writer.
+        is_written: whether it has done its part.
+        version: the number of steps.
+        paths: the checkpoints.
+        failures: why each was not written; None for one that was, or with which this worker had nothing to do.
+        actions: what follows.
+    """
+
+    writes: bool
+    is_written: bool
+    version: int
+    paths: tuple[str, ...]
+    failures: tuple[WriteFailure | None, ...]
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A worker's part of the agreement on the batch before and on the holders of the next one."""
+
+    load: int
+    report: BatchReport | None
+
+
+class BackgroundSaves:
+    """This worker's part in checkpoints that are written in the background.
+
+    Args:
+        collectives: this worker's collectives.
+        load: how busy this worker is with the current plan; the least busy one of a stage is its holder.
+        leader_writes: whether the leader is the writer, as for a file of the whole model; else any holder is.
+        patience: the seconds that the next checkpoint waits for the one before.
+
+    Attributes:
+        on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
+        actions: what may follow when a checkpoint is complete, by name. Called on all workers with whether it is
+            complete, and :attr:`Action.arguments`.
+    """
+
+    def __init__(
+        self,
+        collectives: WorkerCollectives,
+        load: Callable[[], int],
+        leader_writes: bool,
+        patience: float,
+    ) -> None:
+        self._collectives, self._load = collectives, load
+        self._leader_writes, self._patience = leader_writes, patience
+        self.on_failures: Callable[[int, Mapping[str, WriteFailure]], None] = lambda version, failures: None
+        self.actions: dict[str, Callable[..., None]] = {}
+        self.batch: Batch | None = None
+        self._old_copies: StateCopies | None = None
+        self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
+
+    # ------------------------------------------------------------------ the next batch
+
+    def begin(self, version: int) -> Batch | None:
+        """The batch of the boundary after ``version`` steps; None if the one before is not complete. All call it."""
+        if self.batch is not None and self.batch.version == version:
+            return self.batch
+        found = self._agree(self._patience)
+        if self.batch is not None:
+            return None
+        collectives = self._collectives
+        collectives.settle()
+        loads = {rank: arrival.load for rank, arrival in found.items()}
+        positions = collectives.positions
+        ranks = [
+            min((load, rank) for rank, load in loads.items() if positions.stage(rank) == stage)[1]
+            for stage in range(collectives.grid.stages)
+        ]
+        writer = ranks[-1]
+        if self._leader_writes:
+            writer = collectives.leader
+            ranks[positions.stage(writer)] = writer
+        group = HolderGroup(
+            collectives.client, positions, collectives.client.member.next_collective, tuple(ranks), writer
+        )
+        self.batch = Batch(version, group, StateCopies(self._old_copies))
+        self._old_copies = None
+        return self.batch
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether what follows from checkpoints is noted now."""
+        return bool(self._deferred)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """What :meth:`follow` is called with within the block depends on all checkpoints that the block asks for."""
+        paths: list[str] = []
+        actions: list[tuple[str, tuple[Any, ...]]] = []
+        self._deferred.append((paths, actions))
+        try:
+            yield
+        finally:
+            self._deferred.pop()
+            if self.batch is not None:
+                self.batch.actions += [Action(name, tuple(paths), arguments) for name, arguments in actions]
+
+    def asked(self, path: str) -> None:
+        """A checkpoint at ``path`` is asked for."""
+        for paths, _ in self._deferred:
+            paths.append(path)
+
+    def follow(self, name: str, *arguments: Any) -> None:
+        """Has action ``name`` called with ``arguments`` when it is known whether the checkpoints are complete."""
+        self._deferred[-1][1].append((name, arguments))
+
+    def follow_first(self, name: str, *arguments: Any) -> None:
+        """As :meth:`follow`, before all that was noted in the block."""
+        self._deferred[-1][1].insert(0, (name, arguments))
+
+    # ------------------------------------------------------------------ the batch before
+
+    def complete(self, wait: bool = True) -> None:
+        """Takes up what follows from the batch, if it is complete; all workers call it.
+
+        Args:
+            wait: whether to wait until it is.
+        """
+        self._agree(None if wait else 0.0)
+
+    def _agree(self, patience: float | None) -> Mapping[int, _Arrival]:
+        collectives, batch = self._collectives, self.batch
+        if batch is not None and not batch.is_written and patience != 0.0:
+            end = None if patience is None else time.monotonic() + patience
+            collectives.client.await_thread(
+                lambda: batch.is_written or (end is not None and time.monotonic() > end), "writing a checkpoint"
+            )
+        report = None if batch is None else batch.report()
+        if batch is not None and batch.is_written:
+            for error in [request.error for request in batch.requests if request.error is not None]:
+                raise error
+        found: Mapping[int, _Arrival] = collectives.gather_all("checkpoint", _Arrival(self._load(), report))
+        reports = [arrival.report for _, arrival in sorted(found.items()) if arrival.report is not None]
+        if not reports:
+            self.batch = None
+            return found
+        writer = next((one for one in reports if one.writes), None)
+        if writer is not None and not writer.is_written:
+            return found
+        self._end(reports[0], writer)
+        return found
+
+    def _end(self, known: BatchReport, writer: BatchReport | None) -> None:
+        """All know the outcome of the batch, those that came since it began, too."""
+        batch, self.batch = self.batch, None
+        if batch is not None:
+            batch.group.end()
+            if batch.is_written:
+                self._old_copies = batch.copies
+                batch.copies.forget_originals()
+        lost = "the worker that wrote it was lost"
+        failures = {
+            path: _given_up(path, lost) if writer is None else failure
+            for path, failure in zip(known.paths, (writer or known).failures, strict=True)
+        }
+        failed = {path: failure for path, failure in failures.items() if failure is not None}
+        for action in known.actions:
+            self.actions[action.name](failed.keys().isdisjoint(action.paths), *action.arguments)
+        if failed:
+            self.on_failures(known.version, failed)

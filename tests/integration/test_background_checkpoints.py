@@ -1,0 +1,233 @@
+"""Checkpoints that are written while the training goes on are those that it would wait for; so is what it trains."""
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from support.growth import happened
+from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
+from support.training import TOLERANCE, difference, exact_fit, fit
+from support.waiting import PATIENCE
+from typing_extensions import override
+
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.errors import CheckpointError
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage
+
+LENGTH, EVERY = 10, 2
+FORMATS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+
+
+def checkpoints(folder: Path) -> list[L.Callback]:
+    options: dict[str, Any] = {"monitor": "step", "mode": "max", "every_n_train_steps": EVERY}
+    return [
+        ModelCheckpoint(folder, "{step}", save_top_k=2, save_last=True, **options),
+        ModelCheckpoint(folder / "linked", "{step}", save_top_k=1, save_last="link", every_n_train_steps=EVERY),
+    ]
+
+
+class CompleteOnly(L.Callback):
+    """What a callback of the Trainer remembers as a checkpoint is there and whole, at every moment."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            assert isinstance(callback, ModelCheckpoint)
+            for path in {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}:
+                assert damage(path) is None, path
+
+
+def record_of(run: L.Trainer) -> list[dict[str, Any]]:
+    return [callback.state_dict() for callback in run.checkpoint_callbacks]
+
+
+@FORMATS
+@pytest.mark.parametrize("grid", sampled([((1, 1),), ((2, 1),), ((1, 2),), ((2, 2),)], 2), ids=str)
+def test_files_records_and_weights_are_those_of_saves_that_all_wait_for(
+    sharded: bool, grid: tuple[int, int], tmp_path: Path
+) -> None:
+    runs, options = {}, {"data": dataset(GLOBAL_BATCH * LENGTH), "max_steps": LENGTH, "enable_checkpointing": True}
+    for background in (False, True):
+        folder = tmp_path / str(background)
+        runs[background] = exact_fit(
+            Regression().double(), *grid, callbacks=[*checkpoints(folder), CompleteOnly()], **options,
+            strategy={"save_distributed_checkpoint": sharded, "background": background},
+        )  # fmt: skip
+    named = [str(record_of(runs[background])).replace(f"/{background}", "") for background in (False, True)]
+    assert named[0] == named[1]
+    files = [sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.ckpt"))
+             for name in ("False", "True")]  # fmt: skip
+    assert files[0] == files[1]
+    assert happened(runs[True], "checkpoint_begun")
+    assert not happened(runs[True], "checkpoint_given_up")
+    for name in ("step=10.ckpt", "last.ckpt", "step=8.ckpt"):
+        assert damage(tmp_path / "True" / name) is None
+        if not sharded:
+            known, found = (torch.load(tmp_path / kind / name, weights_only=False) for kind in ("False", "True"))
+            assert list(found) == list(known)
+            assert difference(found["state_dict"], known["state_dict"]) < TOLERANCE
+            assert str(found["loops"]) == str(known["loops"])
+            states = [content["optimizer_states"][0]["state"] for content in (known, found)]
+            assert states[0].keys() == states[1].keys()
+            assert all(difference(states[0][key], states[1][key]) < TOLERANCE for key in states[0])
+
+
+@FORMATS
+@pytest.mark.parametrize("grid", sampled([((1, 1),), ((1, 2),), ((2, 2),)], 1), ids=str)
+def test_a_run_resumes_exactly_from_one(sharded: bool, grid: tuple[int, int], tmp_path: Path) -> None:
+    strategy = {"save_distributed_checkpoint": sharded, "background": True}
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    exact_fit(
+        Regression().double(), *grid, callbacks=[saving], enable_checkpointing=True, strategy=strategy,
+        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+    )  # fmt: skip
+    exact_fit(
+        Regression().double(), *reversed(grid), data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+        ckpt_path=tmp_path / "step=4.ckpt", strategy=strategy,
+    )  # fmt: skip
+
+
+@FORMATS
+@pytest.mark.parametrize("place", [(0, 1), (1, 1), (0, 0)], ids=str)
+def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
+    sharded: bool, place: tuple[int, int], tmp_path: Path
+) -> None:
+    pipeline, stage = place
+    faults = [Fault("kill", pipeline=pipeline, stage=stage, step=4, at="checkpoint")]
+    if place != (0, 1):
+        faults = [Fault("kill", pipeline=pipeline, stage=stage, step=4)]
+    run = exact_fit(
+        Regression().double(), 2, 2, faults, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+        callbacks=[*checkpoints(tmp_path), CompleteOnly()], enable_checkpointing=True,
+        strategy={"save_distributed_checkpoint": sharded, "background": True},
+    )  # fmt: skip
+    assert len(happened(run, "failure")) == 1
+    assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == [
+        "last.ckpt", "linked", "step=10.ckpt", "step=8.ckpt",
+    ]  # fmt: skip
+    for path in tmp_path.rglob("*.ckpt"):
+        assert damage(path) is None
+    fit(Regression().double(), 1, 2, ckpt_path=tmp_path / "last.ckpt", data=dataset(GLOBAL_BATCH * LENGTH),
+        max_steps=LENGTH)  # fmt: skip
+
+
+# ---------------------------------------------------------------------- storage that is slow, or full
+
+
+class FullDisk(L.Callback):
+    """While checkpoints of steps 6 and 8 are written no file of a worker can grow beyond four kilobytes."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        background = strategy.session.checkpoints.background
+        deadline = time.monotonic() + PATIENCE
+        while background.batch is not None and not background.batch.is_written and time.monotonic() < deadline:
+            time.sleep(0.01)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if 5 <= trainer.global_step < 8 else most, most))
+
+
+@FORMATS
+def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(sharded: bool, tmp_path: Path) -> None:
+    strategy = {"save_distributed_checkpoint": sharded, "background": True}
+    run = exact_fit(
+        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, enable_checkpointing=True,
+        callbacks=[*checkpoints(tmp_path), CompleteOnly(), FullDisk()], strategy=strategy,
+    )  # fmt: skip
+    assert {event.step for event in happened(run, "checkpoint_given_up")} == {6, 8}
+    assert "File too large" in happened(run, "checkpoint_given_up")[0].details["cause"]
+    assert {event.step for event in happened(run, "saved")} == {2, 4, 10}
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=10.ckpt", "step=4.ckpt"]
+    assert os.readlink(tmp_path / "linked" / "last.ckpt") == "step=10.ckpt"
+
+
+def test_a_full_disk_ends_the_run_if_wanted(tmp_path: Path) -> None:
+    strategy = {"on_checkpoint_error": "raise", "background": True}
+    with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
+        fit(
+            Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+            enable_checkpointing=True, callbacks=[*checkpoints(tmp_path), FullDisk()], strategy=strategy,
+        )  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
+
+
+class SlowIO(WholeCheckpointIO):
+    """Writes a checkpoint only when the training is further than it: when ``further`` exists."""
+
+    def __init__(self, further: Path) -> None:
+        self.further = further
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *arguments: Any, **options: Any) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not self.further.exists():
+            assert time.monotonic() < deadline, "the training waits for the checkpoint"
+            time.sleep(0.01)
+        super().save_checkpoint(checkpoint, path, *arguments, **options)
+
+
+class IsFurther(L.Callback):
+    def __init__(self, further: Path) -> None:
+        self._further = further
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 6:
+            self._further.touch()
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "AsyncCheckpointIO"])
+def test_training_goes_on_while_storage_is_slow(wraps: bool, tmp_path: Path) -> None:
+    slow: Any = SlowIO(tmp_path / "further")
+    saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=4, save_top_k=-1)
+    run = exact_fit(
+        Regression().double(), 2, 2, data=dataset(GLOBAL_BATCH * 8), max_steps=8, enable_checkpointing=True,
+        callbacks=[saving, IsFurther(tmp_path / "further")],
+        strategy={"background": True, "checkpoint_io": AsyncCheckpointIO(slow) if wraps else slow},
+    )  # fmt: skip
+    assert [event.step for event in happened(run, "saved")] == [4, 8]
+    assert sorted(os.listdir(tmp_path / "saved")) == ["step=4.ckpt", "step=8.ckpt"]
+
+
+class LeavesOut(L.Callback):
+    """The second checkpoint is asked for while the first one is being written, which it waits for half a second."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in (2, 4, 8):
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / f"{trainer.global_step}.ckpt")
+
+
+def test_a_checkpoint_is_left_out_if_the_one_before_takes_too_long(tmp_path: Path) -> None:
+    further = tmp_path / "further"
+    run = exact_fit(
+        Regression().double(), 2, 1, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+        callbacks=[LeavesOut(), IsFurther(further)], default_root_dir=tmp_path,
+        strategy={"background": True, "signal_timeout": 0.5, "checkpoint_io": SlowIO(further)},
+    )  # fmt: skip
+    assert [event.step for event in happened(run, "saved")] == [2, 8]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["2.ckpt", "8.ckpt"]
+
+
+class Uploads(CSVLogger):
+    """Reads what it is told of."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        assert damage(checkpoint_callback.best_model_path) is None
+        (Path(self.root_dir) / f"told of {Path(checkpoint_callback.best_model_path).name}").touch()
+
+
+def test_loggers_are_told_of_complete_checkpoints(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2)
+    exact_fit(
+        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, enable_checkpointing=True,
+        callbacks=[saving], logger=Uploads(tmp_path), strategy={"background": True},
+    )  # fmt: skip
+    told = sorted(path.name for path in tmp_path.rglob("told of *"))
+    assert told == [f"told of step={step}.ckpt" for step in (10, 2, 4, 6, 8)]
