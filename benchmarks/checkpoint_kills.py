@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/checkpoint_kills.py               # 200 kills of each format, an hour
     .venv/bin/python benchmarks/checkpoint_kills.py --kills 10    # a sample
+    .venv/bin/python benchmarks/checkpoint_kills.py --background  # of checkpoints that are written in the background
 
 A run on 1 x 2 workers writes its whole state, 50 MB, to ``last.ckpt`` after every step. At a seeded random moment of
 writing it the launching process and all workers get SIGKILL at once, and the next run starts with
@@ -106,7 +107,7 @@ class Diary(L.Callback):
                 print(json.dumps([what, trainer.global_step, time.monotonic()]), file=file)
 
 
-def train(folder: Path, sharded: bool) -> None:
+def train(folder: Path, sharded: bool, background: bool) -> None:
     quieten()
     newest = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=0, save_last=True)
     trainer = L.Trainer(
@@ -115,7 +116,9 @@ def train(folder: Path, sharded: bool) -> None:
         strategy=ReCycleStrategy(
             pipeline_parallel_size=2,
             num_microbatches=2,
-            checkpoints=CheckpointOptions(save_distributed_checkpoint=sharded, on_checkpoint_error="raise"),
+            checkpoints=CheckpointOptions(
+                save_distributed_checkpoint=sharded, background=background, on_checkpoint_error="raise"
+            ),
         ),
         max_epochs=1,
         callbacks=[Diary(folder), newest],
@@ -127,13 +130,13 @@ def train(folder: Path, sharded: bool) -> None:
 
 
 def serve() -> None:
-    """Starts a run for each line of JSON on standard input (folder, sharded, TMPDIR), and tells its process id.
+    """Starts a run for each line of JSON on standard input (folder, side, TMPDIR), and tells its process id.
 
     Everything is imported, and the launching process is forked, which takes half as long as a start from nothing.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a killed run ended
     for line in sys.stdin:
-        folder, sharded, scratch = json.loads(line)
+        folder, sharded, background, scratch = json.loads(line)
         pid = os.fork()
         if pid:
             print(pid, flush=True)
@@ -145,7 +148,7 @@ def serve() -> None:
         os.dup2(output, 2)
         tempfile.tempdir = os.environ["TMPDIR"] = scratch
         try:
-            train(Path(folder), sharded)
+            train(Path(folder), sharded, background)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -158,10 +161,11 @@ def serve() -> None:
 
 @dataclass(frozen=True)
 class Side:
-    """A format, and whether TMPDIR is on another file system than the checkpoints."""
+    """A format; whether TMPDIR is on another file system than the checkpoints; whether training goes on meanwhile."""
 
     sharded: bool
     two_file_systems: bool
+    background: bool = False
 
     def __str__(self) -> str:
         return f"{'folder' if self.sharded else 'file'}, {'two file systems' if self.two_file_systems else 'one'}"
@@ -225,7 +229,7 @@ def victim(side: Side, folder: Path, scratch: Path, server: subprocess.Popen[str
     (folder / "diary.jsonl").unlink(missing_ok=True)
     assert server.stdin is not None
     assert server.stdout is not None
-    print(json.dumps([str(folder), side.sharded, str(scratch)]), file=server.stdin, flush=True)
+    print(json.dumps([str(folder), side.sharded, side.background, str(scratch)]), file=server.stdin, flush=True)
     pid = int(server.stdout.readline())
     try:
         yield pid
@@ -312,6 +316,8 @@ def _kill_and_resume(
         notes = diary(directory)
         starts = {step: at for what, step, at in notes if what == "writes"}
         ends = {step: at for what, step, at in notes if what == "wrote"}
+        if side.background:  # it is asked for when the one before is complete
+            ends = {step: starts[step + 1] for step in starts if step + 1 in starts}
         spans += [ends[step] - starts[step] for step in starts if step in ends]
         newest = max(starts)
         result.interrupted += newest not in ends
@@ -332,6 +338,7 @@ def table(results: Sequence[SideResult]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="kills of each format")
+    parser.add_argument("--background", action="store_true", help="write them while the training goes on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -340,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve()
         return
     torch.set_num_threads(1)
-    sides = [Side(sharded, two) for two in (False, True) for sharded in (False, True)]
+    sides = [Side(sharded, two, options.background) for two in (False, True) for sharded in (False, True)]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(options.jobs) as pool:
 
         def folder(where: str | Path | None = None) -> Path:
