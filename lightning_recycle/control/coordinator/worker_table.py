@@ -16,8 +16,7 @@ from typing import Any
 
 from lightning_recycle.control.joining.run_config import WorkerProcess
 from lightning_recycle.control.journal import Process
-from lightning_recycle.control.network.connection import NonBlockingConnection
-from lightning_recycle.control.network.event_loop import EventLoop
+from lightning_recycle.control.network.connection import EventLoop, NonBlockingConnection
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import encode
 from lightning_recycle.control.protocol.messages import StopReason

@@ -27,8 +27,7 @@ from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, FirstM
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
 from lightning_recycle.control.journal import Journal, Process
-from lightning_recycle.control.network.connection import NonBlockingConnection
-from lightning_recycle.control.network.event_loop import EventLoop
+from lightning_recycle.control.network.connection import EventLoop, NonBlockingConnection
 from lightning_recycle.control.protocol import coordinator_restart, messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.messages import StopReason

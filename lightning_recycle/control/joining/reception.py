@@ -18,8 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
-from lightning_recycle.control.network.event_loop import EventLoop
+from lightning_recycle.control.network.connection import SIGN_SECONDS, EventLoop, NonBlockingConnection
 from lightning_recycle.control.network.listener import Listener
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
