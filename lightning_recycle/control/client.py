@@ -83,7 +83,7 @@ class ControlClient(ActivityRecorder):
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
-    it waits in :meth:`arrive`.
+    it waits in :meth:`arrive`; ``complete_saves`` from the receiver thread before this process ends without a result.
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class ControlClient(ActivityRecorder):
         self._status = 0  # of a process that leaves
         self._was_asked_to_leave = False
         self._is_over = False  # the run has finished, and this process goes on
+        self.complete_saves: Callable[[], None] | None = None
+        self._completes = False  # a checkpoint, after the run
         self._parcels: dict[tuple[int, int, str], messages.Payload | None] = {}  # by batch, sender and key
         self._returns = 0
         self._wake_heartbeat = threading.Event()
@@ -181,6 +183,8 @@ class ControlClient(ActivityRecorder):
         next one (:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
         """
         with self._changed:
+            if self._completes:
+                return  # nobody listens any more
             self.member.said(message)
             connection = self._connection
         try:
@@ -245,7 +249,7 @@ class ControlClient(ActivityRecorder):
         number = self.member.confirmed + 1
         self.send(messages.Confirm(self.rank, number))
         what = "confirmation that it is a member"
-        self._wait(lambda: self.member.confirmed >= number or None, what, shown=not in_background)
+        self._wait(lambda: self.member.confirmed >= number or self._completes or None, what, shown=not in_background)
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.
@@ -423,7 +427,7 @@ class ControlClient(ActivityRecorder):
         name = (batch, sender, key)
         with self._changed:
             while name not in self._parcels:
-                if self._is_over or not is_wanted() or sender not in self.member.newest_roster:
+                if self._is_over or self._completes or not is_wanted() or sender not in self.member.newest_roster:
                     raise Interrupted
                 self._changed.wait(_LOOKUP_SECONDS)
             payload = self._parcels.pop(name)
@@ -563,6 +567,8 @@ class ControlClient(ActivityRecorder):
                     if self._leaving and self._survives:
                         return
                     self._exit("lost its place in the run", EXIT_LOST_COORDINATOR)
+                if message.reason in (StopReason.STAGE_LOST, StopReason.FAILED):
+                    self._complete_saves()
                 self._exit(f"was told to stop ({message.reason.value})", EXIT_STOPPED)
             if isinstance(message, messages.Unfit):
                 # The coordinator closes the connection; the main thread says why.
@@ -587,6 +593,14 @@ class ControlClient(ActivityRecorder):
                 return
             if isinstance(message, messages.Regroup) and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
+
+    def _complete_saves(self) -> None:
+        """The run is over, and all that this process has still to do is to complete a checkpoint, if it can."""
+        with self._changed:
+            self._completes = True
+            self._changed.notify_all()
+        if self.complete_saves is not None:
+            self.complete_saves()
 
     @property
     def _may_return(self) -> bool:

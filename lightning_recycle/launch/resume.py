@@ -25,6 +25,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.protocol.messages import SavePhase
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import restored, waiting_aside
@@ -71,13 +72,17 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
     return call.from_checkpoint(settled)
 
 
+_SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
+"""Of the last one that was begun nobody may have heard that it was completed."""
+
+
 def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
     """The newest checkpoint of this run that still exists undamaged. If nothing says which of the workers held wrong
     bits in the end, it is older than the steps in which they may have come to hold them.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
     for event in reversed(history):
-        if event.kind == "saved" and (differed is None or event.step <= differed.details["since"] + 1):
+        if event.kind in _SAVED and (differed is None or event.step <= differed.details["since"] + 1):
             path = str(event.details["path"])
             local = local_path(path)
             if local is None:

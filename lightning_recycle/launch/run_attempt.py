@@ -31,7 +31,8 @@ from lightning_recycle.control.network.addresses import (
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.run_planner import RunPlanner
-from lightning_recycle.control.protocol.state import Finished, Outcome
+from lightning_recycle.control.protocol.messages import SavePhase
+from lightning_recycle.control.protocol.state import Failed, Finished, Outcome, StageLost
 from lightning_recycle.engines.ray_cluster import needs_of_worker
 from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.launch.run_preparation import PreparedRun
@@ -159,7 +160,7 @@ class RunAttempt:
             finally:
                 with self._signals.shielded():
                     monitor.show(None)
-                    self._end(finished=isinstance(outcome, Finished))
+                    self._end(outcome)
         if self._signals.received is not None and not self._signals.gracefully:
             raise self._signals.error()  # it came while this run was being cleaned up
         return outcome
@@ -254,10 +255,15 @@ class RunAttempt:
         self._coordinator.end_at_boundary()
         return self._coordinator.wait(self._run.options.checkpoints.signal_timeout)
 
-    def _end(self, finished: bool) -> None:
-        if not finished:
+    def _end(self, outcome: Outcome | None) -> None:
+        patience = _EXIT_SECONDS
+        if not isinstance(outcome, Finished):
             self._coordinator.stop()  # before the workers are killed: these are no failures
-        self._group.end(patience=_EXIT_SECONDS if finished else 0.0)
+            phases = {phase.value: phase for phase in SavePhase}
+            newest = next((e.kind for e in reversed(self._coordinator.history) if e.kind in phases), "")
+            is_writing = isinstance(outcome, StageLost | Failed) and phases.get(newest) is SavePhase.BEGUN
+            patience = self._run.options.checkpoints.signal_timeout if is_writing else 0.0
+        self._group.end(patience)
         self._coordinator.close()
         self.history, self.schedules = list(self._coordinator.history), list(self._coordinator.schedules)
 

@@ -48,6 +48,7 @@ __all__ = ["Action", "BackgroundSaves", "Batch", "HolderGroup", "SaveRequest", "
 _PIECE = 1 << 20  # bytes of a part in one message: what else the connection carries waits for it
 _WINDOW = 4  # pieces under way
 _FAILED = "failed"
+_LOOK_SECONDS = 0.01
 _LOW_PRIORITY = 19  # of a thread, as for nice
 
 
@@ -487,6 +488,12 @@ class BackgroundSaves:
             wait: whether to wait until it is.
         """
         self._agree(None if wait else 0.0)
+
+    def await_thread(self) -> None:
+        """The run is over: waits until this worker has done its part, for :attr:`patience` seconds at most."""
+        deadline = time.monotonic() + self._patience
+        while self.batch is not None and not self.batch.is_written and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
     def _agree(self, patience: float | None) -> Mapping[int, _Arrival]:
         collectives, batch = self._collectives, self.batch

@@ -242,6 +242,7 @@ class Session:
                 leader_writes=not wanted.save_distributed_checkpoint,
                 patience=wanted.signal_timeout,
             )
+            self.client.complete_saves = background.await_thread
         self.checkpoints = steps.checkpoints = Checkpoints(
             self.parts,
             self.collectives,

@@ -1,5 +1,6 @@
 """Checkpoints that are written while the training goes on are those that it would wait for; so is what it trains."""
 
+import contextlib
 import os
 import resource
 import time
@@ -15,12 +16,13 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from support.growth import happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, difference, exact_fit, fit
+from support.training import TOLERANCE, difference, exact_fit, fit, trainer
 from support.waiting import PATIENCE
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.errors import CheckpointError
+from lightning_recycle.errors import CheckpointError, StageLostError
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage
 
 LENGTH, EVERY = 10, 2
@@ -231,3 +233,52 @@ def test_loggers_are_told_of_complete_checkpoints(tmp_path: Path) -> None:
     )  # fmt: skip
     told = sorted(path.name for path in tmp_path.rglob("told of *"))
     assert told == [f"told of step={step}.ckpt" for step in (10, 2, 4, 6, 8)]
+
+
+class AtTheEnd(WholeCheckpointIO):
+    """Writes a checkpoint when the run is over, because a stage was lost; makes ``begun`` before."""
+
+    def __init__(self, begun: Path) -> None:
+        self._begun = begun
+
+    @override
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        self._begun.touch()
+        deadline = time.monotonic() + PATIENCE
+        while not NotesClient.client._completes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        super().save_checkpoint(*arguments, **options)
+
+
+class NotesClient(L.Callback):
+    """Lets :class:`AtTheEnd` know its client, and the training go on to step 6 when that has begun."""
+
+    client: Any
+
+    def __init__(self, begun: Path) -> None:
+        self._begun = begun
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        type(self).client = strategy.session.client
+        deadline = time.monotonic() + PATIENCE
+        while trainer.global_step == 6 and not self._begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("restarts", sampled([False, True], 1))
+def test_a_checkpoint_that_is_being_written_is_completed_when_a_stage_is_lost(restarts: bool, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    options: dict[str, Any] = {"background": True, "checkpoint_io": AtTheEnd(begun), "signal_timeout": PATIENCE}
+    run = trainer(
+        1, 2, [Fault("kill", pipeline=0, stage=0, step=6)], max_steps=7, enable_checkpointing=True,
+        callbacks=[saving, NotesClient(begun)],
+        strategy={**options, **({"on_stage_lost": "restart"} if restarts else {})},
+    )  # fmt: skip
+    loader = DataLoader(dataset(GLOBAL_BATCH * LENGTH), batch_size=GLOBAL_BATCH)
+    with contextlib.nullcontext() if restarts else pytest.raises(StageLostError):
+        run.fit(Regression().double(), loader)
+    assert damage(tmp_path / "step=4.ckpt") is None
+    if restarts:
+        assert [event.step for event in happened(run, "step")] == [0, 1, 2, 3, 4, 5, 4, 5, 6]
