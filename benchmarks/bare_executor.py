@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.launch.local_workers import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
@@ -192,7 +192,7 @@ class Run:
         self, job: Job, body: Callable[[Worker, Connection], None], threads: int = 1, expected: Sequence[int] = ()
     ) -> None:
         logging.getLogger("lightning_recycle").setLevel(logging.ERROR)
-        planner = RunPlanner(
+        planner = PlanProvider(
             job.grid, "heuristic", Technique(split_backward=job.split_backward, staggered=job.staggered)
         )
         planner.prepare()

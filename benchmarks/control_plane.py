@@ -32,7 +32,7 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator, Coord
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.connection import MessageConnection, connect
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
 from lightning_recycle.control.protocol.recovery import WorkerStatus
@@ -237,7 +237,7 @@ class _Crowd:
 def measure(workers: int, profile: bool) -> dict[str, tuple[float, float]]:
     """Phase -> (seconds that passed, seconds of the coordinator's processor time)."""
     grid = Grid(workers // _STAGES, _STAGES, _MICROBATCHES)
-    planner = RunPlanner(grid, "heuristic", Technique())
+    planner = PlanProvider(grid, "heuristic", Technique())
     planner.prepare()
     victim = grid.num_workers // 2 + 1
     planner.plan(frozenset({grid.worker(victim)}), {})  # as if made ahead

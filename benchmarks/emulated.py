@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import LayerSpec, PipelineModule, PlanningOptions, ReCycleStrategy, defer_weight_grad
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, plan, retime
-from lightning_recycle.planning.planner import Switch
+from lightning_recycle.planning.planning_options import Switch
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 
 __all__ = [

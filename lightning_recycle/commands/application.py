@@ -29,7 +29,7 @@ from lightning_recycle.errors import ReCycleError
 
 __all__ = ["bad_input_ends", "run_application", "run_command"]
 
-_EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
+_EXIT_BAD_INPUT, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
 
 
@@ -65,8 +65,12 @@ def run_application(name: str, application: Callable[[], object]) -> None:
     try:
         with bad_input_ends(name):
             application()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
+    except BrokenPipeError:  # its reader has seen enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_EXIT_NO_READER)
 
 
 def run_command(

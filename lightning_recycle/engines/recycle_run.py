@@ -193,14 +193,20 @@ def _parser() -> argparse.ArgumentParser:
         usage="recycle-run [options] [--] python train.py [arguments]",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers of this machine (default 1)")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
-    parser.add_argument("--max-restarts", type=int, default=100, metavar="K", help="of each worker (default 100)")
     parser.add_argument(
-        "--grace", type=float, default=60.0, metavar="SECONDS", help="for workers to end after a signal (default 60)"
+        "--max-restarts", type=int, default=100, metavar="K", help="restarts of each worker (default 100)"
     )
     parser.add_argument(
-        "--shared", metavar="FOLDER", help="under srun: one that all nodes see (default: where the job was submitted)"
+        "--grace",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time for workers to end after a signal (default 60)",
+    )
+    parser.add_argument(
+        "--shared", metavar="FOLDER", help="under srun: a folder that all nodes see (default: of submission)"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

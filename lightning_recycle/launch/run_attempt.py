@@ -30,7 +30,7 @@ from lightning_recycle.control.network.addresses import (
 )
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import SavePhase
 from lightning_recycle.control.protocol.state import Failed, Finished, Outcome, StageLost
 from lightning_recycle.engines.ray_cluster import needs_of_worker
@@ -39,7 +39,7 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
-from lightning_recycle.planning.planner import PlanLibrary
+from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.configuration import WorkerIdentity
@@ -165,9 +165,9 @@ class RunAttempt:
             raise self._signals.error()  # it came while this run was being cleaned up
         return outcome
 
-    def _planner(self) -> RunPlanner:
+    def _planner(self) -> PlanProvider:
         planning = self._run.options.planning
-        return RunPlanner(
+        return PlanProvider(
             self._setup.grid,
             planning.planner,
             replace(planning.technique, staggered=self._setup.staggered),
@@ -209,7 +209,7 @@ class RunAttempt:
             )
         return LocalWorkerGroup(worker_main, payload)
 
-    def _make_coordinator(self, planner: RunPlanner) -> Coordinator:
+    def _make_coordinator(self, planner: PlanProvider) -> Coordinator:
         listens = self._setup.outsiders
         host, port = self._group.host, 0
         if listens:

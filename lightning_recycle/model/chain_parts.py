@@ -45,7 +45,7 @@ from lightning_recycle.model.layers import stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
 from lightning_recycle.model.weights import Tie, set_weights
-from lightning_recycle.planning.planner import Partition
+from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of
 

@@ -32,7 +32,7 @@ from lightning_recycle.model.layers import AbsentLayer, stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recording import BatchPlace, call_at
 from lightning_recycle.model.weights import Tie, set_weights, split_name, ties_between_stages
-from lightning_recycle.planning.planner import Partition
+from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 
 __all__ = ["LayerParts", "ModelParts", "StepRecorder"]

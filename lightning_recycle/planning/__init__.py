@@ -23,15 +23,8 @@ from lightning_recycle.planning.normalization import (
     roles,
 )
 from lightning_recycle.planning.plan_files import PLAN_SCHEMA, load_plan, plan_to_json, read_plan, save_plan
-from lightning_recycle.planning.planner import (
-    PlanLibrary,
-    Planner,
-    available_planners,
-    get_planner,
-    plan,
-    register_planner,
-    solve,
-)
+from lightning_recycle.planning.plan_library import PlanLibrary
+from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 from lightning_recycle.planning.rerouting import reroute

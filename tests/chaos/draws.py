@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.planner import Switch
+from lightning_recycle.planning.planning_options import Switch
 
 __all__ = ["draw"]
 

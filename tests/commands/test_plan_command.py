@@ -56,7 +56,7 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
 def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path) -> None:
     shown = plan(tmp_path, "planner=highs", "--help")
     first, _, *examples = shown.splitlines()[:5]
-    assert first.startswith("recycle-plan: plans one iteration of training")
+    assert first.startswith("recycle-plan: plan one iteration of training")
     assert all(line.startswith("  recycle-plan ") for line in examples)
     assert "\n  * highs            HiGHS through python-mip.\n" in shown
     assert "# Seconds, after which the best plan so far is used.\n    time_limit: 60.0" in shown
@@ -64,6 +64,22 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
     for foreign in ("trainer", "hydra", "_target_", "${", "$$"):
         assert foreign not in shown
     assert plan(tmp_path, "--version") == f"recycle-plan {__version__}\n"
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from lightning_recycle.commands.plan import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_plan_for_torch_has_a_line_for_each_stage(tmp_path: Path) -> None:

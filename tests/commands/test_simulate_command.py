@@ -150,7 +150,7 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
 def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path) -> None:
     shown = simulate(tmp_path, "policy=restart", "--help")
     first, _, *examples = shown.splitlines()[:5]
-    assert first.startswith("recycle-simulate: simulates training runs")
+    assert first.startswith("recycle-simulate: simulate training runs")
     assert all(line.startswith("  recycle-simulate ") for line in examples)
     for group in ("model", "policy", "failures", "experiment"):
         assert f"\n  {group}\n" in shown

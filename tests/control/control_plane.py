@@ -22,8 +22,8 @@ from lightning_recycle.control.network.connection import MessageConnection, conn
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.assumptions import Assumptions
-from lightning_recycle.control.plans.background_planner import BackgroundPlanner
 from lightning_recycle.control.plans.plan_maker import PlanMaker
+from lightning_recycle.control.plans.planning_queue import PlanningQueue
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
@@ -88,7 +88,7 @@ class FakePlanner:
 
     def __init__(self, grid: Grid = GRID) -> None:
         self.grid = grid
-        self.background = BackgroundPlanner()
+        self.background = PlanningQueue()
         self.maker = PlanMaker(HeuristicPlanner(), None, is_large=False)
         self.assumptions = Untimed(grid, Technique(), None, None, "auto", recompute=True, chooses_split=False)
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_recycle.control.plans.assumptions import StageLevels
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
@@ -64,7 +64,7 @@ def test_a_stage_that_has_not_been_measured_is_doubted() -> None:
 
 @pytest.fixture
 def plans() -> Iterator[RunPlans]:
-    planner = RunPlanner(GRID, "heuristic", Technique())
+    planner = PlanProvider(GRID, "heuristic", Technique())
     planner.prepare()
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
     yield plans

@@ -11,7 +11,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.commands.plan_settings import problems_ahead
 from lightning_recycle.control.plans.plan_maker import PlanAnswer, PlanQuestion
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
 from lightning_recycle.planning import (
@@ -54,27 +54,27 @@ def everywhere(**changes: int) -> dict[Worker, Footprint]:
 
 
 @pytest.fixture
-def planner() -> Iterator[RunPlanner]:
-    planner = RunPlanner(GRID, "heuristic", Technique(), memory=500)
+def planner() -> Iterator[PlanProvider]:
+    planner = PlanProvider(GRID, "heuristic", Technique(), memory=500)
     planner.prepare()
     yield planner
     planner.close()
 
 
 @pytest.fixture
-def plans(planner: RunPlanner) -> RunPlans:
+def plans(planner: PlanProvider) -> RunPlans:
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None)
     plans.begin_generation(ALL, (), 0)
     return plans
 
 
-def peaks(planner: RunPlanner, failed: frozenset[Worker]) -> tuple[int, int]:
+def peaks(planner: PlanProvider, failed: frozenset[Worker]) -> tuple[int, int]:
     schedule = planner.plan(failed, {})
     memory = [schedule.peak_memory(worker) for worker in schedule.live_workers] if schedule.problem.memory else [0]
     return max(map(schedule.peak_in_flight, schedule.live_workers)), int(max(memory))
 
 
-def test_a_survivor_does_not_hold_all_micro_batches(planner: RunPlanner) -> None:
+def test_a_survivor_does_not_hold_all_micro_batches(planner: PlanProvider) -> None:
     """It held 16 of 16 where nothing limited it."""
     assert peaks(planner, FAILED)[0] == 2, "nothing is measured: as in 1F1B"
     planner.assumptions.measured(everywhere())
@@ -83,7 +83,7 @@ def test_a_survivor_does_not_hold_all_micro_batches(planner: RunPlanner) -> None
     assert 2 <= in_flight <= 6
 
 
-def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: RunPlanner) -> None:
+def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: PlanProvider) -> None:
     planner.assumptions.measured(everywhere())
     planner.plan_ahead(ALL, {})
     assert wait_for(lambda: is_idle(planner.background), 60)
@@ -94,7 +94,7 @@ def test_a_plan_made_ahead_that_does_not_fit_any_more_is_not_used(planner: RunPl
     assert planner.source == "made"
 
 
-def test_what_does_not_fit_is_said_once(planner: RunPlanner, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_is_said_once(planner: PlanProvider, caplog: pytest.LogCaptureFixture) -> None:
     planner.assumptions.measured(everywhere(after_forward=450))
     with caplog.at_level(logging.WARNING):
         assert peaks(planner, FAILED)[0] == 1
@@ -103,14 +103,14 @@ def test_what_does_not_fit_is_said_once(planner: RunPlanner, caplog: pytest.LogC
     assert "500 bytes, needs 100 without and 450 more with one micro-batch" in record.getMessage()
 
 
-def three_steps(planner: RunPlanner, plans: RunPlans) -> None:
+def three_steps(planner: PlanProvider, plans: RunPlans) -> None:
     """After which plans are made ahead."""
     for _ in range(3):
         plans.stepped(1.0)
     assert wait_for(lambda: is_idle(planner.background), 60)
 
 
-def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: RunPlanner, plans: RunPlans) -> None:
+def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: PlanProvider, plans: RunPlans) -> None:
     seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     plans.measurements.operation_seconds = seconds
     for rank in range(4):
@@ -128,7 +128,7 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: R
     assert plans.better() == []
 
 
-def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: RunPlanner, plans: RunPlans) -> None:
+def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: PlanProvider, plans: RunPlans) -> None:
     for rank in range(4):
         worker, held = GRID.worker(rank), footprint(after_forward=300, after_backward=300, checkpoint=300)
         plans.take(worker, Measured(rank, held))
@@ -139,7 +139,7 @@ def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: RunPlanne
 
 
 def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_first_one(
-    planner: RunPlanner, plans: RunPlans, monkeypatch: pytest.MonkeyPatch
+    planner: PlanProvider, plans: RunPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was kept as the plan for those who train now, although they had refused it."""
     plans.measurements.operation_seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
@@ -160,7 +160,7 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_forwards_are_computed_again_instead_of_one_at_a_time(recompute: bool) -> None:
-    planner = RunPlanner(GRID, "heuristic", Technique(), memory=500, recompute=recompute)
+    planner = PlanProvider(GRID, "heuristic", Technique(), memory=500, recompute=recompute)
     planner.prepare()
     planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=20))
     for failed in (ALL, FAILED):
@@ -189,7 +189,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         """Periods and sources of the plans at the start, and once memory is measured."""
         periods, sources = [], []
         for failed, measured in ((ALL, {}), (lost, footprints), (ALL, footprints)):
-            planner = RunPlanner(grid, "heuristic", Technique(), costs=costs, library=library)
+            planner = PlanProvider(grid, "heuristic", Technique(), costs=costs, library=library)
             planner.assumptions.measured(measured)
             schedule = planner.plan(failed, {})
             ready = planner._ready.find(schedule.problem)
@@ -223,7 +223,7 @@ def test_plans_of_the_library_stay_if_they_fit_and_are_improved(tmp_path: Path) 
     base = Problem(GRID, Costs.uniform(2))
     limited = [replace(base, failed=failed, in_flight_limit=usual_limit(GRID, failed)) for failed in (ALL, FAILED)]
     PlanLibrary(tmp_path, "heuristic").compute(limited)
-    planner = RunPlanner(
+    planner = PlanProvider(
         GRID, "heuristic", Technique(), costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"), memory=500
     )
     planner.assumptions.measured(everywhere())

@@ -9,7 +9,7 @@ import pytest
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Tried
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Technique, Worker
@@ -32,7 +32,7 @@ DEAR = replace(CHEAP, split=(0.02, 0.04, 0.04))
 class Run:
     """A run without workers."""
 
-    def __init__(self, planner: RunPlanner) -> None:
+    def __init__(self, planner: PlanProvider) -> None:
         self.planner = planner
         planner.prepare()
         self.plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None)
@@ -63,7 +63,7 @@ def open_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     with contextlib.ExitStack() as stack:
 
         def make(planner: Any = "heuristic", **options: Any) -> Run:
-            made = RunPlanner(GRID, planner, Technique(), **{"chooses_split": True, **options})
+            made = PlanProvider(GRID, planner, Technique(), **{"chooses_split": True, **options})
             stack.callback(made.close)
             return Run(made)
 
@@ -189,7 +189,7 @@ def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(o
 
 
 def test_with_one_stage_nothing_is_split() -> None:
-    planner = RunPlanner(Grid(2, 1, 4), "heuristic", Technique(), chooses_split=True)
+    planner = PlanProvider(Grid(2, 1, 4), "heuristic", Technique(), chooses_split=True)
     planner.prepare()
     assert not splits(planner.plan(ALL, {}))
     planner.close()

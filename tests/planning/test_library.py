@@ -77,7 +77,7 @@ def test_plans_of_another_planner_or_version_are_not_taken(tmp_path: Path, monke
     for planner in ("highs", p.HeuristicPlanner(effort=7), p.ExactPlanner("highs", time_limit=1.0), FailsOnTwo()):
         assert p.PlanLibrary(tmp_path, planner).get(PROBLEM) is None
     assert p.PlanLibrary(tmp_path, p.HeuristicPlanner()).get(PROBLEM) is not None
-    monkeypatch.setattr("lightning_recycle.planning.planner.__version__", "999")
+    monkeypatch.setattr("lightning_recycle.planning.plan_library.__version__", "999")
     assert p.PlanLibrary(tmp_path).get(PROBLEM) is None
 
 

@@ -1,10 +1,10 @@
 """What tests ask of a planner in the background and the run has no use for."""
 
-from lightning_recycle.control.plans.background_planner import BackgroundPlanner
+from lightning_recycle.control.plans.planning_queue import PlanningQueue
 
 __all__ = ["is_idle"]
 
 
-def is_idle(planner: BackgroundPlanner) -> bool:
+def is_idle(planner: PlanningQueue) -> bool:
     """Whether all that was begun is done."""
     return not planner._jobs

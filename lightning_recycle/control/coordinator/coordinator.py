@@ -33,7 +33,7 @@ from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
 from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
 from lightning_recycle.control.network.handshake import check_key
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
 from lightning_recycle.control.protocol import state as protocol
@@ -96,7 +96,7 @@ class Coordinator:
     def __init__(
         self,
         grid: Grid,
-        planner: RunPlanner,
+        planner: PlanProvider,
         options: CoordinatorOptions | None = None,
         host: str = "127.0.0.1",
         port: int = 0,

@@ -21,7 +21,7 @@ from lightning_recycle.control.joining.admission import describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
 from lightning_recycle.control.journal import Journal
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.coordinator_restart import adopted
 from lightning_recycle.control.protocol.messages import Enrolled, Stop, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
@@ -178,7 +178,7 @@ class Serving:
         return False
 
 
-def _prepare(planner: RunPlanner, reception: Reception) -> None:
+def _prepare(planner: PlanProvider, reception: Reception) -> None:
     """Makes the first plan, however long it takes, while the workers get signs of life."""
     failure: list[BaseException] = []
 

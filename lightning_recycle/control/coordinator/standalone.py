@@ -217,15 +217,15 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
         "recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --runs 1",
     )
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the workers find it")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the workers")
     parser.add_argument("--pipelines", type=int, metavar="D", help="data-parallel size")
     parser.add_argument("--stages", type=int, metavar="S", help="pipeline-parallel size")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="per pipeline and step")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="micro-batches per pipeline and step")
     parser.add_argument(
-        "--processes-per-position", type=int, metavar="T", help="of each stage of a pipeline; default 1"
+        "--processes-per-position", type=int, metavar="T", help="processes that hold a stage of a pipeline; default 1"
     )
     parser.add_argument(
-        "--http", metavar="HOST:PORT", help="where its page, /status and /metrics are; a port alone: for this machine"
+        "--http", metavar="HOST:PORT", help="address of its page, /status and /metrics; a port alone: on this machine"
     )
     for name, item in _FLAGS.items():
         check: Check | None = item.metadata["check"]
@@ -236,13 +236,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--state",
         metavar="FILE",
-        help="what another coordinator needs to go on if this one is killed; by default in"
+        help="state for the next coordinator if this one is killed; by default in"
         " ~/.local/state/lightning_recycle, named by machine and address; none for nothing",
     )
     parser.add_argument(
         "--obey",
         action="store_true",
-        help="end with the process that started this one, and listen to what it says instead of to signals",
+        help="end with the process that started this one, and take commands from standard input, not signals",
     )
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser

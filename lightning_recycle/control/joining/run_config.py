@@ -17,13 +17,13 @@ from typing import Any, Protocol, TypeVar
 from lightning_recycle.arguments import whole
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions, VerificationOptions
 from lightning_recycle.control.plans.drift import DriftOptions
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.detection import PATIENCE
 from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.option_table import shared_options
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planner import PlanningOptions
+from lightning_recycle.planning.planning_options import PlanningOptions
 
 __all__ = [
     "GROUPS",
@@ -123,10 +123,10 @@ class RunConfig:
     def planning(self) -> PlanningOptions:
         return _group(PlanningOptions, self.wants)
 
-    def planner(self) -> RunPlanner:
+    def planner(self) -> PlanProvider:
         """The planner of the run."""
         planning = self.planning
-        return RunPlanner(
+        return PlanProvider(
             self.grid,
             planning.planner,
             planning.technique,

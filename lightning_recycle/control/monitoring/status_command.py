@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         const=1.0,
         metavar="SECONDS",
-        help="again and again, until the run is over; every second by default",
+        help="repeat until the run is over, every second by default",
     )
     return parser
 

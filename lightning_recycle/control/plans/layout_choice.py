@@ -6,7 +6,7 @@ measured, that is what :func:`~lightning_recycle.planning.layouts.layout_search.
 operations have been measured, and whenever workers are lost or return; in the background, so nothing waits for the
 answer: training goes on with re-routing alone.
 
-Contract: called from the coordinator's thread. Answers are published by the background planner, as
+Contract: called from the coordinator's thread. Answers are published by the planning queue, as
 :class:`LayoutAnswer`.
 
 Must not know: connections, generations; how layers move.
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
-from lightning_recycle.control.plans.background_planner import Job, Urgency
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.planning_queue import Job, Urgency
 from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
@@ -121,7 +121,7 @@ class LayoutChoice:
         cuts: the layout of now; empty as long as it is unknown.
     """
 
-    def __init__(self, rebalance: Rebalance, planner: RunPlanner, measured: Measurements) -> None:
+    def __init__(self, rebalance: Rebalance, planner: PlanProvider, measured: Measurements) -> None:
         self.cuts: Cuts = ()
         self._rebalance = rebalance
         self._planner, self._measured = planner, measured

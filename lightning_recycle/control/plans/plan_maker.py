@@ -1,4 +1,4 @@
-"""Questions for plans, where they are answered, and the plans that are ready.
+"""Maker of single plans: the questions, where each is answered, and a cache of the plans that are ready.
 
 Concept: a question goes to the planning process or, where that is no use, to the background thread:
 
@@ -33,13 +33,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
-from lightning_recycle.control.plans.background_planner import InThread
+from lightning_recycle.control.plans.planning_queue import InThread
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.planner import PlanLibrary, Planner, solve
+from lightning_recycle.planning.plan_library import PlanLibrary
+from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.rerouting import renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule

@@ -1,17 +1,25 @@
-"""The plans of one run: what all run now, what is ready for the next failure, and when another plan is better.
+"""Which plan all workers of a run follow, and when they change to another one.
 
 Concept: the coordinator reports what happened (a generation begins, a step was applied, an answer was found) and gets
-schedules. Every schedule is made here, so no two workers can disagree about one.
+schedules. All of them come from here, so no two workers can disagree about one::
+
+    RunPlans              which plan, when
+      DriftMonitor        whether operations still take the times that the plan assumes
+      LayoutChoice        whether the layers should lie in another way
+      PlanProvider        the plan for those who have failed: ready, stored, or made
+        Assumptions       the problem that a plan is made for
+        PlanMaker         makes one plan, ReadyPlans keeps it
+      PlanningQueue       answers what takes long, in a process beside the coordinator
 
 | event | question |
 |---|---|
-| a generation begins | its plan (:mod:`~lightning_recycle.control.plans.run_planner`), the best layout for it |
+| a generation begins | its plan (:mod:`~lightning_recycle.control.plans.plan_provider`), the best layout for it |
 | 3rd step of a plan; memory or split backwards were measured | plans for the next failures |
 | 10th step of the run | the best layout for all (:mod:`~lightning_recycle.control.plans.layout_choice`) |
 | operations no longer take the times of the plan | a plan for those (:mod:`~lightning_recycle.control.plans.drift`) |
 
 Contract: every method is called from the coordinator's thread. What takes long is answered in the background
-(:mod:`~lightning_recycle.control.plans.background_planner`), which wakes the coordinator for :meth:`RunPlans.better`.
+(:mod:`~lightning_recycle.control.plans.planning_queue`), which wakes the coordinator for :meth:`RunPlans.better`.
 
 Must not know: connections; of a generation's roster, more than who failed.
 """
@@ -25,11 +33,11 @@ from functools import partial
 from typing import Any
 
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
-from lightning_recycle.control.plans.background_planner import Job, Urgency
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
 from lightning_recycle.control.plans.plan_maker import facts_of, newest
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.planning_queue import Job, Urgency
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
@@ -69,7 +77,7 @@ class RunPlans:
     def __init__(
         self,
         grid: Grid,
-        planner: RunPlanner,
+        planner: PlanProvider,
         drift: DriftOptions | None,
         on_profile: Callable[[Profile], None],
         wake: Callable[[], None],

@@ -68,7 +68,7 @@ _ON_ALL = (
 
 
 def settle(state: MembershipState) -> Next:
-    """After a worker is gone: completes what waited only for it."""
+    """After a worker is gone: answers the collectives, and the request to stop, that waited only for it."""
     state, commands = _settle_stop(state)
     for number in sorted(state.collectives.open):
         state, answer = _answer_if_complete(state, number)

@@ -51,7 +51,7 @@ _INPUTS = -1  # the scope of values that the gradients of the step depend on
 
 
 def settle(state: MembershipState) -> Next:
-    """After a worker is gone: completes what waited only for it."""
+    """After a worker is gone: commits the step, and answers the collectives, that waited only for it."""
     state, commands = count_steps(state)
     state, answers = control_collectives.settle(state)
     return state, commands + answers

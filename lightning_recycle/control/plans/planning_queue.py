@@ -17,7 +17,7 @@ A question for which a process is no use is yielded as :class:`InThread`: the th
 publishes; the coordinator is woken and takes it.
 
 Contract: every wait has a bound, whatever becomes of the process (see there), and no job can end the thread. After
-:meth:`BackgroundPlanner.close` there is no process and no thread.
+:meth:`PlanningQueue.close` there is no process and no thread.
 
 Must not know: what is asked.
 """
@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, Question, cancelled_by
 
-__all__ = ["BackgroundPlanner", "InThread", "Job", "Urgency"]
+__all__ = ["InThread", "Job", "PlanningQueue", "Urgency"]
 
 _END_SECONDS = 30.0  # for a user's version of the heuristic that does not look whether its plan is wanted
 
@@ -92,7 +92,7 @@ class _Begun:
                 self._question = self._job.send(found)
 
 
-class BackgroundPlanner:
+class PlanningQueue:
     """The questions of one run.
 
     Attributes:

@@ -16,7 +16,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.plans import plan_maker
 from lightning_recycle.control.plans.plan_maker import schedules_kept
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.planning import (
     Costs,
     Grid,
@@ -41,12 +41,12 @@ MEASURED = {stage: {"F": 2.0, "B": 2.0, "W": 2.0, "REDUCE": 0.5, "STEP": 1.0} fo
 
 
 @pytest.fixture
-def open_planner() -> Iterator[Callable[..., RunPlanner]]:
+def open_planner() -> Iterator[Callable[..., PlanProvider]]:
     """Makes planners, which end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def make(*arguments: Any, **options: Any) -> RunPlanner:
-            planner = RunPlanner(*arguments, **options)
+        def make(*arguments: Any, **options: Any) -> PlanProvider:
+            planner = PlanProvider(*arguments, **options)
             stack.callback(planner.close)
             return planner
 
@@ -54,37 +54,37 @@ def open_planner() -> Iterator[Callable[..., RunPlanner]]:
 
 
 @pytest.fixture
-def planner(open_planner: Callable[..., RunPlanner]) -> RunPlanner:
+def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
     planner = open_planner(GRID, "heuristic", Technique())
     planner.prepare()
     return planner
 
 
-def adopted(planner: RunPlanner, slow: Worker = SLOW) -> Schedule:
+def adopted(planner: PlanProvider, slow: Worker = SLOW) -> Schedule:
     problem = replace(planner.plan(ALL, {}).problem, costs=Costs.uniform(2, 2.0), worker_factors={slow: 2.0})  # type: ignore[arg-type]
     schedule = heuristic(problem)
     planner.adopt(schedule)
     return schedule
 
 
-def test_an_adopted_plan_is_the_plan_for_its_workers(planner: RunPlanner) -> None:
+def test_an_adopted_plan_is_the_plan_for_its_workers(planner: PlanProvider) -> None:
     schedule = adopted(planner)
     assert planner.plan(ALL, MEASURED) is schedule
 
 
-def test_plans_for_failures_know_who_is_slow_and_what_operations_take(planner: RunPlanner) -> None:
+def test_plans_for_failures_know_who_is_slow_and_what_operations_take(planner: PlanProvider) -> None:
     adopted(planner)
     problem = planner.plan(frozenset({Worker(0, 1)}), {}).problem
     assert problem.worker_factors == ((SLOW, 2.0),)
     assert problem.costs == Costs.uniform(2, 2.0)
 
 
-def test_the_speed_of_the_dead_does_not_matter(planner: RunPlanner) -> None:
+def test_the_speed_of_the_dead_does_not_matter(planner: PlanProvider) -> None:
     adopted(planner)
     assert planner.plan(frozenset({SLOW}), {}).problem.worker_factors == ()
 
 
-def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(planner: RunPlanner) -> None:
+def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(planner: PlanProvider) -> None:
     before = planner.plan(ALL, {})
     adopted(planner)
     planner.assumptions.forget([SLOW])
@@ -94,7 +94,7 @@ def test_another_process_in_the_place_of_a_slow_worker_is_not_taken_for_slow(pla
     assert planner.plan(ALL, {}) is schedule
 
 
-def test_what_a_slow_worker_measured_counts_once(planner: RunPlanner) -> None:
+def test_what_a_slow_worker_measured_counts_once(planner: PlanProvider) -> None:
     """The times of a stage are those that its first worker measured, which may be the slow one."""
     slow = Worker(0, 1)
     schedule = adopted(planner, slow)
@@ -105,7 +105,7 @@ def test_what_a_slow_worker_measured_counts_once(planner: RunPlanner) -> None:
 
 
 def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
-    planner: RunPlanner, monkeypatch: pytest.MonkeyPatch
+    planner: PlanProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = planner.plan(ALL, {})
     monkeypatch.setattr(plan_maker, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
@@ -124,7 +124,7 @@ def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
 
 
 def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
-    open_planner: Callable[..., RunPlanner],
+    open_planner: Callable[..., PlanProvider],
 ) -> None:
     asked: list[Problem] = []
 
@@ -171,7 +171,7 @@ class Poor(HeuristicPlanner):
 
 
 def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
-    open_planner: Callable[..., RunPlanner], monkeypatch: pytest.MonkeyPatch
+    open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_maker, "HeuristicPlanner", Poor)
     planner = open_planner(Grid(2, 3, 4), Patient(), Technique())
@@ -196,7 +196,7 @@ def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
 
 
 def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
-    open_planner: Callable[..., RunPlanner], caplog: pytest.LogCaptureFixture
+    open_planner: Callable[..., PlanProvider], caplog: pytest.LogCaptureFixture
 ) -> None:
     planner = open_planner(Grid(2, 2, 2), Failing(), Technique())
     for _ in range(2):
@@ -211,7 +211,7 @@ def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
 
 
 def test_a_plan_of_the_library_needs_no_planner(
-    open_planner: Callable[..., RunPlanner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_planner: Callable[..., PlanProvider], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the fault-free one, nor the next ones; where there is none, it is said why."""
     base = Problem(GRID, Costs.uniform(2, 0.01))
@@ -244,7 +244,7 @@ def test_at_least_one_schedule_is_kept_of_any_grid() -> None:
 
 
 def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_differ(
-    open_planner: Callable[..., RunPlanner],
+    open_planner: Callable[..., PlanProvider],
 ) -> None:
     grid, cuts = Grid(3, 2, 8), (0, 2.4, 5)
     slots = (1.0,) * 5

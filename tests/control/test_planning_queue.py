@@ -11,10 +11,10 @@ from slow_planners import Endless, Failing, Unpicklable
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans.background_planner import BackgroundPlanner, InThread, Job, Urgency
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
 from lightning_recycle.control.plans.plan_maker import PlanQuestion
-from lightning_recycle.control.plans.run_planner import RunPlanner
+from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning import (
@@ -68,8 +68,8 @@ class Waiting:
 
 
 @pytest.fixture
-def planner() -> Iterator[BackgroundPlanner]:
-    planner = BackgroundPlanner()
+def planner() -> Iterator[PlanningQueue]:
+    planner = PlanningQueue()
     yield planner
     planner.close()
     assert not threads()
@@ -79,7 +79,7 @@ def threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("recycle-plan")]
 
 
-def publishing(planner: BackgroundPlanner, *questions: Any) -> Job:
+def publishing(planner: PlanningQueue, *questions: Any) -> Job:
     """Publishes the answers to all questions."""
     for question in questions:
         try:
@@ -90,7 +90,7 @@ def publishing(planner: BackgroundPlanner, *questions: Any) -> Job:
             planner.publish(found)
 
 
-def found(planner: BackgroundPlanner, count: int) -> list[Any]:
+def found(planner: PlanningQueue, count: int) -> list[Any]:
     answers: list[Any] = []
 
     def all_there() -> bool:
@@ -101,7 +101,7 @@ def found(planner: BackgroundPlanner, count: int) -> list[Any]:
     return answers
 
 
-def test_answers_are_published_wherever_they_were_found(planner: BackgroundPlanner) -> None:
+def test_answers_are_published_wherever_they_were_found(planner: PlanningQueue) -> None:
     woken = threading.Semaphore(0)
     planner.wake = woken.release
     planner.begin(
@@ -115,7 +115,7 @@ def test_answers_are_published_wherever_they_were_found(planner: BackgroundPlann
     assert planner.take() == []
 
 
-def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: BackgroundPlanner) -> None:
+def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: PlanningQueue) -> None:
     questions = [
         InThread(Value(PlanningError("no room"))),
         InThread(Value(ValueError("a bug of a user's planner"))),
@@ -130,7 +130,7 @@ def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: Bac
     assert last == 5
 
 
-def test_a_job_with_a_bug_ends_alone(planner: BackgroundPlanner, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_with_a_bug_ends_alone(planner: PlanningQueue, caplog: pytest.LogCaptureFixture) -> None:
     def wrong() -> Job:
         yield None
         raise ValueError("a bug")
@@ -141,7 +141,7 @@ def test_a_job_with_a_bug_ends_alone(planner: BackgroundPlanner, caplog: pytest.
     assert "a bug" in caplog.text
 
 
-def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner: BackgroundPlanner) -> None:
+def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(planner: PlanningQueue) -> None:
     slow = Waiting()
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -155,7 +155,7 @@ def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(pla
     assert found(planner, 3) == ["waited", "drift", "search"]
 
 
-def test_a_less_urgent_question_waits(planner: BackgroundPlanner) -> None:
+def test_a_less_urgent_question_waits(planner: PlanningQueue) -> None:
     slow = Waiting()
     planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -168,7 +168,7 @@ def test_a_less_urgent_question_waits(planner: BackgroundPlanner) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "dropped"])
-def test_what_is_not_wanted_any_more_is_given_up(planner: BackgroundPlanner, how: str) -> None:
+def test_what_is_not_wanted_any_more_is_given_up(planner: PlanningQueue, how: str) -> None:
     slow = Waiting()
     planner.begin(Urgency.LAYOUT, publishing(planner, InThread(slow), InThread(Value("the next of an old job"))))
     assert slow.asked.acquire(timeout=PATIENCE)
@@ -181,9 +181,7 @@ def test_what_is_not_wanted_any_more_is_given_up(planner: BackgroundPlanner, how
     assert planner.take() == []
 
 
-def test_a_question_that_takes_too_long_has_no_answer(
-    planner: BackgroundPlanner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_that_takes_too_long_has_no_answer(planner: PlanningQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "_TIME_LIMIT", 0.2)
     planner.begin(Urgency.AHEAD, publishing(planner, Endless(), InThread(Value("next"))))
     reason, last = found(planner, 2)
@@ -191,7 +189,7 @@ def test_a_question_that_takes_too_long_has_no_answer(
     assert last == "next"
 
 
-def test_a_closed_planner_begins_nothing(planner: BackgroundPlanner) -> None:
+def test_a_closed_planner_begins_nothing(planner: PlanningQueue) -> None:
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(Waiting())))
     planner.close()
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(Value(1))))
@@ -199,7 +197,7 @@ def test_a_closed_planner_begins_nothing(planner: BackgroundPlanner) -> None:
     assert planner.take() == []
 
 
-def test_many_jobs_begun_by_many_threads_all_end(planner: BackgroundPlanner) -> None:
+def test_many_jobs_begun_by_many_threads_all_end(planner: PlanningQueue) -> None:
     """Whatever is replaced, dropped and interrupted: the newest job of each urgency is done."""
     ends: dict[Urgency, int] = {}
 
@@ -240,7 +238,7 @@ class Slow(HeuristicPlanner):
 
 
 def test_a_run_that_is_over_leaves_no_thread() -> None:
-    planner = RunPlanner(Grid(2, 2, 2), Slow(), Technique())
+    planner = PlanProvider(Grid(2, 2, 2), Slow(), Technique())
     planner.plan_ahead(frozenset(), {})
     assert Slow.began.wait(60)
     planner.close()
@@ -249,7 +247,7 @@ def test_a_run_that_is_over_leaves_no_thread() -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins: bool) -> None:
-    planner = RunPlanner(Grid(2, 2, 2), "heuristic", Technique())
+    planner = PlanProvider(Grid(2, 2, 2), "heuristic", Technique())
     if begins:
         planner.plan_ahead(frozenset(), {})
         assert wait_for(lambda: is_idle(planner.background), 60)
@@ -279,7 +277,7 @@ def look_for() -> Iterator[Callable[[Any], Any]]:
     planners = []
 
     def begin(planner: Any) -> RunPlans:
-        run = RunPlanner(PROBLEM.grid, "heuristic", Technique())
+        run = PlanProvider(PROBLEM.grid, "heuristic", Technique())
         planners.append(run)
         plans = RunPlans(PROBLEM.grid, run, None, lambda profile: None, lambda: None)
         question = DriftQuestion(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
@@ -313,4 +311,4 @@ def test_a_planner_that_cannot_be_sent_is_refused_before_the_run() -> None:
     own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
     for planner, why in ((Unpicklable(), "lock"), (own(), "its class is in the script")):
         with pytest.raises(ConfigurationError, match=f"cannot be sent there: .*{why}.*Define its class in a module"):
-            RunPlanner(PROBLEM.grid, planner, Technique())
+            PlanProvider(PROBLEM.grid, planner, Technique())

@@ -1,4 +1,4 @@
-"""Plans for a running training, whichever workers have failed.
+"""Provider of plans: for any failed workers the plan that is ready, one that is stored, or one made at once.
 
 Concept: the fault-free plan is made before the workers start, by the planner that the user chose. Then plans are made
 ahead, one for each distribution over the stages that the next
@@ -6,12 +6,12 @@ failure may lead to: first by the heuristic, which takes a second, then by the c
 however long it takes.
 
 A failure gets the plan that is ready, one from the plan library, or the heuristic's, made at once. In a large grid that
-takes seconds, so the coordinator asks :meth:`RunPlanner.is_ready` before it asks for a plan: it goes on serving until
+takes seconds, so the coordinator asks :meth:`PlanProvider.is_ready` before it asks for a plan: it goes on serving until
 it is. The library is asked for the same plans as a planner: whatever fits is used at once, and improved later if it was
 made for other costs or limits.
 
 Contract: called from the coordinator's thread; what takes long is a job of the
-:class:`~lightning_recycle.control.plans.background_planner.BackgroundPlanner`.
+:class:`~lightning_recycle.control.plans.planning_queue.PlanningQueue`.
 
 Must not know: connections, rosters, what is measured and when.
 """
@@ -30,8 +30,8 @@ from lightning_recycle.control.plans.assumptions import (
     names_of,
     with_fused_backwards,
 )
-from lightning_recycle.control.plans.background_planner import BackgroundPlanner, Job, Urgency
 from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, ReadyPlans, check_travels
+from lightning_recycle.control.plans.planning_queue import Job, PlanningQueue, Urgency
 from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.layout_candidates import Candidate
@@ -41,14 +41,15 @@ from lightning_recycle.planning.normalization import (
     next_failures,
     normalize,
 )
-from lightning_recycle.planning.planner import PlanLibrary, get_planner
+from lightning_recycle.planning.plan_library import PlanLibrary
+from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
 from lightning_recycle.planning.rerouting import alike
 from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
-__all__ = ["RunPlanner"]
+__all__ = ["PlanProvider"]
 
 log = logging.getLogger(__name__)
 
@@ -212,8 +213,8 @@ def _replaces(schedule: Schedule, ready: Schedule, problem: Problem) -> bool:
     return other_technique or not _keeps_to(ready, problem) or _shorter(schedule, ready)
 
 
-class RunPlanner:
-    """The schedules of one run.
+class PlanProvider:
+    """Has a plan for whichever workers fail, and has the plans for the next failures made ahead.
 
     Args:
         grid: the grid of the run.
@@ -250,7 +251,7 @@ class RunPlanner:
         chooses_split: bool = False,
     ) -> None:
         self.source = ""
-        self.background = BackgroundPlanner()
+        self.background = PlanningQueue()
         self._grid = grid
         chosen = get_planner(planner)
         check_travels(chosen)

@@ -1,0 +1,265 @@
+"""Library of plans that were made ahead: a directory with one compressed plan file for each plan.
+
+Concept: the name of a file says what its plan is for. The first part is the same for all plans
+
+- of the same planner and version of the package, for the same grid and techniques;
+- for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
+  (:mod:`~lightning_recycle.planning.rerouting`);
+
+the second part for those of the same costs and limits. A plan serves a problem with the same first part if its costs
+differ by at most a quarter of the mean operation (it is timed again with those of the problem; a common factor is no
+difference, as it changes no plan), and if its workers hold no more than the problem allows, whatever limits it was made
+for. Of several the one for the nearest costs is taken, then the shortest.
+
+Contract: nothing in the directory is trusted: a file counts if it is whole and its schedule passes the validator;
+otherwise it is reported once and treated as absent, so that the next :meth:`PlanLibrary.compute` or
+:meth:`~PlanLibrary.put` replaces it. Files appear whole or not at all; several processes may share a directory.
+
+Must not know: who needs a plan, and when.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import is_dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from lightning_recycle.arguments import __version__
+from lightning_recycle.errors import PlanningError, ReCycleError
+from lightning_recycle.files import write_atomically
+from lightning_recycle.planning.child_process import Report, run_in_child
+from lightning_recycle.planning.costs import cost_difference
+from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_to_json, read_plan
+from lightning_recycle.planning.planner import Planner, get_planner, solve
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.rerouting import renamed, representative
+from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
+from lightning_recycle.planning.timing import retime
+from lightning_recycle.planning.validation import InvalidScheduleError, validate
+
+__all__ = ["PlanLibrary"]
+
+log = logging.getLogger(__name__)
+
+_SUFFIX = ".plan.gz"
+_TOLERANCE = 0.25  # of the mean operation
+_SAME_COSTS = 1e-9  # of the mean operation
+_COMPRESSION = 3  # of 9: the rest costs ten times the time for a few percent
+_DAMAGE = (OSError, EOFError, zlib.error, ValueError, RecursionError, ReCycleError)
+"""Exceptions of reading a damaged file."""
+
+
+class PlanLibrary:
+    """The plans of one planner in a directory, which is created when the first plan is stored.
+
+    Args:
+        path: the directory.
+        planner: a planner or its name; plans of other planners are ignored.
+
+    Raises:
+        ConfigurationError: when the planner is unknown.
+    """
+
+    def __init__(self, path: str | PathLike[str], planner: str | Planner = "heuristic") -> None:
+        self.path = Path(path)
+        self.planner = get_planner(planner)
+        self._reported: set[Path] = set()
+
+    def get(self, problem: Problem) -> Schedule | None:
+        """The stored schedule for ``problem``, with its workers and times, or None."""
+        result = self.lookup(problem)
+        return None if result is None else result.schedule
+
+    def lookup(self, problem: Problem) -> PlanResult | None:
+        """Like :meth:`get`, with status and bound."""
+        found = self._exact(problem)
+        if found is not None:
+            return found
+        ranked = []
+        for stored in self._alike(problem):
+            costs = stored.schedule.problem.costs
+            difference = cost_difference(problem.costs, costs)
+            if difference <= _TOLERANCE and (adapted := _adapted(stored, problem)) is not None:
+                same = difference < _SAME_COSTS  # in two units of time
+                ranked.append((0.0 if same else difference, adapted.schedule.period, adapted))
+        return min(ranked, key=lambda each: each[:2])[2] if ranked else None
+
+    def has(self, problem: Problem) -> bool:
+        """Whether a plan for exactly these costs and limits is stored: the planner has nothing to add to it."""
+        return self._path(problem).exists()
+
+    def miss(self, problem: Problem) -> str:
+        """Why :meth:`lookup` finds nothing for ``problem``, in a few words."""
+        if not any(self.path.glob(f"*{_SUFFIX}")):
+            return f"{self.path} holds no plans"
+        stored = self._alike(problem)
+        if not stored:
+            grid = problem.grid
+            counts = [sum(worker.stage == stage for worker in problem.failed) for stage in range(grid.stages)]
+            failures = " and ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts) if count)
+            slow = f", {len(problem.worker_factors)} slow workers" if problem.worker_factors else ""
+            return (
+                f"no plan for failures {failures or 'none'}{slow}, grid {grid}, {problem.technique} of the planner "
+                f"{self.planner!r} of this version of the package"
+            )
+        difference = min(cost_difference(problem.costs, each.schedule.problem.costs) for each in stored)
+        if difference > _TOLERANCE:
+            return f"costs differ by {100 * difference:.0f} %"
+        return "workers would hold more than they may"
+
+    def put(self, result: PlanResult | Schedule) -> Path:
+        """Store a plan of this library's planner; returns its file.
+
+        Raises:
+            PlanningError: when the schedule is not valid, or the file cannot be written.
+        """
+        if isinstance(result, Schedule):
+            result = proven(result, type(self.planner).__name__)
+        validate(result.schedule)
+        path = self._path(result.schedule.problem)
+        try:
+            content = json.dumps(plan_to_json(result), separators=(",", ":"), allow_nan=False)
+            write_atomically(path, gzip.compress(content.encode(), _COMPRESSION, mtime=0))
+        except OSError as error:
+            raise PlanningError(f"cannot store a plan in {path}: {error.strerror or error}.") from error
+        self._reported.discard(path)
+        return path
+
+    def compute(
+        self, problems: Iterable[Problem], processes: int | None = None, progress: bool = False
+    ) -> list[PlanResult]:
+        """The plans of all ``problems``, in order; those not stored yet, for exactly these costs and limits, are
+        computed and stored. One plan is made for all problems that are alike.
+
+        Args:
+            problems: the problems to plan.
+            processes: number of problems to plan at once; by default one per core.
+            progress: whether to show a progress bar on the terminal.
+
+        Raises:
+            PlanningError: when there is no plan for one of them; the others are stored all the same.
+        """
+        wanted = list(problems)
+        first = {representative(problem): problem for problem in reversed(wanted)}
+        results = {common: self._exact(problem) for common, problem in first.items()}
+        missing = [common for common, result in results.items() if result is None]
+        errors: list[ReCycleError] = []
+        at_once = max(1, min(processes or os.cpu_count() or 1, len(missing)))
+        with ThreadPoolExecutor(at_once) as pool:
+            waiting = {pool.submit(_plan_in_child, first[common], self.planner): common for common in missing}
+            done_in_turn: Iterable[Future[PlanResult]] = as_completed(waiting)
+            if progress:
+                console = Console(stderr=True)
+                done_in_turn = track(done_in_turn, "Planning ahead", len(missing), console=console, transient=True)
+            for done in done_in_turn:
+                try:
+                    fresh = done.result()
+                    self.put(fresh)
+                    results[waiting[done]] = fresh
+                except ReCycleError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        found = [(problem, results[representative(problem)]) for problem in wanted]
+        return [
+            replace(result, schedule=renamed(result.schedule, problem))
+            for problem, result in found
+            if result is not None
+        ]
+
+    # ------------------------------------------------------------------ finding
+
+    def _path(self, problem: Problem) -> Path:
+        """The file for exactly this problem."""
+        known = problem_to_json(representative(problem))
+        details = _digest({name: known.pop(name, None) for name in ("costs", "in_flight_limit", "memory")})
+        return self.path / f"{_digest([PLAN_SCHEMA, __version__, _described(self.planner), known])}-{details}{_SUFFIX}"
+
+    def _exact(self, problem: Problem) -> PlanResult | None:
+        """The plan made for ``problem``, on its workers."""
+        found = self._read(self._path(problem))
+        return None if found is None else _adapted(found, problem)
+
+    def _alike(self, problem: Problem) -> list[PlanResult]:
+        """The plans that have all in common with ``problem`` but costs and limits."""
+        question = self._path(problem).name.partition("-")[0]
+        read = map(self._read, sorted(self.path.glob(f"{question}-*{_SUFFIX}")))
+        return [found for found in read if found is not None]
+
+    def _read(self, path: Path) -> PlanResult | None:
+        """The validated plan in a file; None if there is none, or the file is damaged."""
+        try:
+            found = read_plan(json.loads(gzip.decompress(path.read_bytes())))
+            if self._path(found.schedule.problem) != path:
+                raise PlanningError("it is not the plan that its name says.")
+            return found
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except _DAMAGE as error:
+            if path not in self._reported:
+                self._reported.add(path)
+                reason = _one_line(error)
+                log.warning("The plan in %s is not used and will be computed again: %s", path, reason)
+            return None
+
+
+def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
+    """A stored plan as a plan for ``problem``; None if a worker would hold more than it may."""
+    schedule, stored = result.schedule, result.schedule.problem
+    # First the names, for which all else must be equal; then costs and limits.
+    mapped = renamed(schedule, replace(stored, failed=problem.failed, worker_factors=problem.worker_factors))
+    if stored.costs != problem.costs:
+        mapped = retime(mapped, problem.costs)
+    elif mapped.problem == problem:
+        return replace(result, schedule=mapped)
+    mapped = mapped.under(problem)
+    try:
+        validate(mapped)
+    except InvalidScheduleError:
+        return None
+    return proven(mapped, result.backend, found_by=result.found_by, solver=result.solver)
+
+
+def _described(planner: Planner) -> str:
+    """The planner and its settings; the same for equal planners in every process."""
+    settings = repr(planner) if is_dataclass(planner) else repr(sorted(getattr(planner, "__dict__", {}).items()))
+    return f"{type(planner).__module__}.{type(planner).__qualname__} {settings}"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[:32]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
+    received: list[tuple[str, Any]] = []
+    end = run_in_child(f"{__name__}:_solve", (problem, planner), lambda *message: received.append(message))
+    for kind, value in received:
+        if kind == "result":
+            return value  # type: ignore[no-any-return]
+        raise PlanningError(str(value))
+    # A user's own planner may not be transferable to another process; then it plans here.
+    log.info("Planning in a separate process failed (%s); planning here.", end.failure)
+    return solve(problem, planner)
+
+
+def _solve(task: tuple[Problem, Planner], report: Report) -> None:
+    try:
+        report("result", solve(*task))
+    except ReCycleError as error:
+        report("error", _one_line(error))
