@@ -315,18 +315,12 @@ class NaiveDropReplica(Naive):
 
     def more(self, teams):
         stages, most = self.model.stages, self.model.pipelines
-        if self.policy.relaunch is None and self.layout_known():
-            own = [tuple(range(d * stages, (d + 1) * stages)) for d in range(most)]
-            return tuple(team for team in own if team in teams or set(team) <= self.live)
         free = sorted(self.live - {worker for team in teams for worker in team})
         found = list(teams)
         while len(found) < most and len(free) >= stages:
             found.append(tuple(free[:stages]))
             free = free[stages:]
         return tuple(sorted(found))
-
-    def layout_known(self):
-        return hasattr(self, "layout")
 
     def answer(self, way, woken):
         before = self.layout
@@ -335,14 +329,14 @@ class NaiveDropReplica(Naive):
         grows = len(more) > len(whole)
         wait = None
         if grows:
-            wait = (self.policy.relaunch or 1e-3) if whole else 1e-3
+            wait = 60.0 if whole else 1e-3
         if len(whole) < len(before):
             pauses = self.regrouping(len(whole) * self.model.stages, True) if whole else []
             found = self.pipelines(whole, share=False)
             return Answer(found, pauses, "step" if whole else "checkpoint", alarm=wait, layout=())
         if not grows:
             return None
-        if not woken and self.policy.relaunch is not None:
+        if not woken:
             return Answer(way, [], "now", alarm=wait, layout=before)
         found = self.pipelines(more, share=False)
         if not whole:

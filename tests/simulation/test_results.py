@@ -21,7 +21,7 @@ POLICIES = [
     sim.Spares(0),
     sim.Spares(2, schedule="planned", effort=0),
     sim.DropReplica(checkpoint="memory"),
-    sim.DropReplica(relaunch=None, schedule="planned", effort=0),
+    sim.DropReplica(schedule="planned", effort=0),
     sim.Restart(checkpoint="synchronous", checkpoint_every=200.0, restart=50.0),
     sim.Restart(checkpoint_every="daly", restart=50.0, elastic=False, storage=1e6),
     sim.Restart(checkpoint_every=20.0, restart=50.0, schedule="planned", effort=0, storage=1e6),

@@ -24,7 +24,7 @@ POLICIES = [
     sim.Restart(**COMMON, **SYNC, schedule="planned"),
     sim.Restart(**COMMON, elastic=False, checkpoint="sharded", checkpoint_every=70.0),
     sim.DropReplica(**COMMON),
-    sim.DropReplica(**COMMON, relaunch=None, schedule="planned", checkpoint="sharded", checkpoint_every=70.0),
+    sim.DropReplica(**COMMON, schedule="planned", checkpoint="sharded", checkpoint_every=70.0),
     sim.Oobleck(**COMMON),
     sim.Oobleck(**COMMON, **SYNC, schedule="planned", memory_factor=1000.0),  # pipelines of at least 3 workers
     sim.ElasticLayers(**COMMON),

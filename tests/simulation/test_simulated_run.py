@@ -207,7 +207,7 @@ def test_a_policy_that_claims_impossible_work_is_found_out() -> None:
 
 def test_nodes_that_are_down_from_the_start_interrupt_nothing() -> None:
     result = sim.simulate(
-        MODEL, CLUSTER, sim.DropReplica(relaunch=None, checkpoint="memory"), sim.Scripted([sim.Outage(0.0, (5,))]), "1h"
+        MODEL, CLUSTER, sim.DropReplica(checkpoint="memory"), sim.Scripted([sim.Outage(0.0, (5,))]), "1h"
     )
     assert result.ratio == pytest.approx(15 / 16)
     assert result.accounting.reconfiguring == 0

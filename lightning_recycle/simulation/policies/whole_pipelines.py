@@ -20,7 +20,6 @@ from lightning_recycle.simulation.policies.policy import (
     stopped,
 )
 from lightning_recycle.simulation.step_times import SCHEDULES, PlannedStep, pipeline_step, planned_step
-from lightning_recycle.simulation.units import Duration, keep_seconds
 
 __all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares", "Teams", "assemble_teams", "whole_pipelines"]
 
@@ -267,6 +266,9 @@ class Restart(WholePipelines):
         return teams if self.elastic or len(teams) == context.model.pipelines else ()
 
 
+_RELAUNCH = 60.0  # seconds to start a replica group on free workers, while the others train
+
+
 @dataclass(frozen=True)
 class DropReplica(WholePipelines):
     """A failure takes its whole pipeline out, and the batch shrinks.
@@ -280,24 +282,14 @@ class DropReplica(WholePipelines):
     - The survivors' step is not committed, so it is lost.
     - The samples of the missing pipeline are not trained: the step has fewer samples and takes as long. Every sample of
       the smaller batches counts in full.
-    - With ``relaunch`` a scheduler starts a new replica group on any S free workers, which joins at the end of a step
-      and copies its state from a peer while the others wait; without it, a pipeline is out until its own nodes are
-      back.
+    - A scheduler starts a new replica group on any S free workers in a minute, which joins at the end of a step and
+      copies its state from a peer while the others wait.
     - When all replica groups are lost, nobody is left to copy from: training restarts from the newest checkpoint.
 
-    Takes the arguments of ``Policy``, and:
-
-    Args:
-        relaunch: seconds to start a replica group on free workers, while the others train; None to never combine
-            workers of different pipelines.
+    Takes the arguments of ``Policy``.
     """
 
     keep_batch: ClassVar[bool] = False
-    relaunch: Duration | None = 60.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        keep_seconds(self, "relaunch")
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
@@ -306,11 +298,9 @@ class DropReplica(WholePipelines):
         workers = context.workers(trigger.live)
         alive = set(workers)
         whole = tuple(team for team in before if alive.issuperset(team))
-        more = self._more(context, whole, workers)
+        more = assemble_teams(whole, workers, context.model.stages, context.model.pipelines, repair=False)[0]
         grows = len(more) > len(whole)
-        wait = (float(self.relaunch or 0.0) or 1e-3) if grows else None
-        if grows and not whole:
-            wait = 1e-3  # a restart of the whole job, which has its own time
+        wait = (_RELAUNCH if whole else 1e-3) if grows else None  # a restart of the whole job has its own time
         taking_part = len(whole) * context.model.stages
         if len(whole) < len(before):
             found = self._configuration(context, whole)
@@ -318,7 +308,7 @@ class DropReplica(WholePipelines):
             return Reaction(found, steps, Loss.STEP if whole else Loss.CHECKPOINT, wake=wait)
         if not grows:
             return None
-        if trigger.woken or self.relaunch is None:
+        if trigger.woken:
             found = self._configuration(context, more)
             if not whole:
                 return Reaction(found, self.restarting(context, broken=False))
@@ -326,10 +316,3 @@ class DropReplica(WholePipelines):
             steps = self.regrouping(len(more) * context.model.stages, broken=False, transfer=transfer)
             return Reaction(found, steps, at_boundary=True)
         return Reaction(current, wake=wait)
-
-    def _more(self, context: Context, whole: Teams, workers: tuple[int, ...]) -> Teams:
-        model = context.model
-        if self.relaunch is not None:
-            return assemble_teams(whole, workers, model.stages, model.pipelines, repair=False)[0]
-        own = tuple(tuple(range(d * model.stages, (d + 1) * model.stages)) for d in range(model.pipelines))
-        return tuple(team for team in own if team in whole or set(workers).issuperset(team))

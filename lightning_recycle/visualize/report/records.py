@@ -116,7 +116,6 @@ _DURATIONS = frozenset(
         "node_start",
         "regroup",
         "rejoin",
-        "relaunch",
         "repair",
         "restart",
         "start",
