@@ -288,15 +288,11 @@ class NaiveRestart(NaiveMerge):
     """Restart."""
 
     def start(self):
-        return self.pipelines(self.chosen(()))
-
-    def chosen(self, before):
-        teams = self.whole(before)[0]
-        return teams if self.policy.elastic or len(teams) == self.model.pipelines else ()
+        return self.pipelines(self.whole(())[0])
 
     def answer(self, way, woken):
         before = self.layout
-        after = self.chosen(before)
+        after = self.whole(before)[0]
         found = self.pipelines(after)
         if any(not set(team) <= self.live for team in before):
             return Answer(found, self.reloading(True) if found else [], "checkpoint", layout=())

@@ -23,7 +23,7 @@ POLICIES = [
     sim.DropReplica(checkpoint="memory"),
     sim.DropReplica(schedule="planned", effort=0),
     sim.Restart(checkpoint="synchronous", checkpoint_every=200.0, restart=50.0),
-    sim.Restart(checkpoint_every="daly", restart=50.0, elastic=False, storage=1e6),
+    sim.Restart(checkpoint_every="daly", restart=50.0, storage=1e6),
     sim.Restart(checkpoint_every=20.0, restart=50.0, schedule="planned", effort=0, storage=1e6),
     sim.Bamboo(checkpoint_every=300.0),
     sim.Bamboo(checkpoint_every=300.0, schedule="planned", effort=0),

@@ -22,7 +22,7 @@ POLICIES = [
     sim.Spares(2, **COMMON, schedule="planned"),
     sim.Restart(**COMMON, **SLOW),
     sim.Restart(**COMMON, **SYNC, schedule="planned"),
-    sim.Restart(**COMMON, elastic=False, checkpoint="sharded", checkpoint_every=70.0),
+    sim.Restart(**COMMON, checkpoint="sharded", checkpoint_every=70.0),
     sim.DropReplica(**COMMON),
     sim.DropReplica(**COMMON, schedule="planned", checkpoint="sharded", checkpoint_every=70.0),
     sim.Oobleck(**COMMON),

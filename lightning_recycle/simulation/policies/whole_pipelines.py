@@ -240,13 +240,8 @@ class Restart(WholePipelines):
     - After a restart the grid has as many whole pipelines as there are workers for; they share the global batch.
     - When returned nodes complete another pipeline, the job writes a checkpoint and restarts with that pipeline.
 
-    Takes the arguments of ``Policy``, and:
-
-    Args:
-        elastic: whether to continue with fewer pipelines instead of waiting for the whole grid.
+    Takes the arguments of ``Policy``.
     """
-
-    elastic: bool = True
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         """See :class:`Policy`."""
@@ -260,10 +255,6 @@ class Restart(WholePipelines):
         if len(teams) <= len(before):
             return None
         return self.growing(context, found) if before else Reaction(found, self.restarting(context, broken=False))
-
-    def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
-        teams = super()._teams(context, before, live)
-        return teams if self.elastic or len(teams) == context.model.pipelines else ()
 
 
 _RELAUNCH = 60.0  # seconds to start a replica group on free workers, while the others train
