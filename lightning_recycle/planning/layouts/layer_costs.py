@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
@@ -116,29 +117,22 @@ class LayerCosts:
         cls,
         costs: Costs,
         cuts: Sequence[float],
+        weights: Sequence[float],
         *,
-        weights: Sequence[float] | None = None,
         backward: Sequence[float] = (),
         held_bytes: Sequence[float] = (),
         waiting_bytes: Sequence[float] = (),
-        output_bytes: Sequence[float] = (),
-        parameter_bytes: Sequence[float] = (),
-        optimizer_bytes: Sequence[float] = (),
-        memory_limit: float | None = None,
-        bandwidth: float = 0.0,
-        latency: float | None = None,
+        **known: Any,
     ) -> LayerCosts:
         """Layers of stages that were measured as a whole: each gets its part of what its stage takes.
 
         Args:
             costs: seconds by stage under the cuts.
             cuts: the bounds of the stages.
-            weights: each layer's part, relative to others of its stage, e.g. its seconds or its parameters; by default
-                equal parts.
+            weights: each layer's part, relative to others of its stage, e.g. its seconds or its parameters.
             backward: seconds of BW by stage, where it was measured.
             held_bytes, waiting_bytes: of one micro-batch, by stage.
-            output_bytes, parameter_bytes, optimizer_bytes, memory_limit, bandwidth: by layer, as in the class.
-            latency: by default, the costs' communication.
+            known: what else is known, by layer, as in the class; the latency is by default the costs' communication.
         """
         bounds = check_cuts(cuts)
         if costs.stages != len(bounds) - 1:
@@ -147,7 +141,7 @@ class LayerCosts:
                 "give the cuts under which they were measured."
             )
         count = int(bounds[-1])
-        by_layer = [1.0] * count if weights is None else [at_least("", "weights", weight) for weight in weights]
+        by_layer = [at_least("", "weights", weight) for weight in weights]
         if len(by_layer) != count:
             raise ConfigurationError(f"weights has {len(by_layer)} values for {count} layers: give one per layer.")
 
@@ -168,14 +162,9 @@ class LayerCosts:
             backward=spread(backward) if backward else (),
             reduce=spread([costs.of(OpKind.REDUCE, stage) for stage in range(costs.stages)], held=True),
             optimizer=spread(costs.optimizer, held=True),
-            output_bytes=tuple(output_bytes),
             held_bytes=spread(held_bytes) if held_bytes else (),
             waiting_bytes=spread(waiting_bytes) if waiting_bytes else (),
-            parameter_bytes=tuple(parameter_bytes),
-            optimizer_bytes=tuple(optimizer_bytes),
-            memory_limit=memory_limit,
-            bandwidth=bandwidth,
-            latency=costs.communication if latency is None else latency,
+            **{"latency": costs.communication, **known},
         )
 
     @property
