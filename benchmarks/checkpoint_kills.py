@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/checkpoint_kills.py               # 200 kills of each format, an hour
     .venv/bin/python benchmarks/checkpoint_kills.py --kills 10    # a sample
     .venv/bin/python benchmarks/checkpoint_kills.py --background  # of checkpoints that are written in the background
+    .venv/bin/python benchmarks/checkpoint_kills.py --writers 100 # of the writer of such a checkpoint alone
 
 A run on 1 x 2 workers writes its whole state, 50 MB, to ``last.ckpt`` after every step. At a seeded random moment of
 writing it the launching process and all workers get SIGKILL at once, and the next run starts with
@@ -10,6 +11,10 @@ writing it the launching process and all workers get SIGKILL at once, and the ne
 step must be that of the checkpoint that was being written (the newest) or the one before (the second newest). Both
 formats, one file and a folder; half of the kills with TMPDIR on the file system of the checkpoints, half with TMPDIR on
 another one.
+
+With ``--writers`` the worker that writes a checkpoint in the background gets SIGKILL at such a moment, on 2 x 2
+workers, and is replaced. Training must be exact in the end, and all checkpoints on the disk whole, the newest among
+them.
 """
 
 from __future__ import annotations
@@ -45,9 +50,10 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import CheckpointOptions, PipelineModule, ReCycleStrategy
+from lightning_recycle import CheckpointOptions, PipelineModule, RecoveryOptions, ReCycleStrategy
+from lightning_recycle.session.checkpoint_files import damage
 
-__all__ = ["Side", "SideResult", "main", "measure"]
+__all__ = ["Side", "SideResult", "kill_writers", "main", "measure"]
 
 WIDTH, INPUTS, BATCH = 1024, 64, 4
 STEPS = 4000  # of data; no run comes that far
@@ -154,6 +160,67 @@ def serve() -> None:
         finally:
             sys.stderr.flush()
             os._exit(0)
+
+
+# ------------------------------------------------------------------ the run whose writers are killed
+
+
+class KillsWriters(L.Callback):
+    """Kills the worker that begins to write a checkpoint, most times, at a random moment within ``span`` seconds; and
+    waits before each step until no worker is missing. The last checkpoint is spared.
+    """
+
+    def __init__(self, steps: int, span: float, seed: int) -> None:
+        self._steps, self._span, self._seed = steps, span, seed
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        strategy.at_point.append(self._begins)
+
+    def _begins(self, point: str, step: int) -> None:
+        random_ = random.Random(f"{self._seed} {step}")
+        if point == "checkpoint" and step < self._steps and random_.random() < 0.8:
+            threading.Timer(random_.uniform(0, self._span), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        deadline = time.monotonic() + START_SECONDS
+        while len(strategy.live_workers) < strategy.grid.num_workers and time.monotonic() < deadline:
+            client = strategy.session.client
+            if client.interrupted or client.member.is_paused:
+                break
+            time.sleep(0.005)
+
+
+def kill_writers(kills: int, sharded: bool, seed: int, directory: Path) -> tuple[int, float, list[str]]:
+    """The number of kills of a run in which about ``kills`` writers are killed, the largest difference of a weight from
+    undisturbed training, and what is wrong with its checkpoints.
+    """
+    quieten()
+    steps = kills * 2
+    saving = ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=1, save_last="link")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=ReCycleStrategy(
+            pipeline_parallel_size=2,
+            num_microbatches=2,
+            recovery=RecoveryOptions(max_restarts=10 * kills),
+            checkpoints=CheckpointOptions(save_distributed_checkpoint=sharded, background=True),
+        ),
+        max_steps=steps,
+        callbacks=[KillsWriters(steps, 0.3, seed), saving],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Wide()
+    trainer.fit(module, DataLoader(data(), batch_size=BATCH // 2))
+    wrong = [f"{path}: {why}" for path in directory.glob("*.ckpt") if (why := damage(path)) is not None]
+    if saving.best_model_path != str(directory / f"step={steps}.ckpt"):
+        wrong.append(f"the newest is {saving.best_model_path}")
+    failures = sum(event.kind == "failure" for event in trainer.strategy.history)
+    return failures, Undisturbed().difference(module.state_dict(), steps), wrong
 
 
 # ------------------------------------------------------------------ the judge
@@ -338,6 +405,7 @@ def table(results: Sequence[SideResult]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="kills of each format")
+    parser.add_argument("--writers", type=int, default=0, help="kills of the writer alone")
     parser.add_argument("--background", action="store_true", help="write them while the training goes on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
@@ -347,6 +415,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve()
         return
     torch.set_num_threads(1)
+    if options.writers:
+        for sharded in (False, True):
+            with tempfile.TemporaryDirectory(prefix="checkpoint_kills_") as name:
+                killed, difference, wrong = kill_writers(options.writers // 2, sharded, options.seed, Path(name))
+            kind = "folder" if sharded else "file"
+            console.print(f"{kind}: {killed} workers killed, weights off by {difference:.1e}", *wrong, sep="\n")
+            if wrong or difference > TOLERANCE:
+                sys.exit(1)
+        return
     sides = [Side(sharded, two, options.background) for two in (False, True) for sharded in (False, True)]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(options.jobs) as pool:
 
