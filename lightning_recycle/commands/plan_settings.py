@@ -86,8 +86,8 @@ def _without_failures(config: Mapping[str, Any]) -> Problem:
     if checkpoint is not None:
         if (limit is None and memory is None) or not is_number(checkpoint, 0):
             raise ConfigurationError(
-                f"memory.checkpoint={checkpoint!r}: with memory.in_flight or memory.bytes, give what the input of a"
-                " stage takes as a fraction of what a micro-batch takes, e.g. 0.1, or null if nothing is to be computed"
+                f"memory.checkpoint={checkpoint!r}: with memory.in_flight or memory.bytes, give the size of a"
+                " stage's input as a fraction of a micro-batch's activations, e.g. 0.1, or null to compute nothing"
                 " again."
             )
         if memory is None:
@@ -144,7 +144,7 @@ def _bytes(memory: Mapping[str, Any], profile: Profile | None) -> Memory | None:
     if size is None:
         return None
     if profile is None:
-        raise ConfigurationError("memory.bytes needs costs=profile, which says what a micro-batch takes.")
+        raise ConfigurationError("memory.bytes needs costs=profile, which has the size of a micro-batch.")
     if not is_number(size, 0):
         raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
     return profile.memory(size)

@@ -68,8 +68,8 @@ def digest_of(order: Sequence[Any]) -> str:
 def different(name: str, what: str) -> str:
     """The message of an error about data that are not the same on all workers."""
     return (
-        f"The workers have different data: the {what} differ. {name} must be the same in every process. Seed what"
-        " divides or shuffles the data, such as np.random.default_rng(0) or"
+        f"The workers have different data: the {what} differ. {name} must be the same in every process. Seed"
+        " divisions and shuffles of the data, such as np.random.default_rng(0) or"
         " random_split(..., generator=torch.Generator().manual_seed(0)), and let nothing in it depend on the time, the"
         " process or the order of a set. Workers import the script: what it sets under `if __name__ == '__main__':`,"
         " such as the seed of a library, they do not have; set it at the top of the script."

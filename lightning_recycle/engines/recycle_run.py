@@ -77,7 +77,7 @@ def _own_address(given: str | None) -> tuple[str, int]:
     host, port = (_HOST, 0) if given is None else address_from(given, "--coordinator")
     if host in ("0.0.0.0", "::"):
         raise ConfigurationError(
-            f"--coordinator {given}: workers must be told one address: give one that all machines reach."
+            f"--coordinator {given}: workers need a single address: give one that all machines reach."
         )
     try:
         return host, port or free_port(host)

@@ -156,7 +156,7 @@ def in_words(status: int) -> str:
     meanings = {
         0: "finished",
         EXIT_LOST_COORDINATOR: "lost its coordinator, or was evicted",
-        EXIT_STOPPED: "was told to stop, as the run ended otherwise",
+        EXIT_STOPPED: "was stopped, as the run ended otherwise",
         EXIT_LEFT: "left, as it was asked to",
     }
     return f"exit status {status}" + (f", {meanings[status]}" if status in meanings else "")

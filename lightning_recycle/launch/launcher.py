@@ -120,7 +120,7 @@ class SupervisorLauncher:
             show_cursor(trainer)
             if savers and signals.received is None:
                 log.warning(
-                    "No checkpoint is written for this error: what is to be saved was in the workers, and they have"
+                    "No checkpoint is written for this error: the state was in the workers, and they have"
                     " ended. ModelCheckpoint(every_n_train_steps=...) writes while they live."
                 )
             saved_already(trainer)

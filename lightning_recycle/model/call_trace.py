@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 _REMEDY = (
-    "A module of several stages calls each layer of its chain once, in order, with what the one before returned, and"
-    " does nothing between them. Put what lies between into one of the layers, name other layers with"
+    "A module of several stages calls each layer of its chain once, in order, with the result of the previous layer,"
+    " and does nothing between them. Put operations in between into one of the layers, name other layers with"
     " ReCycleStrategy(layers=[...]), or use pipeline_parallel_size=1."
 )
 _NOTHING = object()

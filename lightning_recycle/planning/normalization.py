@@ -206,7 +206,7 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
         live = [worker for worker in peers if worker not in failed]
         if not live:
             raise PlanningError(
-                f"all {grid.pipelines} replicas of stage {stage} have failed: nobody can copy its state. "
+                f"all {grid.pipelines} replicas of stage {stage} have failed: no worker can copy its state. "
                 "Restart from a checkpoint."
             )
         taken |= {worker: worker for worker in live if worker not in gone}

@@ -204,7 +204,7 @@ class _Check:
                 elif recomputes:
                     problem = f"on {worker}, at the last stage"
                 else:
-                    problem = f"on {worker}, but the problem does not say what a checkpoint takes"
+                    problem = f"on {worker}, but the problem has no size of a checkpoint"
                 yield f"once: {self._name(worker, place)} {problem}"
             if closing != [_REDUCE, _STEP] or list(columns.kinds[-2:]) != closing:
                 yield f"once: {worker} must have one REDUCE and one STEP, in this order, at its end"

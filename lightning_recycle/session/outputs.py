@@ -178,9 +178,9 @@ class OutputRecorder:
             return pack_tensors(recorded)
         except Exception as error:
             raise UnsupportedFeatureError(
-                f"What a hook or step of {type(self._module).__name__} returned, logged or put into attributes cannot"
-                f" be sent to the other workers, which need it too: {error}. Use tensors, numbers, strings, and lists"
-                " and dicts of them."
+                f"A value that a hook or step of {type(self._module).__name__} returned, logged or put into attributes"
+                f" cannot be sent to the other workers, which need it too: {error}. Use tensors, numbers, strings, and"
+                " lists and dicts of them."
             ) from error
 
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
@@ -452,7 +452,7 @@ def _merged(metric: Metric, path: str, a: MetricStates, b: MetricStates) -> Metr
         else:
             raise UnsupportedFeatureError(
                 f"The metric {path} ({type(metric).__name__}) has the state {name!r}, whose dist_reduce_fx is"
-                f" {reduction!r}: how to put together what it gains from parts of a batch is not known. Give add_state"
+                f" {reduction!r}: how to combine its values of parts of a batch is unknown. Give add_state"
                 " dist_reduce_fx='sum', 'mean', 'max', 'min' or 'cat', or a function for which the order does not"
                 " matter in which parts are put together."
             )

@@ -84,7 +84,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, on_ray: bool)
         for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
             raise UnsupportedFeatureError(
                 f"strategy='recycle' does not support {type(callback).__name__} on exceptions in a worker that was"
-                " started by hand or by a cluster manager: only a launching process can tell all workers to save. Use"
+                " started by hand or by a cluster manager: only a launching process can make all workers save. Use"
                 " ModelCheckpoint(every_n_train_steps=...)."
             )
 

@@ -218,7 +218,7 @@ class StageBuilder:
         if verify := context.options.verification.verify:
             rank_zero_warn(
                 f"verify={verify} has no effect: {type(context.trainer.lightning_module).__name__} has"
-                " manual optimization, and what it steps cannot be computed a second time."
+                " manual optimization, whose steps cannot be computed twice."
             )
         bundle = self._first_bundle(ties)
         steps = ManualSteps(

@@ -397,8 +397,8 @@ def check_pruning(trainer: pl.Trainer, stages: int) -> None:
     """Raises UnsupportedFeatureError if a callback would prune the layers of a stage as if they were the model."""
     if stages > 1 and _pruning_callbacks(trainer):
         raise UnsupportedFeatureError(
-            "strategy='recycle' supports the callback ModelPruning with one stage only: it prunes what it finds in the"
-            " whole model. Use pipeline_parallel_size=1, or prune the model before fit, or after it."
+            "strategy='recycle' supports the callback ModelPruning with one stage only: it needs the whole"
+            " model. Use pipeline_parallel_size=1, or prune the model before fit, or after it."
         )
 
 

@@ -282,7 +282,7 @@ def test_of_two_that_stay_with_different_results_the_run_says_so() -> None:
     state, _ = feed(state, *(status_report(rank, state.generation.number, 0) for rank in state.roster.ranks))
     state, _ = feed(state, *voted(state, {0: X, 2: Y}))
     assert isinstance(state.outcome, s.Failed)
-    assert "nothing says which of them is right" in state.outcome.reason
+    assert "it is unknown which of them is right" in state.outcome.reason
 
 
 # ---------------------------------------------------------------------- steps that all must have passed

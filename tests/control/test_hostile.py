@@ -173,7 +173,7 @@ def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_
         time.sleep(0.25)
         coordinator.send(m.Alive())
         assert worker.receive() == m.Alive()
-    with pytest.raises(TimeoutError, match="said nothing for 1 s"):
+    with pytest.raises(TimeoutError, match="was silent for 1 s"):
         worker.receive()
     worker.close()
     coordinator.close()

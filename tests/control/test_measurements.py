@@ -119,7 +119,7 @@ def test_layers_stay_as_long_as_noise_explains_the_gain(plans: RunPlans, monkeyp
     assert run(plans, 0.5, 2 * STEPS, rng) == []
     assert found.asked == 2
     (note, *_) = [details for kind, details in plans.take_notes() if kind == "layout"]
-    assert "nobody is lost, and the times of the stages are known to" in note["why"][-1]
+    assert "no worker is lost, and the times of the stages are known to" in note["why"][-1]
     (wanted,) = run(plans, 0.01, 20 * STEPS, rng)
     assert wanted.cuts == (0, 4, 6)
 

@@ -115,7 +115,7 @@ def test_a_program_that_does_not_exist_is_an_error() -> None:
         (["--nproc-per-node", "0", "x"], "--nproc-per-node 0"),
         (["--max-restarts", "-1", "x"], "--max-restarts -1"),
         (["--grace", "0", "x"], "--grace 0"),
-        (["--coordinator", "0.0.0.0:1", "x"], "must be told one address"),
+        (["--coordinator", "0.0.0.0:1", "x"], "need a single address"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -> None:

@@ -48,7 +48,7 @@ def test_with_raise_the_run_ends_and_names_the_worker() -> None:
 
 def test_of_two_that_differ_nobody_knows_who_is_right() -> None:
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
-    with pytest.raises(StageLostError, match="nothing says whose are right"):
+    with pytest.raises(StageLostError, match="it is unknown whose are right"):
         fit(Regression().double(), 2, 1, [fault], strategy={"checksum_every": 1})
 
 

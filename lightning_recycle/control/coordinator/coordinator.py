@@ -353,7 +353,7 @@ class Coordinator:
             self._evict(rank, given_up.cause, {"seconds": given_up.seconds, "limit": given_up.limit})
         self._history.digest.goodput.spares_are(len(self._vacancies.spares), time.time())
         if self._watch.everybody_waits(now, self._state, seconds):
-            reason = "a message was lost: all wait for each other, and nobody works."
+            reason = "a message was lost: all workers wait for each other."
             self._handle(protocol.GraceElapsed(self._state.generation.number, reason))
 
     # ------------------------------------------------------------------ workers come and go

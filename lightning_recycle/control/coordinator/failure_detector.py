@@ -250,7 +250,7 @@ class FailureDetector:
             return None
         limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
         cause = (
-            f"it has been waiting for {beat.activity.waiting_for} since before the others were told to regroup,"
+            f"it has been waiting for {beat.activity.waiting_for} since before the others regrouped,"
             f" more than {limit:g} s ago"
         )
         return Sign(cause, passed, limit, self._options.patience)

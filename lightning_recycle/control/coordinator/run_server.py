@@ -145,7 +145,7 @@ class Serving:
             reception.look()
         if isinstance(found, str):
             log.error(
-                "Workers of a run return, of which %s says nothing, and they do not know enough to go on: %s. They end."
+                "Workers return to a run of which %s has no record, and they do not know enough to go on: %s. They end."
                 " Start the run again from its newest checkpoint; with the file of their coordinator it would have gone"
                 " on.",
                 journal.path,
@@ -154,7 +154,7 @@ class Serving:
             reception.send_away(Stop(StopReason.LOST), returned_only=True)
             return
         kept, members = found
-        log.warning("%s says nothing of the run whose workers return: it goes on from what they know.", journal.path)
+        log.warning("%s has no record of the run whose workers return: it goes on from their reports.", journal.path)
         processes = {rank: describe(one, one.incarnation) for rank, one in members.items()}
         journal.adopt(reception.returned[0].run, kept, processes)
 
@@ -170,7 +170,7 @@ class Serving:
                 since = time.monotonic()
             have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())
             if have_ended or (since is not None and time.monotonic() - since > limit):
-                log.warning("Nobody returns to the run that was going on here, which is over.")
+                log.warning("No worker returned to the run that was going on here: it is over.")
                 status = () if kept.over is None else (int(kept.over.reason is not StopReason.FINISHED),)
                 journal.begin((*journal.statuses, *status))
                 return True

@@ -159,7 +159,7 @@ def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
     if wants is None:
         if given.grid is None:
             raise ConfigurationError(
-                "This worker does not say what it wants, and the coordinator was not told the grid: start"
+                "This worker names no grid, and the coordinator was given none: start"
                 " recycle-coordinator with --pipelines, --stages and --microbatches."
             )
         return RunConfig(_overruled(given, RunRequest("", given.grid, False)))

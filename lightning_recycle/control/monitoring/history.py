@@ -135,9 +135,9 @@ def corruption_line(name: str, record: Record) -> str:
             f"{who}{details['cause']}. It is {details['then']}. Nothing of step {record.step} is kept; what"
             " earlier steps took from micro-batches of this worker that no peer computed again may be wrong as well."
         )
-    before = "no earlier check says when that began" if since < 0 else f"all were equal after step {since}"
+    before = "no earlier check shows when that began" if since < 0 else f"all were equal after step {since}"
     return (
-        f"{who}{details['cause']}. It is {details['then']}. What the steps since then have taken from it stays in the"
+        f"{who}{details['cause']}. It is {details['then']}. Its effect on the steps since then stays in the"
         f" weights ({before})."
     )
 

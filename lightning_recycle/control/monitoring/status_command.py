@@ -2,7 +2,7 @@
 
     recycle-status                    # the run of this user on this machine, or a list if there are several
     recycle-status 4242               # of the process with this id
-    recycle-status 10.0.0.1:8265      # of the coordinator that was told --http 10.0.0.1:8265
+    recycle-status 10.0.0.1:8265      # of the coordinator with --http 10.0.0.1:8265
     recycle-status --watch            # again every second, until the run is over
     recycle-status --json | jq .step
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         targets = _targets(options.address)
         if not targets:
             raise NoRun(
-                "no run of this user on this machine. For a coordinator elsewhere that was told --http HOST:PORT, give"
+                "no run of this user on this machine. For a coordinator elsewhere, with --http HOST:PORT, give"
                 " its address: recycle-status HOST:PORT."
             )
         if len(targets) > 1:

@@ -308,8 +308,8 @@ def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = 
             bound = listeners[-1].getsockname()[:2]
             if not _is_loopback(bound[0]):
                 log.warning(
-                    "The status of this run is at http://%s/, without authentication: whoever reaches that address"
-                    " sees hosts, process ids and steps. Nobody can change the run there.",
+                    "The status of this run is at http://%s/, without authentication: everyone who reaches it sees"
+                    " hosts, process ids and steps, but cannot change the run.",
                     shown(bound),
                 )
             else:

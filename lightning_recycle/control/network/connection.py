@@ -158,7 +158,7 @@ class MessageConnection(_Socket):
             except BlockingIOError:
                 looks += 1
                 if looks >= _LOOKS:
-                    raise TimeoutError(f"the other side said nothing for {self._quiet:g} s") from None
+                    raise TimeoutError(f"the other side was silent for {self._quiet:g} s") from None
                 continue
             looks = 0
             if not data:

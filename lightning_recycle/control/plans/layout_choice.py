@@ -217,7 +217,7 @@ class LayoutChoice:
         if schedule.failed or gain > doubt:
             return ""
         self._due, self._patience = self._measured.steps + self._patience, 2 * self._patience
-        return f"nobody is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
+        return f"no worker is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
 
     def _objection(self, cuts: Cuts) -> str:
         """Why the layout ``cuts`` cannot be, empty if it can: what the planner does not look at."""

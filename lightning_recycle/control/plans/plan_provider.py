@@ -165,7 +165,7 @@ class _PlansAhead:
                 result = yield from self.maker.make(problem, self.assumed)
                 found = ReadyPlan(result.schedule, "better", final=not self.maker.improves)
         except Exception as error:  # the plan that runs goes on
-            log.warning("No plan was found for what was measured: %s", error)
+            log.warning("No plan was found for the measured times: %s", error)
             return
         ready = self.ready.find(problem)
         if ready is None or _replaces(found.schedule, ready.schedule, problem):

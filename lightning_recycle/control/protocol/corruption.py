@@ -142,7 +142,7 @@ class Dispute:
 class Finding(Enum):
     """Result of a vote that finds no culprit."""
 
-    UNDECIDED = "nothing says who is right"
+    UNDECIDED = "it is unknown who is right"
     INCOMPARABLE = "computations cannot be compared"
 
 

@@ -115,7 +115,7 @@ def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecide
     groups = " ".join(f"[{', '.join(map(state.name, group))}]" for group in found.groups)
     cause = (
         f"After step {step} workers of stage {stage} hold different bits ({what}): {groups}, in groups that agree; no"
-        " group is the largest, so nothing says which of them are right"
+        " group is the largest, so it is unknown which of them are right"
     )
     details = {
         "cause": cause, "kind": what, "proof": "undecided", "stage": stage, "since": since, "then": "ended",
@@ -123,14 +123,14 @@ def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecide
     record = Record("corruption", step, None, details)
     if state.checks.policy == "raise":
         return record, Failed(f"{cause}. {_contaminated(since, step)}")
-    why = f"its {what} differ from its peer's, and nothing says whose are right"
+    why = f"its {what} differ from its peer's, and it is unknown whose are right"
     return record, StageLost(stage, {rank: why for rank in state.roster.live if state.stage_of(rank) == stage})
 
 
 def _contaminated(since: int, step: int) -> str:
     before = "before that nothing was compared" if since < 0 else f"they were equal after step {since}"
     return (
-        f"{before[0].upper()}{before[1:]}, so what was computed since, up to step {step}, may be wrong. A device whose"
+        f"{before[0].upper()}{before[1:]}, so results since then, up to step {step}, may be wrong. A device whose"
         " memory or arithmetic errs does this, and so do hooks or callbacks that change weights on some workers only,"
         " or optimizers that are not deterministic. Start again from a checkpoint that is older than that;"
         " VerificationOptions(on_corruption='evict') goes on without the worker where a majority says what is right."
@@ -250,7 +250,7 @@ def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
     what = " and ".join(differing(*dispute.claims.values()))
     cause = (
         f"In step {dispute.step} workers {names} computed a different {what} of micro-batch {dispute.microbatch}, and"
-        " did so again; nothing says which of them is right"
+        " did so again; it is unknown which of them is right"
     )
     stage = state.stage_of(dispute.recorder)
     details = {
@@ -322,7 +322,7 @@ def excuse(state: MembershipState, step: int, why: str) -> Next:
     count = state.checks.excuses + 1
     until = step if count < MAX_EXCUSED else EXCUSES_ALL
     checks = replace(state.checks, inspects=-1, excused=until, excuses=count)
-    cause = f"what is not finite is the model's or the data's: {why}"
+    cause = f"the value that is not finite is the model's or the data's: {why}"
     then = "kept" if count < MAX_EXCUSED else "kept, and not asked for again"
     return state.updated(checks=checks), (Record("not_finite", step, None, {"cause": cause, "then": then}),)
 

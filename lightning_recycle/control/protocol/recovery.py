@@ -158,7 +158,7 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
                 continue
             if not has:
                 raise ReCycleError(
-                    f"No recovery: nobody in stage {stage} holds the reduced gradient of step {step}, which workers"
+                    f"No recovery: no worker of stage {stage} holds the reduced gradient of step {step}, which workers"
                     f" {sorted(workers.keys() - has - past)} lack."
                 )
             adoptions.append(Adoption(stage, step, min(has)))
