@@ -7,7 +7,6 @@ the strategy is the user's options and a :class:`~lightning_recycle.launch.launc
 from __future__ import annotations
 
 import gc
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +67,9 @@ class ReCycleStrategy(ParallelStrategy):
         tensor_parallel_size: the number of processes that hold each position of the grid together. ``configure_model``
             makes layers parallel over ``self.device_mesh["tensor_parallel"]``, as for Lightning's
             ``ModelParallelStrategy``.
+        fsdp_size: the number of parts into which ``configure_model`` divides the layers of a position with
+            ``fully_shard(..., mesh=self.device_mesh["data_parallel"])``. A position has ``tensor_parallel_size``
+            times as many processes. ``batch_size`` and ``trainer.world_size`` count these parts as pipelines.
         layers: for a LightningModule that is no PipelineModule, the layers that are distributed over stages: the path
             of an ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in
             which ``training_step`` calls them. By default the container that holds most of the parameters.
@@ -101,6 +103,7 @@ class ReCycleStrategy(ParallelStrategy):
         num_microbatches: int | None = None,
         *,
         tensor_parallel_size: int = 1,
+        fsdp_size: int = 1,
         layers: str | list[str] | None = None,
         seed: int | None = None,
         engine: Literal["local", "ray"] | RayEngine = "local",
@@ -117,8 +120,8 @@ class ReCycleStrategy(ParallelStrategy):
         install_if_wanted()  # before Lightning's first line
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.options = Options(
-            pipeline_parallel_size, num_microbatches, tensor_parallel_size, layers, seed, engine, planning, recovery,
-            verification, checkpoints, communication, monitoring,
+            pipeline_parallel_size, num_microbatches, tensor_parallel_size, fsdp_size, layers, seed, engine, planning,
+            recovery, verification, checkpoints, communication, monitoring,
         )  # fmt: skip
         self.num_nodes = 1  # Lightning sets it
         self._session: Session | None = None
@@ -270,7 +273,9 @@ class ReCycleStrategy(ParallelStrategy):
         """The pipeline of this worker, which other workers share: the rank that data code divides by. 0 in the
         launching process.
         """
-        return 0 if self._session is None else self._session.worker.pipeline
+        if self._session is None:
+            return 0
+        return self._session.run.data_worker(self._session.place.rank).pipeline
 
     @property
     @override
@@ -297,7 +302,7 @@ class ReCycleStrategy(ParallelStrategy):
         module, devices = self.lightning_module, self.num_positions
         if module is not None:
             is_cut = is_meant_to_be_cut(module, self.options.layers)
-            return self.options.choose_grid(devices, can_be_cut=is_cut).pipelines
+            return self.options.choose_grid(devices, can_be_cut=is_cut).pipelines * self.options.fsdp_size
         grid = self.options.choose_grid(devices)
         options = self.options
         if options.pipeline_parallel_size is None and options.layers is None and grid.stages > 1:
@@ -306,7 +311,7 @@ class ReCycleStrategy(ParallelStrategy):
                 f" with another one it will be {devices}, as many as devices. To be sure before the Trainer has its"
                 " model, use ReCycleStrategy(pipeline_parallel_size=...)."
             )
-        return grid.pipelines
+        return grid.pipelines * options.fsdp_size
 
     @property
     def num_devices(self) -> int:
@@ -320,11 +325,12 @@ class ReCycleStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: if the devices cannot be divided into positions.
         """
-        members = math.prod(self.options.mesh_sizes)
+        members = self.options.members
         if self.num_devices % members:
             raise ConfigurationError(
-                f"{self.num_devices} devices cannot be divided into positions of tensor_parallel_size={members}"
-                f" processes. Use a number of devices that is a multiple of {members}."
+                f"{self.num_devices} devices cannot be divided into positions of {members} processes"
+                f" (tensor_parallel_size={self.options.tensor_parallel_size}, fsdp_size={self.options.fsdp_size}). Use"
+                f" a number of devices that is a multiple of {members}."
             )
         return self.num_devices // members
 
@@ -359,7 +365,7 @@ class ReCycleStrategy(ParallelStrategy):
         set_device_mesh(module, mesh.mesh)
         with mesh.building_alone():
             yield
-        check_shards(module, session.run.positions.members, warns=session.collectives.leads)
+        check_shards(module, session.run.mesh_sizes, warns=session.collectives.leads)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

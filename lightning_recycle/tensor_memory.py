@@ -16,8 +16,11 @@ from typing_extensions import override
 from lightning_recycle.torch_internals import offset_of, tree_map_only
 
 __all__ = [
+    "DATA_PARALLEL",
+    "TENSOR_PARALLEL",
     "TensorShard",
     "has_plain_memory",
+    "is_divided_by",
     "is_sharded",
     "local_part",
     "memory_address",
@@ -36,6 +39,10 @@ __all__ = [
 ]
 
 
+DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
+"""Names of the dimensions of a position's mesh, as of Lightning's ``ModelParallelStrategy``."""
+
+
 def memory_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     """The memory of a contiguous ``tensor`` as a vector of ``dtype``, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)  # a single element may have any stride
@@ -44,6 +51,15 @@ def memory_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
 def is_sharded(value: Any) -> bool:
     """Whether ``value`` is a DTensor."""
     return isinstance(value, Tensor) and hasattr(value, "to_local")  # torch's module of DTensors takes long to import
+
+
+def is_divided_by(tensor: Tensor, name: str) -> bool:
+    """Whether the processes along the dimension ``name`` of a position's mesh hold different parts of ``tensor``."""
+    if not is_sharded(tensor):
+        return False
+    sharded: Any = tensor
+    names = sharded.device_mesh.mesh_dim_names
+    return name in names and not sharded.placements[names.index(name)].is_replicate()
 
 
 def local_part(tensor: Tensor) -> Tensor:

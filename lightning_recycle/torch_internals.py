@@ -6,6 +6,7 @@ public way to them. ``tests/test_import.py`` fails when one disappears.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +20,20 @@ __all__ = [
     "NormBase",
     "TorchDispatchMode",
     "buffers_of",
+    "drop_unsharded_gradients",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp_parameters",
     "is_compiled",
+    "is_fsdp_root",
     "make_subclass",
     "modules_of",
     "offset_of",
     "parameters_of",
+    "replace_tensors",
     "show_dataset",
     "tree_flatten",
     "tree_leaves",
@@ -73,6 +78,30 @@ def version_of(tensor: Tensor) -> int:
 def show_dataset(dataset: Any) -> None:
     """Lets ``get_worker_info()`` show ``dataset``: users divide it among processes by what they find."""
     object.__setattr__(get_worker_info(), "dataset", dataset)  # write-protected
+
+
+def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replaces each parameter and buffer of ``module`` by what ``function`` makes of it; FSDP2 notices that."""
+    module._apply(function)
+
+
+def is_fsdp_root(module: Any) -> bool:
+    """Whether ``module``, which FSDP2 has sharded, has run without another such module around it."""
+    return bool(module._get_fsdp_state()._is_root)
+
+
+def fsdp_parameters(module: Any) -> list[nn.Parameter]:
+    """The parameters that ``module``, which FSDP2 has sharded, gathers itself: those that no submodule gathers."""
+    return [p.sharded_param for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+
+
+def drop_unsharded_gradients(module: Any) -> None:
+    """Drops gradients that FSDP2 has not summed over the processes yet; ``reset_iter_state()`` leaves them."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            parameter.unsharded_accumulated_grad = None
 
 
 def offset_of(tensor: Any) -> tuple[int, ...]:

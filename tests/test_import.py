@@ -200,6 +200,8 @@ PRIVATE = {
     "lightning_recycle.torch_internals": [
         "torch.utils.data._utils.worker:WorkerInfo",
         "torch.nn:Module._compiled_call_impl",
+        "torch.nn:Module._apply",
+        "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
         "torch:Tensor._version",
     ],
     "lightning_recycle.data.stream_reader": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],

@@ -182,7 +182,7 @@ class RunAttempt:
     def _coordinator_options(self) -> CoordinatorOptions:
         options, heartbeat, fits = self._run.options, self._run.heartbeat, self._run.call.fits
         recovery = options.recovery if fits else options.recovery.without_changes()
-        if options.tensor_parallel_size > 1:
+        if options.members > 1:
             recovery = replace(recovery, rebalance="never")  # layers of several processes stay where they are
         return CoordinatorOptions(  # without training there are no step boundaries to enter at
             heartbeat_timeout=heartbeat.timeout,

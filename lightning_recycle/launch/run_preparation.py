@@ -216,17 +216,17 @@ def prepare(
     _describe(parts, call, outside is not None)
     check_weight_averaging(trainer, parts)
     check_pruning(trainer, grid.stages)
-    if options.tensor_parallel_size > 1:
+    if options.members > 1:
         check_members(trainer, options, by_hand=outside is not None or "RECYCLE_LISTEN" in os.environ)
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
         check_loss(module)
         check_loaders(call.arguments.get("val_dataloaders"), None)
     stages = parts.cut(grid.stages, options.planning.partition)
-    if options.tensor_parallel_size > 1 and parts.ties(stages):
+    if options.members > 1 and parts.ties(stages):
         raise UnsupportedFeatureError(
-            "strategy='recycle' does not support weights that are tied across stages with tensor_parallel_size > 1. Use"
-            " pipeline_parallel_size=1, or do not tie them."
+            "strategy='recycle' does not support weights that are tied across stages where several processes hold a"
+            " position. Use pipeline_parallel_size=1, or do not tie them."
         )
     warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
@@ -253,7 +253,7 @@ def prepare(
         grid,
         heartbeat.interval,
         stages,
-        grid.pipelines,
+        grid.pipelines * options.fsdp_size,
         call.arguments.get("weights_only"),
         outsiders=listens,
         has_run=has_run,

@@ -289,14 +289,28 @@ class Program:
     checks: WorkerChecks | None = None
     all_checks: tuple[int, ...] = ()
 
-    def renamed(self, rank: Callable[[int], int]) -> Program:
-        """The same program between workers of other ranks, for one that checks no peer; ``rank``: old -> new."""
+    def renamed(self, rank: Callable[[int], int], part: int = 0, parts: int = 1) -> Program:
+        """The same program between workers of other ranks, for one that checks no peer.
+
+        Args:
+            rank: old -> new.
+            part: the number of the part of each micro-batch that it computes.
+            parts: the number of micro-batches of a larger grid, with as many pipelines for each, that take the place of
+                one.
+        """
 
         def of(old: int | None) -> int | None:
             return None if old is None else rank(old)
 
-        tasks = tuple(replace(t, source=of(t.source), destination=of(t.destination)) for t in self.tasks)
-        return replace(self, tasks=tasks, neighbours=tuple(map(rank, self.neighbours)))
+        def renamed(task: Task) -> Task:
+            task = replace(task, source=of(task.source), destination=of(task.destination))
+            microbatch = task.op.microbatch
+            if parts == 1 or microbatch is None:
+                return task
+            microbatch = replace(microbatch, pipeline=microbatch.pipeline * parts + part)
+            return replace(task, op=replace(task.op, microbatch=microbatch), index=task.index * parts + part)
+
+        return replace(self, tasks=tuple(map(renamed, self.tasks)), neighbours=tuple(map(rank, self.neighbours)))
 
     def has_checks(self, step: int) -> bool:
         """Whether workers of any stage check each other in ``step``."""

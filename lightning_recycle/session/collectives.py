@@ -21,7 +21,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import leader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
@@ -74,21 +73,18 @@ class WorkerCollectives:
     """A worker's role, and its collectives.
 
     Args:
-        grid: the grid of the run.
+        run: the settings that all workers have in common.
         client: the connection to the coordinator.
-        positions: which worker is which member of which position.
 
     Attributes:
-        place: the position of this worker as a number: d * S + s.
+        positions: which worker is which member of which position.
     """
 
-    def __init__(self, grid: Grid, client: ControlClient, positions: Positions | None = None) -> None:
-        self.grid = grid
+    def __init__(self, run: RunSetup, client: ControlClient) -> None:
+        self._run, self.grid, self.positions = run, run.grid, run.positions
         self.client = client
         self.rank = client.rank
-        self.positions = Positions(grid) if positions is None else positions
         self.worker = self.positions.position(client.rank)
-        self.place = grid.rank(self.worker)
         self.is_in_step: Callable[[], bool] = lambda: False
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
         self.settle: Callable[[], None] = lambda: None
@@ -125,20 +121,19 @@ class WorkerCollectives:
     # ------------------------------------------------------------------ collectives
 
     def gather(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of one worker of each live position, by the position's number: of those workers that are the same
-        member of their position as this one.
+        """The values of the workers of each stage that read different data, by the number of their place in the grid by
+        which data is divided: of those that are at the same place of tensor parallelism as this one.
 
         Raises:
             UnsupportedFeatureError: in code that sees one micro-batch.
         """
-        positions, member = self.positions, self.positions.member(self.rank)
-        found = self.gather_all(name, value)
-        if positions.members == 1:
+        found, members, tensor = self.gather_all(name, value), self.positions.members, self._run.mesh_sizes[1]
+        if members == 1:
             return found
         return {
-            self.grid.rank(positions.position(rank)): part
+            self._run.data_grid.rank(self._run.data_worker(rank)): part
             for rank, part in sorted(found.items())
-            if positions.member(rank) == member
+            if (rank - self.rank) % tensor == 0
         }
 
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
@@ -191,7 +186,7 @@ class WorkerCollectives:
         shares, lists = (any(flags) for flags in zip(*(kept for _, (_, *kept) in found), strict=True))
         name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
         if shares:  # of a pipeline, the last stage has it
-            found = [*{self.grid.worker(rank).pipeline: (rank, answer) for rank, answer in found}.values()]
+            found = [*{self._run.data_grid.worker(rank).pipeline: (rank, answer) for rank, answer in found}.values()]
         values = torch.stack([torch.as_tensor(value) for _, (value, *_) in found])
         if name == "sum" and shares:
             if lists and torch.equal(values, values[:1].expand_as(values)) and len(values) > 1:
@@ -287,7 +282,7 @@ class WorkerContext:
     ) -> WorkerContext:
         """The context of a worker whose Trainer is about to run."""
         fitting = trainer.state.fn == TrainerFn.FITTING
-        collectives = WorkerCollectives(run.grid, client, run.positions)
+        collectives = WorkerCollectives(run, client)
         return cls(options, run, place, client, trainer, collectives, fitting, _mesh_of(run, client.rank, trainer))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from lightning_recycle.option_table import (
     option,
     suggests_options,
 )
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
@@ -137,6 +137,7 @@ class Options(OptionGroup):
     pipeline_parallel_size: int | None = option(None, integer(1, otherwise="for the default"))
     num_microbatches: int | None = option(None, integer(1, otherwise="for the default"))
     tensor_parallel_size: int = option(1, integer(1))
+    fsdp_size: int = option(1, integer(1))
     layers: LayerPaths = option(None, _LAYERS)
     seed: int | None = option(None)
     engine: Literal["local", "ray"] | RayEngine = option("local", _ENGINE)
@@ -158,7 +159,12 @@ class Options(OptionGroup):
     @property
     def mesh_sizes(self) -> tuple[int, int]:
         """The sizes of the mesh of a position, FSDP shards and tensor parallelism."""
-        return 1, self.tensor_parallel_size
+        return self.fsdp_size, self.tensor_parallel_size
+
+    @property
+    def members(self) -> int:
+        """The number of processes that hold a position."""
+        return math.prod(self.mesh_sizes)
 
     @property
     def ray(self) -> RayEngine | None:
@@ -239,7 +245,8 @@ class RunSetup:
         grid: the grid of the run.
         heartbeat_interval: seconds between two heartbeats.
         parts: the layers of each stage.
-        batch_pipelines: the number of pipelines that the DataLoader's ``batch_size`` was meant for.
+        batch_pipelines: the number of pipelines that the DataLoader's ``batch_size`` was meant for, as in
+            :attr:`data_grid`.
         weights_only: the argument of the Trainer's entry point.
         profiles: whether the model is to be measured.
         outsiders: whether there may be workers whose process goes on afterwards: all workers then exchange the whole
@@ -269,6 +276,19 @@ class RunSetup:
     def positions(self) -> Positions:
         """Which rank is which member of which position."""
         return Positions(self.grid, math.prod(self.mesh_sizes))
+
+    @property
+    def data_grid(self) -> Grid:
+        """The grid by which data is divided: members that FSDP divides a position among read batches of their own, so
+        each of them counts as a pipeline.
+        """
+        return replace(self.grid, pipelines=self.grid.pipelines * self.mesh_sizes[0])
+
+    def data_worker(self, rank: int) -> Worker:
+        """The place of ``rank`` in :attr:`data_grid`."""
+        positions, (shards, tensor) = self.positions, self.mesh_sizes
+        place = positions.position(rank)
+        return Worker(place.pipeline * shards + positions.member(rank) // tensor, place.stage)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.pickling import written_class
+from lightning_recycle.runtime.stage.fully_sharded import unsharded_class
 
 __all__ = [
     "INTERNAL_ATTRIBUTES",
@@ -116,12 +117,12 @@ def put_hooks(owner: Any, hooks: Mapping[TableKey, Mapping[Any, Any]]) -> None:
 
 
 def _ours(tables: Iterable[Mapping[Any, Any]]) -> set[int]:
-    """The numbers of the hooks of this package."""
+    """The numbers of the hooks that belong to the process: of this package, and of layers sharded over its mesh."""
     return {
         number
         for table in tables
         for number, hook in table.items()
-        if callable(hook) and origin(hook).startswith("lightning_recycle.")
+        if callable(hook) and origin(hook).startswith(("lightning_recycle.", "torch.distributed."))
     }
 
 
@@ -175,7 +176,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def class_of(node: Any) -> type[Any]:
     """The class that the user has written."""
     kind: type[Any] = getattr(type(node), "_disguised_from", None) or written_class(node)
-    return kind
+    return unsharded_class(kind)
 
 
 def is_node(value: Any) -> bool:
@@ -229,7 +230,8 @@ def attributes_of(owner: Any, whole: bool = True) -> dict[str, Any]:
     kind, hidden = type(owner), _hidden(owner)
     if not whole and isinstance(owner, nn.Module):
         hidden = hidden | {*_MODULE_CONTENTS}
-    found = {name: value for name, value in vars_of(owner).items() if name not in hidden}
+    names = (name for name in vars_of(owner) if not name.startswith(_OF_SHARDED_MODULES))
+    found = {name: vars_of(owner)[name] for name in names if name not in hidden}
     for name in _slots(kind):
         if (value := getattr(owner, name, MISSING)) is not MISSING:
             found[name] = value
@@ -254,6 +256,9 @@ _OF_MODULES = frozenset({*vars(nn.Module())} - {*_MODULE_CONTENTS})
 
 INTERNAL_ATTRIBUTES = frozenset({*vars(pl.LightningModule()), *vars(RecordedModule), "_param_requires_grad_state"})
 """Attributes of a LightningModule that are not the user's."""
+
+_OF_SHARDED_MODULES = "__composable_api"
+"""Prefix of the attributes in which ``fully_shard`` keeps its state."""
 
 _OF_LIGHTNING_MODULES = INTERNAL_ATTRIBUTES - {*_MODULE_CONTENTS}
 

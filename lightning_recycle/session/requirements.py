@@ -7,10 +7,11 @@ anything starts. What is supported, with the reasons for the rest, is listed in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -26,11 +27,12 @@ from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.runtime.stage.fully_sharded import can_be_reset, fully_sharded_modules
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.interruption import saves_on_exception
 from lightning_recycle.session.lightning_internals import mode_of, synchronises_batchnorm
-from lightning_recycle.tensor_memory import is_sharded
-from lightning_recycle.torch_internals import is_compiled, tree_leaves
+from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
+from lightning_recycle.torch_internals import fsdp_parameters, is_compiled, tree_leaves
 
 __all__ = [
     "check_graphs",
@@ -38,6 +40,7 @@ __all__ = [
     "check_loss",
     "check_members",
     "check_optimizers",
+    "check_sharded_layers",
     "check_shards",
     "check_trained",
     "check_trainer",
@@ -129,36 +132,73 @@ def check_members(trainer: pl.Trainer, options: Options, by_hand: bool) -> None:
     }
     for what in (name for name, is_used in refused.items() if is_used):
         raise UnsupportedFeatureError(
-            f"tensor_parallel_size={options.tensor_parallel_size} does not support {what} yet. Leave that, or use"
-            " tensor_parallel_size=1."
+            f"Positions of several processes (tensor_parallel_size={options.tensor_parallel_size},"
+            f" fsdp_size={options.fsdp_size}) do not support {what} yet. Leave that, or use 1 for both."
         )
 
 
-def check_shards(module: pl.LightningModule, members: int, warns: bool) -> None:
-    """Looks at what ``configure_model`` has made for the ``members`` of a position; ``warns``: whether this process
-    warns of what costs only time.
+def check_shards(module: pl.LightningModule, sizes: tuple[int, int], warns: bool) -> None:
+    """Looks at what ``configure_model`` has made for the members of a position.
+
+    Args:
+        module: the user's module.
+        sizes: the sizes of their mesh, FSDP shards and tensor parallelism.
+        warns: whether this process warns of what costs only time.
 
     Raises:
-        UnsupportedFeatureError: for FSDP2, and for parameters without values.
+        UnsupportedFeatureError: for FSDP2 where it cannot be interrupted.
     """
-    if sharded := [
-        n for n, part in module.named_modules() if any(k.__name__ == "FSDPModule" for k in type(part).__mro__)
-    ]:
+    name, tensor = type(module).__name__, sizes[1]
+    sharded = list(fully_sharded_modules([module]))
+    if sharded and not can_be_reset():
         raise UnsupportedFeatureError(
-            f"{type(module).__name__}.configure_model() calls fully_shard() ({sharded[0] or 'the module itself'}):"
-            " FSDP2 is not supported yet. Leave that; tensor_parallel_size divides parameters, too."
+            f"{name}.configure_model() calls fully_shard(), and torch {torch.__version__} cannot begin a step again in"
+            " which a worker was lost. Use torch 2.13 or newer, or tensor_parallel_size instead of fsdp_size."
         )
-    if missing := [name for name, parameter in module.named_parameters() if parameter.is_meta]:
+    if module in sharded:
         raise UnsupportedFeatureError(
-            f"{type(module).__name__} has parameters on the meta device ({', '.join(missing[:5])}): with"
-            " tensor_parallel_size > 1 the members of a position take their parts of weights that all of them have."
-            " Make layers with values, or load these in configure_model()."
+            f"{name}.configure_model() calls fully_shard(self), whose forward a step does not call. Shard its layers:"
+            " fully_shard(self.model, mesh=self.device_mesh['data_parallel'])."
         )
-    if warns and not any(map(is_sharded, module.parameters())):
+    if warns and tensor > 1 and not any(is_divided_by(p, TENSOR_PARALLEL) for p in module.parameters()):
         rank_zero_warn(
-            f"configure_model() of {type(module).__name__} makes no layer parallel over"
-            f" self.device_mesh['tensor_parallel']: the {members} processes of each position do the same work."
+            f"configure_model() of {name} makes no layer parallel over self.device_mesh['tensor_parallel']:"
+            f" {tensor} processes of each position do the same work."
         )
+
+
+def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str], bool], shards: int) -> None:
+    """Looks at what FSDP2 has made of the layers of this stage.
+
+    Args:
+        module: the user's module.
+        is_elsewhere: whether a parameter, by its name, belongs to another stage.
+        shards: into how many parts FSDP2 divides a position.
+
+    Raises:
+        ConfigurationError: for parameters that the members of a position would train apart.
+        UnsupportedFeatureError: if layers of several stages are sharded as one module.
+    """
+    name = type(module).__name__
+    apart = [
+        n
+        for n, p in module.named_parameters()
+        if p.requires_grad and not is_divided_by(p, DATA_PARALLEL) and not is_elsewhere(n)
+    ]
+    if shards > 1 and apart:
+        raise ConfigurationError(
+            f"With fsdp_size={shards} the members of a position compute different samples, and configure_model() of"
+            f" {name} leaves parameters that each of them would train alone: {', '.join(apart[:5])}. Call"
+            " fully_shard(..., mesh=self.device_mesh['data_parallel']) for the modules that have them, or freeze them."
+            " (A LayerSpec is built later; make layers under torch.device('meta') instead.)"
+        )
+    here, names = set(module.parameters()), {part: path for path, part in module.named_modules()}
+    for part in fully_sharded_modules([module]):
+        if not here.issuperset(fsdp_parameters(part)):
+            raise UnsupportedFeatureError(
+                f"configure_model() calls fully_shard() for {name}.{names[part]}, whose layers are on several stages:"
+                " call it for each layer instead."
+            )
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:

@@ -188,7 +188,7 @@ class Session:
         self.reach("setup", 0)
 
     def _make_recorder(self) -> OutputRecorder:
-        module, microbatches = self.module, self.grid.global_microbatches
+        module, microbatches = self.module, self.run.data_grid.global_microbatches
         alone = microbatches == self.grid.num_workers == 1
         slots = microbatches if self.parts.keeps_between_steps else None
         recorder = OutputRecorder(module, alone, slots, self.grid.stages == 1)
@@ -316,9 +316,10 @@ class Session:
         """The workers of a pipeline take over the attributes of its last stage."""
         last, side_effects = self.worker.stage == self.grid.stages - 1, self._recorder.side_effects
         found = self.collectives.gather("attributes", side_effects.shares() if last else None)
-        shares = {self.grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
+        grid, place = self.run.data_grid, self.run.data_worker(self.place.rank)
+        shares = {grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
         if not last and shares:
-            side_effects.load_shares(shares.get(self.worker.pipeline, next(iter(shares.values()))))
+            side_effects.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
 
     # ------------------------------------------------------------------ evaluation
 
@@ -340,7 +341,8 @@ class Session:
             records = self.executor.evaluate(handle, split, partial(self.steps.record, record))
         with self._context.forward_context():
             returned = self._recorder.replay(records, on_step=False)
-        return returned.predicted(self.grid.global_microbatches == 1) if kind == "predict" else returned.joined()
+        is_one = self.run.data_grid.global_microbatches == 1
+        return returned.predicted(is_one) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
         """The output of the whole model; see :class:`~lightning_recycle.session.whole_forward.WholeForward`."""
@@ -370,6 +372,6 @@ class Session:
 
 def _refuse_norms(*_: Any) -> list[Any]:
     raise UnsupportedFeatureError(
-        "grad_norm() is not supported with tensor_parallel_size > 1: a worker has parts of gradients. With"
+        "grad_norm() is not supported where several processes hold a position: a worker has parts of gradients. With"
         " Trainer(gradient_clip_val=...) they are clipped by the norm of all."
     )

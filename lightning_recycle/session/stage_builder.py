@@ -36,6 +36,7 @@ from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.requirements import (
     check_graphs,
     check_optimizers,
+    check_sharded_layers,
     check_trained,
     several_optimizers_refused,
 )
@@ -94,6 +95,8 @@ class StageBuilder:
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
         parameters = list(module.parameters()) if context.fitting and not self._by_itself else []
         training_parts = parts.training_parts(owned, self._recorder)
+        if context.mesh is not None and context.fitting:
+            check_sharded_layers(module, parts.is_elsewhere, context.run.mesh_sizes[0])
         scaler = scaler_of(context.trainer)
         runs = Stage(
             training_parts,

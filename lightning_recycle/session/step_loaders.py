@@ -60,7 +60,8 @@ class StepLoaders:
 
     def _source_of(self, dataloader: Any) -> StepLoader:
         context = self._context
-        training, grid, worker, seed = context.trainer.training, context.grid, context.worker, context.seed
+        training, grid, seed = context.trainer.training, context.run.data_grid, context.seed
+        worker = context.run.data_worker(context.place.rank)
         pipelines = context.run.batch_pipelines
         steps: dict[str, Any] = {"batch_pipelines": pipelines, "evaluation": not training}
         if yields_batches(dataloader):
@@ -105,7 +106,7 @@ class StepLoaders:
         Raises:
             ConfigurationError: on all workers, if they are not.
         """
-        if self._context.grid.num_workers > 1 and any(facts := [loader.facts() for loader in loaders]):
+        if self._context.run.data_grid.num_workers > 1 and any(facts := [loader.facts() for loader in loaders]):
             compare(self._context.collectives.gather("data", facts).values())
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ class TrainingSteps:
     def _warn_of_writes(self, before: Mapping[str, Any]) -> None:
         now = untrained_marks(self._module) if before else {}
         written = [name for name, mark in before.items() if now.get(name, mark) != mark]
-        if written and self._context.grid.global_microbatches > 1:
+        if written and self._context.run.data_grid.global_microbatches > 1:
             log.warning(
                 "Worker %s: %s %s written while micro-batches are computed, once for each, on top of each other: the"
                 " result depends on num_microbatches and on failures. Write in on_train_batch_end(), which runs once"

@@ -27,7 +27,6 @@ from sharded import (
 from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
@@ -145,11 +144,6 @@ def test_a_split_backward_defers_the_gradients_of_shards() -> None:
     assert error(module, plain_loop(2)) < TOLERANCE
 
 
-class Fully(Ordinary):
-    def configure_model(self) -> None:
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
-
-
 @pytest.mark.parametrize(
     ("module", "options", "expected"),
     [
@@ -167,12 +161,6 @@ def test_what_is_not_supported_is_refused_before_a_worker_starts(
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})
     with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
         trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
-
-
-@pytest.mark.long
-def test_fsdp_is_refused() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="FSDP2 is not supported yet"):
-        fit(Fully(), (1, 1, 2))
 
 
 class KeepsItsMesh(Ordinary):

@@ -103,6 +103,20 @@ class Communicator:
         self.messages.begin_generation()
         self.connections.configure(generation, neighbours, stage_roster, tie_rosters or {}, check_links, position)
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The part of each micro-batch that this worker computes: its number, and how many there are."""
+        mesh = self.connections.mesh
+        return (0, 1) if mesh is None else mesh.parts
+
+    def exchange(self, numbers: Sequence[float], data: bytes) -> list[tuple[list[float], bytes]]:
+        """What the workers that compute the parts of the same micro-batches have given, this one too, in order."""
+        mesh = self.connections.mesh
+        if mesh is None or self.parts[1] == 1:
+            return [(list(numbers), data)]
+        with self.connections.translated:
+            return mesh.exchange(numbers, data)
+
     def meet_siblings(self) -> None:
         """Waits for the other members of this worker's position."""
         self.connections.meet_siblings()

@@ -92,7 +92,7 @@ class Connections:
         self.generation = -1
         self.translated = _Translated(self)
         self._host, self._rendezvous = host, rendezvous
-        self._mesh = mesh
+        self.mesh = mesh
         self._factory = GroupFactory(rank, host, rendezvous, key, loops=2 if mesh is None else 3)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # set when the generation is aborted
@@ -127,8 +127,8 @@ class Connections:
         plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
         if len(stage_roster) <= _MOST_MESHED:
             plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
-        if self._mesh is not None:
-            plans += self._mesh.plans(position, _POSITION_LOOP)
+        if self.mesh is not None:
+            plans += self.mesh.plans(position, _POSITION_LOOP)
         groups: dict[str, Group] = {}
         errors: list[BaseException] = []
         begun: list[float] = []  # when the transport was asked to connect
@@ -164,15 +164,15 @@ class Connections:
         self.check()
         self.channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
         self.rosters = {name: groups.get(name, Group()) for name in rosters}
-        if self._mesh is not None:
+        if self.mesh is not None:
             alone = self._factory.create_alone(_POSITION_LOOP)
-            self._mesh.connect(position, groups, alone, self._await_members)
+            self.mesh.connect(position, groups, alone, self._await_members)
 
     def meet_siblings(self) -> None:
         """Waits until all members of this worker's position are here."""
-        if self._mesh is not None:
+        if self.mesh is not None:
             with self.translated:
-                self._mesh.meet()
+                self.mesh.meet()
 
     def _await_members(self, group: Any, work: Any) -> None:
         """Waits for a collective of this worker's position."""
@@ -207,8 +207,8 @@ class Connections:
     def _drop(self) -> None:
         self.channels = {}
         self.rosters = {}
-        if self._mesh is not None:
-            self._mesh.disconnect()
+        if self.mesh is not None:
+            self.mesh.disconnect()
         if self.small_allreduce is not None:
             self.small_allreduce.close()
             self.small_allreduce = None

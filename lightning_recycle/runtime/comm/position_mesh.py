@@ -31,15 +31,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import placement_types
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan
+from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
 
-__all__ = ["DATA_PARALLEL", "TENSOR_PARALLEL", "MemberGroup", "PositionMesh", "ranks_by_group"]
-
-DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
-"""Names of the dimensions of the mesh, as of Lightning's ``ModelParallelStrategy``."""
+__all__ = ["MemberGroup", "PositionMesh", "ranks_by_group"]
 
 _WHOLE = "position"
 _PREFIX = "recycle"
@@ -180,12 +178,33 @@ class PositionMesh:
         )
         _meshes[DATA_PARALLEL, TENSOR_PARALLEL] = self.mesh
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Of the parts of a batch that FSDP's members compute: the number of this member's, and how many there are."""
+        shards, tensor = self.sizes
+        return self.member // tensor, shards
+
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether this member counts what it holds of ``tensor``: of what several members hold, the first one does."""
-        if not isinstance(tensor, DTensor):
-            return self.member == 0
-        coordinates = tensor.device_mesh.get_coordinate() or ()
-        return not any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinates, strict=True))
+        coordinates = zip((DATA_PARALLEL, TENSOR_PARALLEL), divmod(self.member, self.sizes[1]), strict=True)
+        return not any(at and not is_divided_by(tensor, name) for name, at in coordinates)
+
+    def exchange(self, numbers: Sequence[float], data: bytes) -> list[tuple[list[float], bytes]]:
+        """What each of FSDP's members has given for its part of a batch, in order; as many numbers each."""
+        group = self.groups[DATA_PARALLEL]
+
+        def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
+            found = [torch.empty_like(mine) for _ in range(group.size())]
+            group.run("allgather", [found], [mine])
+            return found
+
+        heads = [head.tolist() for head in gathered(torch.tensor([len(data), *numbers], dtype=torch.float64))]
+        sizes = [int(head[0]) for head in heads]
+        contents = [b""] * len(sizes)
+        if most := max(sizes):
+            mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+            contents = [part[:size].numpy().tobytes() for part, size in zip(gathered(mine), sizes, strict=True)]
+        return [(head[1:], content) for head, content in zip(heads, contents, strict=True)]
 
     def plans(self, ranks: Sequence[int], loop: int) -> list[GroupPlan]:
         """The process groups to create in a generation.

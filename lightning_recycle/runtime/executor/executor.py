@@ -412,7 +412,7 @@ class Executor:
         positions, plane = self._positions, self._positions.member(self._client.rank)
         if positions.members == 1:
             return program
-        return program.renamed(lambda place: positions.rank(self.grid.worker(place), plane))
+        return program.renamed(lambda place: positions.rank(self.grid.worker(place), plane), *self._communicator.parts)
 
     def _get_ready(self, resume: messages.Resume) -> None:
         """Exchanges layers with the workers of other stages; ends with another generation, which has the layout that

@@ -8,12 +8,14 @@ Must not know: what an attempt is for, or how often it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.data.steps import StepHandle
-from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.planning.grid import Microbatch, OpKind
+from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.comm.communicator import Channel
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput
 from lightning_recycle.runtime.executor.step_runner import StepRunner
@@ -28,21 +30,29 @@ class Forwards:
         self._runner = runner
         self._client, self._messages = runner.client, runner.communicator.messages
         self._is_last = runner.worker.stage == runner.grid.stages - 1
-        self._beyond = runner.grid.global_microbatches  # the tag of messages that belong to no micro-batch
+        self._part, self._parts = runner.communicator.parts
+        self._beyond = runner.grid.global_microbatches * self._parts  # tag of messages that belong to no micro-batch
 
     def run_batch(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
     ) -> dict[int, bytes]:
         """Runs the forwards of this worker's program; micro-batches without samples are skipped. Arguments as of
         :meth:`~lightning_recycle.runtime.executor.executor.Executor.evaluate`; returns what ``record`` returned here.
+
+        Workers that compute parts of a micro-batch run all or none of them: the layers exchange parameters. One whose
+        own part has no samples runs another's, and drops the result.
         """
         loader, version = handle.loader, self._runner.version
-        sizes = {
-            task: loader.num_samples(handle, task.op.microbatch)
-            for task in self._runner.program
-            if task.op.kind is OpKind.FORWARD and task.op.microbatch is not None
-        }
-        forwards = [task for task, size in sizes.items() if size]
+        sizes: dict[Task, int] = {}
+        reads: dict[Task, Microbatch] = {}
+        for task in self._runner.program:
+            if task.op.kind is OpKind.FORWARD and task.op.microbatch is not None:
+                sizes[task] = loader.num_samples(handle, task.op.microbatch)
+                for part in self._alternatives(task.op.microbatch):
+                    if loader.num_samples(handle, part):
+                        reads[task] = part
+                        break
+        forwards = list(reads)
         incoming = {
             task: self._messages.post_receive(Channel.ACTIVATIONS, task.source, task.index)
             for task in forwards
@@ -54,19 +64,27 @@ class Forwards:
                 raise Interrupted
             self._client.doing(version, f"evaluation {task.label}")
             inputs = target = None
-            assert task.op.microbatch is not None
             if task.op.stage == 0 or self._is_last:
-                inputs, target = split(loader.fetch(handle, task.op.microbatch))
+                inputs, target = split(loader.fetch(handle, reads[task]))
             if task.source is not None:
                 with self._client.waiting(f"rank {task.source}"):
                     inputs = self._messages.receive(incoming[task])
             output = self._runner.stage.evaluate(version, task.index, inputs, target)
             if self._is_last:
-                recorded[task.index] = record(output, target, sizes[task])
+                made = record(output, target, sizes[task])
+                if sizes[task]:
+                    recorded[task.index] = made
             if task.destination is not None:
                 self._messages.send(Channel.ACTIVATIONS, output, task.destination, task.index)
         self._messages.end_step()
+        self._runner.stage.clear()
         return recorded
+
+    def _alternatives(self, microbatch: Microbatch) -> Iterator[Microbatch]:
+        """``microbatch``, then those that the other workers of its position compute at the same time."""
+        first = microbatch.pipeline - self._part
+        for shift in range(self._parts):
+            yield replace(microbatch, pipeline=first + (self._part + shift) % self._parts)
 
     @property
     def leads_last(self) -> bool:
@@ -91,4 +109,5 @@ class Forwards:
         output = self._runner.stage.run(self._runner.version, draw, inputs, value)
         if not self._is_last:
             self._messages.send(Channel.ACTIVATIONS, output, leads[stage + 1], self._beyond)
+        self._runner.stage.clear()
         return output

@@ -49,6 +49,7 @@ from lightning_recycle.runtime.executor.step_measurements import StepMeasurement
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
+from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
 __all__ = ["READING", "Attempt", "Step", "StepRunner"]
 
@@ -191,7 +192,8 @@ class StepRunner:
             comparing,
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
-        explains = self.grid.pipelines > 1 and not self._rules.overflow and self.stage.differentiates_itself
+        several = self.grid.pipelines > 1 and self.positions.members == 1  # a member cannot compute alone
+        explains = several and not self._rules.overflow and self.stage.differentiates_itself
         self.finite = FiniteChecks(self.client, self.stage, recompute, self.verifier, explains)
         self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
 
@@ -257,11 +259,11 @@ class StepRunner:
                 if self._is_last and not forwards_left:
                     if step == self.version:
                         self.settle()
-                    losses = {index: float(loss) for index, loss in self._losses.items()}
+                    losses, outputs = self._results()
                     if step == self.version:
                         self.finite.losses(step, losses)
                     proven_in = self.client.generation if self.verifier.leaves_open(step) else None
-                    self.client.send(messages.Losses(self.client.rank, step, losses, self._outputs, proven_in))
+                    self.client.send(messages.Losses(self.client.rank, step, losses, outputs, proven_in))
             elif kind is OpKind.RECOMPUTE:
                 self._recompute(step, task)
             elif kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT):
@@ -322,6 +324,19 @@ class StepRunner:
             if self._measurements.first is not None:
                 self._measurements.first.sent(output)
             self.communicator.messages.send(_channel(task.op), output, task.destination, task.index)
+
+    def _results(self) -> tuple[dict[int, float], dict[int, bytes]]:
+        """The losses of the micro-batches, and what hooks did with their outputs. Of micro-batches that this worker
+        computes parts of: the mean losses, and the outputs of all parts.
+        """
+        losses = {index: float(loss) for index, loss in self._losses.items()}
+        _, parts = self.communicator.parts
+        if parts == 1:
+            return losses, self._outputs
+        found = self.communicator.exchange([*losses.values()], pack_tensors(self._outputs) if self._outputs else b"")
+        means = (sum(each) / parts for each in zip(*(numbers for numbers, _ in found), strict=True))
+        outputs = {index: output for _, data in found if data for index, output in unpack_tensors(data).items()}
+        return {index // parts: mean for index, mean in zip(losses, means, strict=True)}, outputs
 
     def _recompute(self, step: int, task: Task) -> None:
         if task.op.stage == 0:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.stage.fully_sharded import FullyShardedLayers
 from lightning_recycle.tensor_memory import whole
 from lightning_recycle.torch_internals import buffers_of
 
@@ -133,6 +134,7 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._fully_sharded = FullyShardedLayers(self._layers)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -161,8 +163,9 @@ class Stage:
             module.training = training
 
     def clear(self) -> None:
-        """Drops every micro-batch in flight."""
+        """Drops every micro-batch in flight, and whatever layers keep of it."""
         self._in_flight.clear()
+        self._fully_sharded.reset()
 
     def forward(
         self,
@@ -223,7 +226,8 @@ class Stage:
             )
         if self._takes_target:
             inputs = (inputs, *target)
-        with self._forward_context(), intercept_linear() if split_backward else _NOTHING:
+        defers = split_backward and not self._fully_sharded  # FSDP sums gradients at the end of each backward
+        with self._forward_context(), intercept_linear() if defers else _NOTHING:
             output = whole(self._run(self._layers, held.step, microbatch, inputs))
         held.outputs = output if isinstance(output, tuple) else (output,)
         return output

@@ -1,0 +1,399 @@
+"""Positions whose layers FSDP2 divides: weights equal those of a plain loop, whichever member is lost."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.blocks import WIDTH, blocks
+from support.options import recycle_strategy
+from support.training import QUIET, TOLERANCE
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_recycle import PipelineModule
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.planning import Op
+
+STEPS, BATCH = 4, 4  # samples of a part in a step
+
+
+def shard(layers: Any, mesh: Any) -> None:
+    """Divides ``layers`` over ``mesh`` as for Lightning's ``ModelParallelStrategy``."""
+    for block in layers:
+        if mesh["tensor_parallel"].size() > 1:
+            parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["data_parallel"])
+
+
+class Ordinary(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = blocks()
+
+    def configure_model(self) -> None:
+        if self.trainer.strategy.options.members == 1:  # type: ignore[attr-defined]
+            return
+        shard(self.model, self.device_mesh)
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = (self.model(x) - y).square().mean()
+        self.log("train", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val", (self.model(x) - y).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Piped(PipelineModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = list(blocks())
+
+    def configure_pipeline(self) -> nn.Sequential:
+        return nn.Sequential(*self.given)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        shard(self.layers, self.device_mesh)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Kill(L.Callback):
+    """Kills the first process of ``rank`` before its operation number ``operation`` of ``step``."""
+
+    def __init__(self, rank: int, step: int, operation: int) -> None:
+        self.rank, self.step, self.operation, self.seen = rank, step, operation, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
+            strategy.executor.before_operation.append(self.count)
+
+    def count(self, step: int, _: Op) -> None:
+        if step == self.step:
+            if self.seen == self.operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.seen += 1
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(96, WIDTH, generator=generator, dtype=torch.double) for _ in range(2))
+    return TensorDataset(x, y)
+
+
+def fit(module: L.LightningModule, grid: tuple[int, int, int, int], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+    """Trains ``module`` on (pipelines, stages, FSDP shards, tensor parallelism)."""
+    pipelines, stages, shards, tensor = grid
+    validates, ckpt_path = kwargs.pop("validates", False), kwargs.pop("ckpt_path", None)
+    options = {"pipeline_parallel_size": stages, "num_microbatches": 2, "tensor_parallel_size": tensor}
+    strategy = recycle_strategy(**{**options, "fsdp_size": shards, **kwargs.pop("strategy", {})})
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=pipelines * stages * shards * tensor,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        **{"max_steps": STEPS, **QUIET, **kwargs},
+    )
+    train, rest = DataLoader(dataset(), batch_size=BATCH), DataLoader(Subset(dataset(), range(50)), batch_size=BATCH)
+    trainer.fit(module, train, rest if validates else None, ckpt_path=ckpt_path)
+    return trainer
+
+
+def plain_loop(parts: int, clip: float | None = None, steps: int = STEPS) -> nn.Sequential:
+    """Trains on one device with the batches of ``parts`` parts."""
+    layers, data = blocks(), dataset()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
+    for step in range(steps):
+        begin = step * parts * BATCH % len(data)
+        x, y = data[begin : begin + parts * BATCH]
+        optimizer.zero_grad()
+        (layers(x) - y).square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(layers.parameters(), clip)
+        optimizer.step()
+    return layers
+
+
+def error(module: L.LightningModule, expected: nn.Module) -> float:
+    found = {name.split(".", 1)[1]: p for name, p in module.named_parameters()}
+    return max(float((found[name] - p).detach().abs().max()) for name, p in expected.named_parameters())
+
+
+def lost(trainer: L.Trainer) -> int:
+    strategy: Any = trainer.strategy
+    return sum(event.kind == "failure" for event in strategy.history)
+
+
+def test_an_ordinary_module_trains_with_fsdp() -> None:
+    module = Ordinary()
+    fit(module, (2, 1, 2, 1))
+    assert error(module, plain_loop(4)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("rank", "operation"), [(1, 2), pytest.param(2, 0, marks=pytest.mark.long)])
+def test_weights_equal_after_a_member_is_killed(rank: int, operation: int) -> None:
+    module = Ordinary()
+    assert lost(fit(module, (2, 1, 2, 1), Kill(rank, 1, operation))) == 1
+    assert error(module, plain_loop(4)) < TOLERANCE
+
+
+class Waits(L.Callback):
+    """Each step waits until a replacement is in, if one was lost."""
+
+    def __init__(self, after: int, workers: int) -> None:
+        self.after, self.workers = after, workers
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step > self.after and strategy.counters.get("live_workers", self.workers) < self.workers:
+            time.sleep(1.0)
+
+
+def kinds(trainer: L.Trainer) -> list[str]:
+    strategy: Any = trainer.strategy
+    return [event.kind for event in strategy.history]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("rank", "step", "operation"), [(2, 1, 4), (7, 2, 3), (0, 0, 3)])
+def test_weights_equal_after_a_member_of_a_stage_is_killed(rank: int, step: int, operation: int) -> None:
+    module = Piped()
+    assert lost(fit(module, (2, 2, 2, 1), Kill(rank, step, operation))) == 1
+    assert error(module, plain_loop(4)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_layers_are_divided_by_both() -> None:
+    module = Ordinary()
+    assert lost(fit(module, (2, 1, 2, 2), Kill(3, 1, 3))) == 1
+    assert error(module, plain_loop(4)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_stages_of_one_position_are_divided_by_both() -> None:
+    module = Piped()
+    fit(module, (1, 2, 2, 2))
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+def test_a_replacement_gets_the_shards_of_its_column() -> None:
+    """Later the position from which it has its state is lost."""
+    module = Ordinary()
+    kills = Kill(1, 1, 2), Kill(2, 18, 1)
+    limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
+    trainer = fit(module, (2, 1, 2, 1), *kills, Waits(2, 4), **limits)
+    assert "rejoined" in kinds(trainer), kinds(trainer)
+    assert error(module, plain_loop(4, steps=20)) < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [(2, 1, 2, 1), (2, 1, 2, 2)])
+def test_gradients_are_clipped_by_the_norm_of_all_members(grid: tuple[int, int, int, int]) -> None:
+    module = Ordinary()
+    fit(module, grid, Kill(3, 2, 1), gradient_clip_val=0.1)
+    assert error(module, plain_loop(4, clip=0.1)) < TOLERANCE
+
+
+class Unevenly(nn.Module):
+    """Its shards have different sizes, and some have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Metrics(Ordinary):
+    """Logs, metrics and what hooks gather must not depend on how many processes hold a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(Unevenly(), Unevenly()).double()
+        self.mean = MeanMetric()
+        self.seen: dict[str, Any] = {}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        output = self.model(x)
+        self.mean.update(output.sum(-1))
+        self.log("val", (output - y).square().mean())
+        self.log("mean", self.mean)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        gathered = self.all_gather(torch.tensor([float(self.trainer.global_rank)]))
+        self.seen.setdefault("ranks", gathered.flatten().tolist())
+
+
+def test_evaluation_metrics_and_gathering_count_parts_of_the_data() -> None:
+    module = Metrics()
+    trainer = fit(module, (2, 1, 3, 1), Kill(4, 1, 1), validates=True, max_epochs=1, max_steps=-1)
+    torch.manual_seed(0)
+    layers = nn.Sequential(Unevenly(), Unevenly()).double()
+    optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), dataset()
+    losses = []
+    for step in range(len(data) // (6 * BATCH)):
+        x, y = data[step * 6 * BATCH : (step + 1) * 6 * BATCH]
+        optimizer.zero_grad()
+        loss = (layers(x) - y).square().mean()
+        loss.backward()
+        losses.append(float(loss))
+        optimizer.step()
+    assert error(module, layers) < TOLERANCE
+    x, y = data[:50]
+    output = layers(x).detach()
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert abs(found["train"] - sum(losses) / len(losses)) < TOLERANCE
+    assert abs(found["val"] - float((output - y).square().mean())) < TOLERANCE
+    assert abs(found["mean"] - float(output.sum(-1).mean())) < 1e-5
+    assert module.seen["ranks"] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def saved(
+    path: Path, module: L.LightningModule, grid: tuple[int, int, int, int], *callbacks: Any, **kwargs: Any
+) -> Any:
+    """The weights in the last checkpoint of a run."""
+    keep = ModelCheckpoint(path, save_last=True, every_n_train_steps=1)
+    trainer = fit(module, grid, keep, *callbacks, enable_checkpointing=True, **kwargs)
+    state = torch.load(path / "last.ckpt", weights_only=True)["state_dict"]
+    return trainer, {name.removeprefix("model."): value for name, value in state.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [(2, 1, 2, 1), (1, 1, 2, 2)])
+def test_a_checkpoint_is_that_of_one_device(tmp_path: Path, grid: tuple[int, int, int, int]) -> None:
+    _, weights = saved(tmp_path, Ordinary(), grid)
+    parts = grid[0] * grid[2]
+    expected = plain_loop(parts)
+    assert max(float((weights[name] - p).detach().abs().max()) for name, p in expected.named_parameters()) < TOLERANCE
+    again = Ordinary()
+    fit(again, (parts, 1, 1, 1) if grid[3] > 1 else (1, 1, parts, 1), max_steps=6, ckpt_path=tmp_path / "last.ckpt")
+    assert error(again, plain_loop(parts, steps=6)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_batches_are_accumulated_in_shards() -> None:
+    module, alone = Ordinary(), Ordinary()
+    fit(module, (2, 1, 2, 1), Kill(1, 2, 2), accumulate_grad_batches=2)
+    fit(alone, (4, 1, 1, 1), accumulate_grad_batches=2)
+    assert error(module, alone.model) < TOLERANCE
+
+
+@pytest.mark.long
+def test_a_split_backward_leaves_the_sums_to_fsdp() -> None:
+    module = Piped()
+    fit(module, (2, 2, 2, 1), Kill(1, 1, 3), strategy={"split_backward": True})
+    assert error(module, plain_loop(4)) < TOLERANCE
+
+
+class Partly(Ordinary):
+    def configure_model(self) -> None:
+        shard(self.model[:1], self.device_mesh)
+
+
+class Itself(Ordinary):
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "error", "expected"),
+    [
+        (Partly(), ConfigurationError, "leaves parameters that each of them would train alone: model.1.norm.weight"),
+        (Itself(), UnsupportedFeatureError, r"calls fully_shard\(self\), whose forward a step does not call"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(module: Any, error: Any, expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        fit(module, (1, 1, 2, 1))
+
+
+class EachLayer(Ordinary):
+    def configure_model(self) -> None:
+        shard(self.model, self.device_mesh)
+
+
+@pytest.mark.long
+def test_layers_of_an_ordinary_module_are_cut_into_stages_after_they_are_sharded() -> None:
+    module = EachLayer()
+    fit(module, (2, 2, 2, 1), Kill(1, 1, 2), strategy={"layers": "model"})
+    assert error(module, plain_loop(4)) < TOLERANCE
+
+
+class AsOne(Ordinary):
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.long
+def test_several_layers_of_a_stage_that_are_sharded_as_one_are_refused() -> None:
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"fully_shard\(\) for AsOne\.model, whose layers are on several stages"
+    ):
+        fit(AsOne(), (1, 2, 2, 1), strategy={"layers": "model"})
+
+
+class KillInCollective(L.Callback):
+    """Kills the first process of ``rank`` before collective number ``number`` of its position in step 1."""
+
+    def __init__(self, rank: int, number: int) -> None:
+        self.rank, self.number, self.seen, self.step = rank, number, -1, -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
+            for group in strategy.session.mesh.groups.values():
+                group.run = partial(self.counted, strategy.executor, group.run)
+
+    def counted(self, executor: Any, run: Any, name: str, *args: Any, **options: Any) -> Any:
+        if executor.version == 1:
+            self.seen += 1
+            if self.seen == self.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return run(name, *args, **options)
+
+
+COLLECTIVES = 22
+"""Of a member in a step: to begin it, 5 gathers and 3 sums of each of 2 micro-batches and more, and of the losses."""
+
+
+@pytest.mark.parametrize(
+    ("grid", "number"),
+    [
+        pytest.param((2, 1, *mesh), number, marks=[pytest.mark.long] if number % 5 == 2 else [pytest.mark.exhaustive])
+        for mesh in ((2, 1), (2, 2))
+        for number in range(COLLECTIVES)
+    ],
+)
+def test_weights_equal_after_a_member_is_killed_before_a_collective(grid: Any, number: int) -> None:
+    module = Ordinary()
+    members = grid[2] * grid[3]
+    trainer = fit(module, grid, KillInCollective(members + number % members, number))
+    assert lost(trainer) == 1
+    assert error(module, plain_loop(4)) < TOLERANCE
