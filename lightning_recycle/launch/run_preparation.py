@@ -249,6 +249,9 @@ def prepare(
         )
     listens = "RECYCLE_LISTEN" in os.environ
     local = not listens and options.ray is None
+    gathered = options.checkpoints.gather_result
+    if gathered == "auto" and options.members > 1 and all(p.is_meta for p in module.parameters()):
+        gathered = False  # no process is to have room for the weights; this one has none, or no layers yet
     setup = RunSetup(
         grid,
         heartbeat.interval,
@@ -258,7 +261,7 @@ def prepare(
         outsiders=listens,
         has_run=has_run,
         staggered=options.planning.technique.staggered and (not call.fits or steps_alone(trainer, parts, stages)),
-        gathering=Gathering(options.checkpoints.gather_result, FILE_BYTES if local else LARGE_BYTES, local),
+        gathering=Gathering(gathered, FILE_BYTES if local else LARGE_BYTES, local),
         mesh_sizes=options.mesh_sizes,
     )
     return PreparedRun(call, setup, heartbeat, options, strategy.num_devices)

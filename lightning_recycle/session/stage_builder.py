@@ -31,6 +31,7 @@ from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
+from lightning_recycle.session.meta_weights import materialize
 from lightning_recycle.session.microbatch_state import ManualStepState
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.requirements import (
@@ -58,6 +59,7 @@ def build_layers(context: WorkerContext, parts: ModelParts, averages: WeightAver
         finetuning.freeze(module)
     averages.copy_stage(module)
     strategy.model = strategy.precision_plugin.convert_module(module)
+    materialize(module, context.device, context.seed, parts.is_elsewhere)
     strategy.model_to_device()
     parts.check_parameters(stage, stages)
     if context.fitting:

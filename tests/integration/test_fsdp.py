@@ -16,6 +16,7 @@ from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanMetric
@@ -274,6 +275,30 @@ def test_evaluation_metrics_and_gathering_count_parts_of_the_data() -> None:
     assert module.seen["ranks"] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+class OnMeta(Ordinary):
+    """No process ever has all layers; a hook gives them their first values."""
+
+    def __init__(self, hook: bool = True, learning_rate: float = 0.01) -> None:
+        super().__init__()
+        del self.model
+        self.hook, self.learning_rate = hook, learning_rate
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model = blocks()
+        super().configure_model()
+
+    @torch.no_grad()
+    def on_train_start(self) -> None:
+        assert not any(p.is_meta for p in self.parameters())
+        for name, whole in blocks().named_parameters() if self.hook else ():
+            here: Any = self.model.get_parameter(name)
+            here.copy_(distribute_tensor(whole, here.device_mesh, here.placements, src_data_rank=None))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
+
+
 def saved(
     path: Path, module: L.LightningModule, grid: tuple[int, int, int, int], *callbacks: Any, **kwargs: Any
 ) -> Any:
@@ -282,6 +307,23 @@ def saved(
     trainer = fit(module, grid, keep, *callbacks, enable_checkpointing=True, **kwargs)
     state = torch.load(path / "last.ckpt", weights_only=True)["state_dict"]
     return trainer, {name.removeprefix("model."): value for name, value in state.items()}
+
+
+@pytest.mark.long
+def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_grid(tmp_path: Path) -> None:
+    grids = ((1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 2, 2))
+    found = [saved(tmp_path / str(g), OnMeta(False, 0.0), g, max_steps=1)[1] for g in grids]
+    for name, value in found[0].items():
+        assert all(torch.equal(value, other[name]) for other in found[1:]), name
+        assert name.startswith(("0.norm", "1.norm")) or 0.01 < float(value.std()) < 0.5
+
+
+def test_a_replacement_for_a_member_whose_layers_were_made_on_the_meta_device(tmp_path: Path) -> None:
+    limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
+    trainer, weights = saved(tmp_path, OnMeta(), (2, 1, 2, 1), Kill(1, 1, 2), Kill(2, 18, 1), Waits(2, 4), **limits)
+    assert "rejoined" in kinds(trainer), kinds(trainer)
+    expected = plain_loop(4, steps=20)
+    assert max(float((weights[name] - p).detach().abs().max()) for name, p in expected.named_parameters()) < TOLERANCE
 
 
 @pytest.mark.long
