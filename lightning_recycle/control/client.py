@@ -116,7 +116,7 @@ class ControlClient(ActivityRecorder):
         self.complete_saves: Callable[[], None] | None = None
         self._completes = False  # a checkpoint, after the run
         self._parcels: dict[tuple[int, int, str], messages.Payload | None] = {}  # by batch, sender and key
-        self._returns = 0
+        self.returns = 0  # how often it has found another coordinator; parcels are lost with the old one
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
         self._who: dict[str, Any] = {
@@ -442,11 +442,6 @@ class ControlClient(ActivityRecorder):
         with self._changed:
             self._parcels = {name: value for name, value in self._parcels.items() if name[0] > batch}
 
-    @property
-    def returns(self) -> int:
-        """How often this worker has lost its coordinator and found another one; parcels are lost with it."""
-        return self._returns
-
     def await_thread(self, is_done: Callable[[], bool], what: str) -> bool:
         """Waits for work of this process; carries out the regroups that are announced meanwhile. Returns whether it is
         done; it may not be at the end of the run.
@@ -630,7 +625,7 @@ class ControlClient(ActivityRecorder):
                 except OSError:
                     continue  # it is gone again
                 self._is_away, self._came_back = False, time.monotonic()
-                self._returns += 1
+                self.returns += 1
                 self._changed.notify_all()
             return True
         return self._leaving and self._survives

@@ -88,8 +88,8 @@ class StateCopies:
         self._made.clear()
 
     def _copy(self, tensor: Tensor, place: tuple[Any, ...]) -> Tensor:
-        if not has_plain_memory(tensor):
-            return tensor.detach().cpu().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+        if not has_plain_memory(tensor) or tensor.is_inference():  # which has no version
+            return tensor.detach().clone().cpu()
         key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         known = self._made.get(key)
         if known is None:
@@ -131,12 +131,8 @@ class HolderGroup:
     _messages: int = 0
 
     def __post_init__(self) -> None:
+        self.rank = self.client.rank
         self._returns = self.client.returns
-
-    @property
-    def rank(self) -> int:
-        """The rank of this worker."""
-        return self.client.rank
 
     @property
     def leads(self) -> bool:

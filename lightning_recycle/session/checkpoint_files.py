@@ -314,6 +314,9 @@ _TORCH_METADATA = ".metadata"
 class Writers(Protocol):
     """The workers that write a folder: all of a run, or those that hold copies of its stages."""
 
+    rank: int
+    positions: Positions
+
     @property
     def leads(self) -> bool:
         """Whether this worker names the folder."""
@@ -321,14 +324,6 @@ class Writers(Protocol):
     @property
     def speaks(self) -> bool:
         """Whether this worker writes a stage's part."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of this worker."""
-
-    @property
-    def positions(self) -> Positions:
-        """Which worker is which member of which position."""
 
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all of them, by rank."""
