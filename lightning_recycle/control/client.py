@@ -418,16 +418,16 @@ class ControlClient(ActivityRecorder):
         """Sends ``value``, which concerns ``batch``, to the worker ``to``, which takes it by ``key``."""
         self.send(messages.Parcel(self.rank, to, batch, key, pack((value,))))
 
-    def take(self, sender: int, batch: int, key: str, is_wanted: Callable[[], bool]) -> Any:
+    def take(self, sender: int, batch: int, key: str, since: int, is_wanted: Callable[[], bool]) -> Any:
         """Waits in a thread beside the training for what ``sender`` gives under ``key``.
 
         Raises:
-            Interrupted: when ``sender`` is lost, or ``is_wanted`` has become false.
+            Interrupted: when ``sender`` was lost after generation ``since``, or ``is_wanted`` has become false.
         """
         name = (batch, sender, key)
         with self._changed:
             while name not in self._parcels:
-                if self._is_over or self._completes or not is_wanted() or sender not in self.member.newest_roster:
+                if self._is_over or self._completes or not is_wanted() or self.member.lost.get(sender, -1) > since:
                     raise Interrupted
                 self._changed.wait(_LOOKUP_SECONDS)
             payload = self._parcels.pop(name)

@@ -132,7 +132,7 @@ class HolderGroup:
 
     def __post_init__(self) -> None:
         self.rank = self.client.rank
-        self._returns = self.client.returns
+        self._returns, self._since = self.client.returns, self.client.generation
 
     @property
     def leads(self) -> bool:
@@ -200,7 +200,7 @@ class HolderGroup:
 
     def _take(self, rank: int, key: str) -> Any:
         try:
-            return self.client.take(rank, self.number, f"{self.request} {key}", self._goes_on)
+            return self.client.take(rank, self.number, f"{self.request} {key}", self._since, self._goes_on)
         except Interrupted:
             raise GivenUp(self._why(rank)) from None
 
@@ -214,7 +214,7 @@ class HolderGroup:
     def _why(self, rank: int) -> str:
         failed = self._failed()
         if failed is not None:
-            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", lambda: True))
+            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", self._since, lambda: True))
         if self.client.returns != self._returns:
             return "the coordinator was started again, and parts of it were under way"
         return f"the worker of rank {rank} was lost, which had a part of it"

@@ -73,6 +73,7 @@ class Member:
         generation: the generation that it has entered; -1 before the first.
         roster: the ranks of that generation's live workers.
         moved: which of them hold another position than they were started for.
+        lost: for each rank that was lost, the newest generation that was announced without it, after one with it.
         leader: the rank that speaks for the run; -1 before the first generation.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.
@@ -89,6 +90,7 @@ class Member:
         self.generation = -1
         self.roster: tuple[int, ...] = ()
         self.moved: Mapping[int, int] = {}
+        self.lost: dict[int, int] = {}
         self.leader = -1
         self.leader_applied = -1
         self.counters: Mapping[str, float] = {}
@@ -123,6 +125,8 @@ class Member:
             self._memory.heard(message, self.rank, self.begun)
         match message:
             case messages.Regroup():
+                before = self.roster if self._announced is None else self._announced.roster
+                self.lost.update(dict.fromkeys(set(before).difference(message.roster), message.generation))
                 if self.interrupted:  # what the last one says is to be dropped stays so
                     assert self._announced is not None
                     message = replace(message, unproven=max(message.unproven, self._announced.unproven))
@@ -199,11 +203,6 @@ class Member:
     def interrupted(self) -> bool:
         """Whether a newer generation than the one that was entered is announced."""
         return self._announced is not None and self._announced.generation > self.generation
-
-    @property
-    def newest_roster(self) -> tuple[int, ...]:
-        """The ranks of the live workers of the newest announced generation."""
-        return self.roster if self._announced is None else self._announced.roster
 
     @property
     def is_parked(self) -> bool:
