@@ -50,6 +50,10 @@ class RecoveryOptions(OptionGroup):
         shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
             none are kept.
         start_timeout: the seconds that workers have to connect, and replacements to be ready.
+        num_pipelines: D, whose batches make the global batch; by default as many pipelines as the devices form. With
+            fewer devices, positions are vacant until workers join.
+        min_pipelines: the run begins once each stage has that many workers and no further one has connected for 5 s;
+            the others may join at any step boundary. By default it waits for all, until ``start_timeout``.
         machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
             :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
             function that takes any exception and returns whether it is one; it decides alone.
@@ -70,10 +74,21 @@ class RecoveryOptions(OptionGroup):
         SECONDS,
         shared="seconds from the first worker to the last; the run then begins without the missing ones",
     )
+    num_pipelines: int | None = option(None, integer(1, otherwise="for as many as the devices form"))
+    min_pipelines: int | None = option(
+        None,
+        integer(1, otherwise="for all"),
+        shared="workers of each stage with which the run begins; by default all",
+    )
     machine_errors: MachineErrors = option(())
     machine_error_retries: int = option(
         1, integer(0), shared="how often work that raised an exception of a machine is run again"
     )
+
+    def check_start(self, pipelines: int) -> None:
+        """Raises ConfigurationError if a run of so many ``pipelines`` can never begin."""
+        if (self.min_pipelines or 0) > pipelines:
+            self._refuse("min_pipelines", f"the run has {pipelines} pipelines: give at most that many")
 
     def without_changes(self) -> RecoveryOptions:
         """These options for an evaluation, which has no step boundaries at which a worker could enter or move."""

@@ -69,7 +69,9 @@ def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> _Ru
     if "RECYCLE_COORDINATOR" in environ:
         address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
         return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
-    return _RunAddress(_own_address(options.coordinator), secrets.token_urlsafe(32), hosts_it=True)
+    has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
+    key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
+    return _RunAddress(_own_address(options.coordinator), key, hosts_it=True)
 
 
 def _own_address(given: str | None) -> tuple[str, int]:

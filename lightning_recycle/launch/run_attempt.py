@@ -228,10 +228,11 @@ class RunAttempt:
         )
 
     def _start_workers(self) -> dict[int, WorkerProcess]:
-        """The first worker of each position."""
-        return {
-            rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(self._setup.positions.num_workers)
-        }
+        """The first worker of each position, as far as there are devices."""
+        count = self._setup.positions.num_workers
+        if self._run.options.ray is None:
+            count = min(count, self._run.num_devices)
+        return {rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(count)}
 
     def _start_worker(self, rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
         """Starts the worker of position ``rank``; ``device``: the position whose device it gets."""

@@ -218,6 +218,9 @@ def prepare(
     check_pruning(trainer, grid.stages)
     if options.members > 1:
         check_members(trainer, options, by_hand=outside is not None or "RECYCLE_LISTEN" in os.environ)
+    options.recovery.check_start(grid.pipelines)
+    if outside is None and options.ray is None:
+        _check_devices(strategy.num_devices, grid, options)
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
         check_loss(module)
@@ -265,6 +268,25 @@ def prepare(
         mesh_sizes=options.mesh_sizes,
     )
     return PreparedRun(call, setup, heartbeat, options, strategy.num_devices)
+
+
+def _check_devices(devices: int, grid: Grid, options: Options) -> None:
+    """Raises ConfigurationError if ``devices`` of this machine are too few to begin, or more than the positions."""
+    if options.recovery.num_pipelines is None:
+        return  # the grid is made of them
+    least = options.recovery.min_pipelines or grid.pipelines
+    held = devices // grid.stages
+    if devices > grid.num_workers:
+        raise ConfigurationError(
+            f"devices={devices} are more than the {grid.num_workers} positions of num_pipelines={grid.pipelines} with"
+            f" {grid.stages} stages: use devices={grid.num_workers}, or num_pipelines={held}."
+        )
+    if held < least:
+        fewer = f", or RecoveryOptions(min_pipelines={held})" if held else ""
+        raise ConfigurationError(
+            f"devices={devices} hold {held} pipelines of {grid.stages} stages, and the run begins with {least}: use"
+            f" devices={least * grid.stages}{fewer}."
+        )
 
 
 def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCallback:

@@ -178,7 +178,10 @@ class Options(OptionGroup):
 
         ``can_be_cut``: whether the model can have several stages.
         """
-        stages = self.pipeline_parallel_size
+        stages, pipelines = self.pipeline_parallel_size, self.recovery.num_pipelines
+        if pipelines is not None:
+            stages = stages or 1
+            num_workers = pipelines * stages
         if stages is None:
             stages = 2 if can_be_cut and num_workers % 2 == 0 and num_workers >= 4 else 1
         if num_workers % stages:

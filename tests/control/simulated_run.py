@@ -1,7 +1,7 @@
 """A run in a simulated world: the coordinator's state machine, workers, a network, a clock, faults; all from a seed.
 
 ``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [loses_file] [plans_late] [layouts]
-[members=2]`` prints a
+[members=2] [quorum]`` prints a
 history event by event.
 
 The coordinator's shell is reduced to what the state machine can observe: connections, exits of processes, evictions,
@@ -65,6 +65,7 @@ from lightning_recycle.control.protocol.state import (
     Resend,
     Send,
     StageLost,
+    StartDue,
     StartGrace,
     initial_state,
 )
@@ -135,6 +136,7 @@ class Run:
         checks: whether workers check each other's computations in some steps, of which some are wrong.
         strays: whether workers that join have other values than the others after some step.
         members: the processes of each position.
+        quorum: whether the run begins before all workers have come.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Run:
         checks: bool = False,
         strays: bool = False,
         members: int = 1,
+        quorum: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -218,7 +221,8 @@ class Run:
         self._cut: set[int] = set()  # processes whose connection is broken
         self._waiters: dict[Fact, list[tuple[SimulatedWorker, set[Fact]]]] = {}
         self._disturbances_left = MAX_DISTURBANCES
-        for rank in range(self.state.num_workers):
+        late = self._latecomers(random.Random(f"quorum {seed}")) if quorum else frozenset[int]()
+        for rank in set(range(self.state.num_workers)) - late:
             self._start(rank, joins=False)
         for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
             self._at(self.random() * FAULTS_END, self._fault)
@@ -264,6 +268,37 @@ class Run:
         if self._mishaps.random() < 0.06:
             self._bug = (self._mishaps.randrange(self.grid.stages), self._mishaps.randrange(self.steps))
             self.promises.bug_step = self._bug[1]
+
+    def _latecomers(self, chance: random.Random) -> frozenset[int]:
+        """Positions whose workers come once the run has begun, or never: one of each stage is there, or soon will be.
+
+        The coordinator stops waiting for them at some moment; now and then it asks too early, or more than once.
+        """
+        ranks = range(self.state.num_workers)
+        first = {chance.choice([r for r in ranks if r % self.grid.stages == s]) for s in range(self.grid.stages)}
+        late = frozenset(rank for rank in ranks if rank not in first and chance.random() < 0.6)
+        self._spawns_left += len(late)
+        for moment in (0.0, chance.random() * 0.05, 0.1 + chance.random() * 0.2):
+            self._at(moment, self._stop_waiting, chance.choice((1, 1, 1, 2)) if moment < 0.1 else 1)
+        self._at(LAST_HOLDER_SILENCE, self._end_start)
+        for _ in late:
+            self._at(0.1 + chance.random(), self._fill)
+        return late
+
+    def _stop_waiting(self, least: int) -> None:
+        """The coordinator expects no further worker soon; if it has just been killed, the next one does so."""
+        if self._is_down or self.state.returned is not None:
+            self._at(0.3, self._stop_waiting, least)
+            return
+        before, began = self.state.roster, self.state.generation.number >= 0
+        absent = frozenset(rank for rank in before.live if rank not in self._connections)
+        self._handle(StartDue(absent | before.joined, least))
+        gone, live = before.live - self.state.roster.live, self.state.roster.live
+        self.met["began with fewer"] += bool(gone)
+        if gone and (began or not gone <= absent):
+            raise Violation(f"the workers {sorted(gone)} are there, and not waited for")
+        if gone and any(sum(rank % self.grid.stages == s for rank in live) < least for s in range(self.grid.stages)):
+            raise Violation(f"the run begins with {sorted(live)}, and each stage is to have {least}")
 
     # ------------------------------------------------------------------ the clock
 
@@ -1108,6 +1143,7 @@ def check_histories(
     checks: bool = False,
     strays: bool = False,
     members: int = 1,
+    quorum: bool = False,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -1122,6 +1158,7 @@ def check_histories(
         checks: whether workers check each other's computations in some steps, of which some are wrong.
         strays: whether workers that join have other values than the others after some step.
         members: the processes of each position.
+        quorum: whether the run begins before all workers have come.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
@@ -1129,7 +1166,7 @@ def check_histories(
     met: Counter[str] = Counter()
     for seed in seeds:
         options = {"ends": ends, "stops": stops, "kills": kills, "plans_late": plans_late, "layouts": layouts}
-        run = Run(seed, checks=checks, strays=strays, loses_file=loses_file, members=members, **options)
+        run = Run(seed, checks=checks, strays=strays, loses_file=loses_file, members=members, quorum=quorum, **options)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:

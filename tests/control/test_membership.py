@@ -48,6 +48,29 @@ def test_a_worker_lost_after_it_joined_does_not_count_as_joined() -> None:
     assert commands == [s.Send((0, 1, 2), m.Regroup(0, (0, 1, 2), 1))]
 
 
+def test_the_run_begins_with_those_that_are_there_once_each_stage_has_enough_and_no_other_is_expected() -> None:
+    state, commands = feed(s.initial_state(GRID), s.Joined(2), s.StartDue(frozenset({0, 1, 3}), least=1))
+    assert commands == [], "stage 1 has no worker"
+    state, commands = feed(state, s.Joined(3), s.StartDue(frozenset({0, 1}), least=2))
+    assert commands == [], "two of each stage are wanted"
+    state, commands = feed(state, s.StartDue(frozenset({0, 1}), least=1))
+    assert commands == [s.Send((2, 3), m.Regroup(0, (2, 3), 3))], "the leader is one that is there"
+    assert state.vacant == (0, 1)
+    assert state.roster.causes == {}, "nobody has failed"
+
+
+def test_those_that_are_about_to_come_are_waited_for_and_those_that_have_come_stay() -> None:
+    state, commands = feed(s.initial_state(GRID), *map(s.Joined, (0, 1)), s.StartDue(frozenset({0, 1, 3}), least=1))
+    assert (state.roster.ranks, commands) == ((0, 1, 2), [])
+    state, commands = feed(state, s.Joined(2))
+    assert commands == [s.Send((0, 1, 2), m.Regroup(0, (0, 1, 2), 1))]
+
+
+def test_a_run_that_has_begun_is_not_begun_again() -> None:
+    before = running_without_3()
+    assert feed(before, s.StartDue(frozenset(ALL), least=1)) == (before, [])
+
+
 def test_the_first_resume_starts_at_step_0_and_nobody_has_anything_to_do() -> None:
     state, commands = feed(s.initial_state(GRID), *map(s.Joined, ALL), *reports((3, 1, 0), 0))
     assert messages(commands, m.Resume) == []

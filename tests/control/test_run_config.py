@@ -35,6 +35,7 @@ OTHERS: dict[str, Any] = {
     "planning.activation_checkpointing": "never",
     "recovery.rebalance": "never",
     "recovery.start_timeout": 30.0,
+    "recovery.min_pipelines": 1,
     "recovery.machine_error_retries": 0,
     "verification.on_corruption": "raise",
     "verification.checksum_every": 7,
@@ -67,7 +68,8 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
     options = terms.options()
     assert (options.heartbeat_timeout, options.last_holder_timeout) == (2.0, 60.0)
     assert options.coordinator_timeout == 20.0
-    assert options.recovery == RecoveryOptions(rebalance="never", start_timeout=30.0, machine_error_retries=0)
+    expected = RecoveryOptions(rebalance="never", start_timeout=30.0, min_pipelines=1, machine_error_retries=0)
+    assert options.recovery == expected
     assert options.verification == VerificationOptions("raise", 7, 0.01)
     assert options.drift == DriftOptions(0.1, 10, 100)
 
@@ -86,6 +88,7 @@ def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
 @pytest.mark.parametrize(
     ("given", "wants", "words"),
     [
+        (Overrides(settings={"recovery.min_pipelines": 3}), WANTS, "the run has 2 pipelines: give at most that many"),
         (Overrides(stages=3), WANTS, "wants a grid of .* the coordinator has any x 3 x any"),
         (Overrides(2, 2, 4), WANTS, "2 x 2 x 4"),
         (Overrides(), wanting(planning__memory="much"), "memory='much'"),

@@ -112,6 +112,8 @@ def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(hi
     assert met["held"] > len(histories) / 2
 
 
+LOSES_ALL = {"kills": True, "stops": True, "loses_file": True, "plans_late": True}
+
 MEETS_WHEN_KILLED = {
     "Answer told again",
     "CANDIDATE returns",
@@ -179,6 +181,18 @@ def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(hi
     assert met["outvoted"] > len(histories) / 100
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"ends": True}, {"layouts": True}, {"strays": True}, {"kills": True, "stops": True}, LOSES_ALL],
+    ids=lambda more: " and ".join(more) or "plain",
+)
+@over(SAMPLE)
+def test_every_promise_holds_when_the_run_begins_with_fewer_workers(histories: range, more: dict[str, bool]) -> None:
+    met = check_histories(histories, quorum=True, **more)
+    assert met["began with fewer"] > len(histories) / 2
+    assert met["rejoined"] > len(histories) / 10
+
+
 MEETS_WITH_MEMBERS = {"a stage ahead in part", "assembled", "parked", "rejoined", "released"}
 
 
@@ -244,6 +258,17 @@ def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, stops:
     assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == 10_000
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("more", [{}, {"kills": True}, LOSES_ALL], ids=lambda more: " and ".join(more) or "plain")
+@pytest.mark.parametrize("tens_of_thousands", range(10))
+def test_every_promise_holds_in_100_000_histories_of_runs_that_begin_with_fewer_workers(
+    tens_of_thousands: int, more: dict[str, bool]
+) -> None:
+    first = 10_000 * tens_of_thousands
+    check_histories(range(first, first + 10_000), quorum=True, **more)
+
+
 @pytest.mark.parametrize("number", [66_439, 67_235])
 def test_a_step_that_was_settled_before_a_loss_is_not_guessed_again(number: int) -> None:
     check_histories([number])
@@ -295,7 +320,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "without=leave | {rank}", "without=()"),
     ("who moves does not leave", step_boundary, "_wanted", "roster.moves.get(rank, -1) in leave or", "True or"),
     ("the leader changes though it lives", generation, "with_leader", "roster.leader in roster.live and", "False and"),
-    ("the dead leader speaks", membership, "_lose", "generation.with_leader(", "("),
+    ("the dead leader speaks", membership, "_go_on_without", "generation.with_leader(", "("),
     ("nobody is evicted for a broken link", generation, "on_grace_elapsed", "evicted is not None", "False"),
     ("nobody checks its links", generation, "begin", "state.faults.disturbances > 0", "False"),
     ("broken links survive a new generation", generation, "begin",
@@ -319,7 +344,8 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("all that raise in a step are evicted", attribution, "judge", "raised.sticky or not since_commit", "True"),
     ("what cannot be repeated is repeated", attribution, "judge", "raised.exact and not", "not"),
     ("a lost device is used again", attribution, "judge", "exact and not raised.sticky", "exact"),
-    ("a loss changes nothing for the others", membership, "_lose", "generation.begin(state) if", "(state, ()) if"),
+    ("a loss changes nothing for the others", membership, "_go_on_without",
+     "generation.begin(state) if", "(state, ()) if"),
     ("the first report decides", membership, "_report", "reports.keys() != state.roster.live", "not reports"),
     ("reports of old generations count", membership, "_report", "event.generation != state.generation.number or", ""),
     ("who joins counts as having the state", state.MembershipState, "holders",
@@ -348,7 +374,8 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "event.number < state.collectives.next", "False"),
     ("parts of two generations are put together", control_collectives, "forget_retracted",
      "arrive.generation is None", "True"),
-    ("a death completes what it should retract", membership, "_lose", "control_collectives.forget_retracted(", "("),
+    ("a death completes what it should retract", membership, "_go_on_without",
+     "control_collectives.forget_retracted(", "("),
     ("one stage's result is enough", control_collectives, "_answer_if_complete", "< state.columns", "< 1"),
     ("the dead are waited for", control_collectives, "_answer_if_complete",
      "state.roster.live <=", "state.roster.joined | state.roster.causes.keys() <="),
@@ -418,6 +445,17 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
      "member.next_collective, self.version, self.stop_agreed)", "member.next_collective, self.version, False)"),
 ]
 """As above, in histories in which workers want to stop early."""
+
+QUORUM: list[tuple[str, Any, str, str, str]] = [
+    ("the run begins before each stage has enough", membership, "_start_due", "in_stage[stage] < event.least", "False"),
+    ("workers that have joined are not waited for", membership, "_start_due",
+     "(event.vacant - state.roster.joined)", "event.vacant"),
+    ("the run does not begin with those that are there", membership, "_go_on_without",
+     "_begin_if_complete(state)", "(state, ())"),
+    ("those that do not come are waited for in a collective", membership, "_go_on_without",
+     "return state, begins + settled", "return state, begins"),
+]
+"""As above, in histories in which the run begins with fewer workers."""
 
 REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a generation is used again", restart, "rebuilt", "number=generation)", "number=generation - 1)"),
@@ -573,12 +611,24 @@ def assert_noticed(mutation: str) -> None:
     checks = mutation in [name for name, *_ in CHECKS]
     strays = mutation in [name for name, *_ in STRAYS]
     options = {"stops": stops, "kills": kills, "layouts": layouts, "checks": checks, "strays": strays}
+    options["quorum"] = mutation in [name for name, *_ in QUORUM]
     with pytest.raises(Violation, match="history"):
         check_histories(range(first, first + HUNT), members=members, plans_late=members > 1, **options)
 
 
 OF_LAYOUTS, OF_MEMBERS = (*LAYOUTS, *LAYOUTS_REVIVAL), (*MEMBERS, *MEMBERS_REVIVAL)
-ALL = (*MUTATIONS, *WORKERS, *STOPPING, *REVIVAL, *STOPPING_REVIVAL, *OF_LAYOUTS, *CHECKS, *STRAYS, *OF_MEMBERS)
+ALL = (
+    *MUTATIONS,
+    *WORKERS,
+    *STOPPING,
+    *REVIVAL,
+    *STOPPING_REVIVAL,
+    *OF_LAYOUTS,
+    *CHECKS,
+    *QUORUM,
+    *STRAYS,
+    *OF_MEMBERS,
+)
 
 
 @pytest.mark.long

@@ -40,11 +40,15 @@ class AwaitReplacement(L.Callback):
             return
         self._was_interrupted = False
         deadline = time.monotonic() + LONGEST_WAIT
-        while len(strategy.live_workers) < strategy.grid.num_workers and time.monotonic() < deadline:
+        while self.missing(strategy) and time.monotonic() < deadline:
             if client.interrupted or client.member.is_paused:
                 self._was_interrupted = True
                 return
             time.sleep(0.005)
+
+    def missing(self, strategy: Any) -> bool:
+        """Whether a worker is waited for."""
+        return len(strategy.live_workers) < int(strategy.grid.num_workers)
 
 
 class Marks(L.Callback):

@@ -65,6 +65,7 @@ _SIGNS = 4  # of life, in the time after which workers give this coordinator up
 _TICK = 0.1  # seconds between two looks at the clock; everything else is event-driven
 _REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
 _WRONG_STATES = 2  # at a position, after which its device is not used again: a bit of a good memory flips now and then
+_LAST_CALL_SECONDS = 5.0  # without a further worker, until a run begins that has enough
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
 
@@ -159,6 +160,7 @@ class Coordinator:
         self._deserted = False
         self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
         self._started: dict[int, WorkerProcess] = {}  # of the first roster
+        self._last_call = 0.0  # when no further worker of the first roster is expected
         self._end_wanted = False
         self._unconfirmed: dict[int, messages.Confirm] = {}
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -321,6 +323,8 @@ class Coordinator:
             self._give_up_late(now)
             self._review(now)
             self._fills = True
+            if self._state.generation.number < 0 and (self._started or now > self._last_call):
+                self._begin_with_fewer()
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
@@ -328,6 +332,13 @@ class Coordinator:
         if self._entrance.take_new_spare() or self._fills or self._state.roster.live is not self._filled:
             self._fills, self._filled = False, self._state.roster.live
             self._fill_vacancies(now)
+
+    def _begin_with_fewer(self) -> None:
+        """Lets the run begin without workers where none is there or being started, if it may."""
+        least = self.options.recovery.min_pipelines
+        vacant = frozenset(rank for rank in self._state.roster.live if not self._workers.has(rank))
+        if vacant and least is not None:
+            self._handle(protocol.StartDue(vacant, least))
 
     def _await_return(self, now: float) -> None:
         """Gives up who does not return to this coordinator, which was started again."""
@@ -409,6 +420,7 @@ class Coordinator:
             self._watch.expect(rank, time.monotonic())
         elif self._state.generation.number < 0:
             self._watch.begin_start(time.monotonic())
+            self._last_call = time.monotonic() + _LAST_CALL_SECONDS
         # The sign of life has the limit of the coordinator's silence.
         self._workers.connect(rank, connection, process, messages.Alive(self.options.coordinator_timeout))
         if returned is not None and self._state.returned is not None and rank in self._state.heard:
@@ -429,9 +441,12 @@ class Coordinator:
             free = [rank for rank in self._state.vacant if not self._has_candidate(rank)]
         else:
             free = [rank for rank in self._state.roster.ranks if not self._workers.has(rank)]
-        while placed := self._vacancies.place_spare(free):
+        taken = filter(self._has_candidate, range(self._state.num_workers))
+        held = Counter(map(self._state.column_of, taken))
+        while placed := self._vacancies.place_spare(free, held):
             rank, connection, process = placed
             free.remove(rank)
+            held[self._state.column_of(rank)] += 1
             self._loop.forget(connection)
             incarnation = self._vacancies.next_incarnation(rank) if joining else 0
             try:
@@ -461,7 +476,7 @@ class Coordinator:
                 or not self._vacancies.may_start(rank, now)
             ):
                 continue
-            if self.options.recovery.max_restarts:
+            if self.options.recovery.max_restarts and rank in self._started:  # others have no device here
                 self._history.add("restarting", self._state, rank)
                 self._vacancies.start(rank)
                 self._watch.expect(rank, now)

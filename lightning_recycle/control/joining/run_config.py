@@ -269,6 +269,7 @@ def _check(wants: RunRequest) -> None:
         raise ConfigurationError(f"This coordinator knows no setting {unknown[0]!r}: use the same version everywhere.")
     for group, _ in GROUPS.values():
         _group(group, wants)
+    _group(RecoveryOptions, wants).check_start(wants.grid.pipelines)
     if wants.grid.num_workers * wants.members > _MOST_WORKERS:
         raise ConfigurationError(f"A grid of {wants.grid} has more than {_MOST_WORKERS} workers: give a smaller one.")
 

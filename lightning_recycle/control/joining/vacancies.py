@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.journal import Process
@@ -66,18 +66,22 @@ class Vacancies:
 
     # ------------------------------------------------------------------ spares
 
-    def place_spare(self, free: Collection[int]) -> tuple[int, NonBlockingConnection, Process] | None:
-        """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one; returns it with
-        the connection and the process of the spare.
+    def place_spare(
+        self, free: Collection[int], held: Mapping[int, int]
+    ) -> tuple[int, NonBlockingConnection, Process] | None:
+        """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one: of a stage of
+        which the fewest are ``held``, by stage. Returns it with the connection and the process of the spare.
         """
         if not free or not self.spares:
             return None
         connection, process = self.spares.pop(0)
         node = process.node
+        fewest = min(held.get(rank % self._stages, 0) for rank in free)
         lowest: dict[int, int] = {}  # free position of each pipeline
         for rank in free:
-            pipeline = rank // self._stages
-            lowest[pipeline] = min(rank, lowest.get(pipeline, rank))
+            pipeline, stage = divmod(rank, self._stages)
+            if held.get(stage, 0) == fewest:
+                lowest[pipeline] = min(rank, lowest.get(pipeline, rank))
         rank = min((*self._strangeness(pipeline, node), first) for pipeline, first in lowest.items())[-1]
         self._take_node(rank, node)
         return rank, connection, process

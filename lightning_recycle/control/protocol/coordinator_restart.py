@@ -27,6 +27,7 @@ getting ready for; a better plan; the record, which begins anew, but for its cou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,9 +236,13 @@ def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None,
         return "they have gone again"
     newest = max(said, key=lambda one: one.generation)
     if newest.generation < 0:
-        grid = None if newest.wants is None else newest.wants.grid
-        workers = 0 if grid is None else grid.num_workers * max(one.wants.members for one in said if one.wants)
-        is_whole = grid is not None and {one.rank for one in said}.issuperset(range(workers))
+        if newest.wants is None:
+            return "some have not returned"
+        grid, wanted = newest.wants.grid, newest.wants.settings.get("recovery.min_pipelines")
+        least = wanted if isinstance(wanted, int) else grid.pipelines
+        columns = grid.stages * max(one.wants.members for one in said if one.wants)
+        there = Counter(rank % columns for rank in {one.rank for one in said})
+        is_whole = all(there[column] >= least for column in range(columns))
         return (None, {}) if is_whole else "some have not returned"
     # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
     current = [one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1]

@@ -18,6 +18,7 @@ the workers (Returned), and then the same workers connect again, without those t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ from lightning_recycle.control.protocol.state import (
     Record,
     Send,
     StageLost,
+    StartDue,
     after,
     end,
 )
@@ -117,6 +119,15 @@ def _joined(state: MembershipState, event: Joined) -> Next:
     return _begin_if_complete(state.with_roster(joined=state.roster.joined | {event.rank}))
 
 
+def _start_due(state: MembershipState, event: StartDue) -> Next:
+    """Gives up waiting for workers that have not come, if each stage has enough others: their positions are vacant."""
+    expected = state.roster.live - (event.vacant - state.roster.joined)
+    in_stage = Counter(map(state.stage_of, expected))
+    if state.generation.number >= 0 or any(in_stage[stage] < event.least for stage in range(state.grid.stages)):
+        return state, ()
+    return _go_on_without(state.with_roster(live=expected))
+
+
 def _begin_if_complete(state: MembershipState) -> Next:
     """Begins the first generation as soon as every live worker has joined."""
     if state.generation.number >= 0 or state.roster.joined < state.roster.live:
@@ -140,12 +151,17 @@ def _lose(state: MembershipState, event: Lost) -> Next:
         return after(commands, _lose_stage(state, stage))
     if state.returned is not None:
         return after(commands, _go_on_if_all_returned(state))
+    return after(commands, _go_on_without(state))
+
+
+def _go_on_without(state: MembershipState) -> Next:
+    """Settles what waited only for workers that have just left the roster, and begins a generation without them."""
     state, settled = step_commit.settle(generation.with_leader(control_collectives.forget_retracted(state)))
     if state.outcome is not None:  # the loss has just completed the results
-        return state, commands + settled
+        return state, settled
     state, begins = generation.begin(state) if state.generation.number >= 0 else _begin_if_complete(state)
     # Whoever hears what the loss has settled has heard of the loss, also if this coordinator dies between the two.
-    return state, commands + begins + settled
+    return state, begins + settled
 
 
 def _is_lost(state: MembershipState, stage: int) -> bool:
@@ -305,6 +321,7 @@ def _go_on_if_all_returned(state: MembershipState) -> Next:
 _Handler = Callable[[MembershipState, Any], Next]
 
 _OF_ANY: Mapping[type[Any], _Handler] = {
+    StartDue: _start_due,
     GraceElapsed: generation.on_grace_elapsed,
     EndWanted: _end_wanted,
     CandidateLost: step_boundary.on_candidate_lost,

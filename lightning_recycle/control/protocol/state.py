@@ -40,6 +40,16 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class StartDue:
+    """No worker is expected soon at the positions ``vacant``: the run begins without them if each stage has ``least``
+    workers without those.
+    """
+
+    vacant: frozenset[int]
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """Worker ``rank`` is dead for certain, or declared so."""
 
@@ -113,6 +123,7 @@ class EndWanted:
 
 MembershipEvent: TypeAlias = (
     Joined
+    | StartDue
     | Lost
     | CandidateLost
     | MovePlanned

@@ -1,0 +1,188 @@
+"""A run begins with the workers that are there, and others join it: the result is that of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from elastic_script import Paced
+from support.growth import AwaitReplacement, happened, rejoined
+from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, Scheduled, dataset
+from support.options import recycle_strategy
+from support.sampling import sampled
+from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, on_one_device, plain_loop
+from support.waiting import PATIENCE, line_with
+from test_workers_from_outside import port, spare
+from torch.utils.data import DataLoader
+
+from lightning_recycle import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+__all__ = ["port"]
+
+LENGTH = 16
+DATA = dataset(GLOBAL_BATCH * LENGTH)
+PIPELINES = 3
+HERE = Path(__file__).parent
+
+
+class LearningRates(L.Callback):
+    """Logs the learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+
+def train(devices: int, stages: int = 2, model: Any = None, **arguments: Any) -> tuple[Any, L.Trainer]:
+    """Trains on ``devices`` of three pipelines."""
+    model = Regression().double() if model is None else model
+    options = {"num_pipelines": PIPELINES, "min_pipelines": 1, **arguments.pop("strategy", {})}
+    sizes = (stages, GLOBAL_MICROBATCHES // PIPELINES)
+    strategy = recycle_strategy(*sizes, **options)
+    settings = {"max_steps": LENGTH, **QUIET, **arguments}
+    run = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
+    run.fit(model, DataLoader(DATA, batch_size=GLOBAL_BATCH // PIPELINES))
+    return model, run
+
+
+@pytest.mark.parametrize(("devices", "stages"), sampled([(1, 1), (2, 1), (2, 2), (3, 2), (5, 2), (4, 3)], 3))
+def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(devices: int, stages: int) -> None:
+    model, run = train(devices, stages)
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
+    assert committed_steps(run) == list(range(LENGTH))
+    assert failures(run) == []
+    assert all(event.details["roster"] == tuple(range(devices)) for event in happened(run, "resumed"))
+    (first, *_) = run.strategy.schedules
+    assert len(first.failed) == PIPELINES * stages - devices
+
+
+def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None:
+    model, run = train(3, model=Scheduled().double())
+    reference = Scheduled().double()
+    alone = on_one_device(max_steps=LENGTH)
+    alone.fit(reference, DataLoader(DATA, batch_size=GLOBAL_BATCH))
+    assert difference(model.state_dict(), reference.state_dict()) < TOLERANCE
+    rates = [one.lr_scheduler_configs[0].scheduler.get_last_lr() for one in (run, alone)]
+    assert rates[0] == rates[1]
+
+
+def test_a_worker_that_is_lost_is_replaced_where_there_is_a_device_and_vacant_positions_stay_vacant() -> None:
+    """A replacement for each position that has a device, and no process for the others."""
+    callbacks = [FaultInjectionCallback([Fault("kill", 1, 0, step=2)]), AwaitHeld(4)]
+    model, run = train(4, callbacks=callbacks, strategy={"max_restarts": 5})
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
+    assert failures(run) == rejoined(run) == [(1, 0)]
+    assert {event.worker for event in happened(run, "restarting")} == {(1, 0)}
+
+
+class AwaitHeld(AwaitReplacement):
+    """Waits, from step 6 on, until so many positions are held."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(range(6, LENGTH))
+        self._count = count
+
+    def missing(self, strategy: Any) -> bool:
+        return len(strategy.live_workers) < self._count
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "words"),
+    [
+        (
+            2,
+            {"min_pipelines": None},
+            "devices=2 hold 1 pipelines of 2 stages, .* begins with 3: use devices=6",
+        ),
+        (1, {}, "devices=1 hold 0 pipelines of 2 stages, and the run begins with 1: use devices=2."),
+        (8, {}, "devices=8 are more than the 6 positions of num_pipelines=3 with 2 stages: use devices=6"),
+        (6, {"min_pipelines": 4}, r"min_pipelines=4\): the run has 3 pipelines: give at most that many"),
+    ],
+)
+def test_devices_with_which_no_run_begins_are_refused(devices: int, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        train(devices, strategy=options)
+
+
+def test_positions_of_several_processes_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"size=2 does not support RecoveryOptions\(num_"):
+        train(4, strategy={"tensor_parallel_size": 2})
+
+
+SCRIPT = """
+from test_elastic_start import from_outside
+if __name__ == '__main__':
+    from_outside()
+"""
+
+
+def from_outside() -> tuple[Any, L.Trainer]:
+    """What the launching process, which has two devices, and workers from outside run."""
+    return train(2, callbacks=[AwaitHeld(5)])
+
+
+@pytest.mark.long
+def test_workers_that_come_later_join_where_most_are_missing_and_nothing_is_redone(port: int) -> None:
+    with contextlib.ExitStack() as stack:
+        spares = [stack.enter_context(spare(port, script=SCRIPT)) for _ in range(3)]
+        model, run = from_outside()
+        errors = [process.communicate(timeout=PATIENCE)[1] for process in spares]
+    assert [process.returncode for process in spares] == [0, 0, 0], errors
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
+    assert [failures(run), happened(run, "redone")] == [[], []]
+    assert len(rejoined(run)) == 3
+    assert sorted(stage for _, stage in rejoined(run)) in ([0, 0, 1], [0, 1, 1])
+
+
+# ---------------------------------------------------------------------- workers that a cluster manager starts
+
+
+@contextlib.contextmanager
+def recycle_run(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", *arguments]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.long
+def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: Path) -> None:
+    """Two of four workers begin, as no others come; two more come, and are asked to leave."""
+    output, steps = tmp_path / "weights.pt", 60
+    script = [str(HERE / "elastic_script.py"), str(output), str(steps), "0.2"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    key = {"RECYCLE_KEY": "the key of this test"}
+    with recycle_run("--coordinator", address, "--nproc-per-node", "2", *script, **key) as first:
+        assert "rank" in line_with(first, lambda line: " rank " in line)
+        line_with(first, lambda line: " step 3" in line)
+        with recycle_run("--nproc-per-node", "2", *script, RECYCLE_COORDINATOR=address, **key) as second:
+            line_with(second, lambda line: " step " in line)
+            second.terminate()
+            _, left = second.communicate(timeout=PATIENCE)
+        _, errors = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0, errors
+    assert second.returncode == 128 + 15, left
+    expected = plain_loop(Paced().double(), dataset(GLOBAL_BATCH * steps), steps)
+    assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
+    kinds = [kind for kind in ("failure", "redone", "rejoined", "left") if f'"kind": "{kind}"' in errors]
+    assert kinds == ["rejoined", "left"]
