@@ -196,6 +196,7 @@ class _Running:
     start_at: float = 0.0
     status: int = 0  # of the process before
     final: FinalStatus | None = None
+    leaves: bool = False  # it was asked to, as fewer are wanted
 
 
 class Agent:
@@ -209,6 +210,8 @@ class Agent:
             them to all processes and waits for these: then no process is killed, and no signal passed on.
         coordinator: the task of the coordinator, if this agent hosts it.
         pipes: whether the output of the processes goes through ``printer``.
+        another: makes the command of the process with the number that it is given, from 0; None if their number is
+            fixed. ``tasks`` are the first of them.
 
     Attributes:
         on_finish: called when a process has finished, the first time.
@@ -223,8 +226,10 @@ class Agent:
         grace: float | None,
         coordinator: ProcessCommand | None = None,
         pipes: bool = True,
+        another: Callable[[int], ProcessCommand] | None = None,
     ) -> None:
         self._running = {task.name: _Running(task) for task in tasks}
+        self._another = another
         self._policy = policy
         self._printer = printer
         self._output = printer if pipes else None
@@ -253,6 +258,10 @@ class Agent:
     def finished_elsewhere(self) -> None:
         """A process of another agent has finished, so the run has."""
         self._events.put(("finished", None))
+
+    def scale(self, count: int) -> None:
+        """From now on ``count`` processes are wanted."""
+        self._events.put(("scale", count))
 
     # ------------------------------------------------------------------ the main thread
 
@@ -309,11 +318,14 @@ class Agent:
         if kind == "finished":
             self._finish()
             return
+        if kind == "scale":
+            self._scale(what)
+            return
         child, status = what
         if self._hosted is not None and child is self._hosted.child:
             self._coordinator_ended(self._hosted, status)
             return
-        for running in self._running.values():
+        for running in list(self._running.values()):
             if running.child is child:
                 self._ended(running, status)
 
@@ -321,6 +333,10 @@ class Agent:
         assert running.child is not None
         lasted = time.monotonic() - running.child.began
         running.child, running.status = None, status
+        if running.leaves:  # however it ended: the others go on without it
+            del self._running[running.task.name]
+            self._printer.say(f"{running.task.name} {_ended_how(status)}.")
+            return
         decision = ended(running.slot, status, lasted, self._is_ending, self._policy)
         if isinstance(decision, FinalStatus):
             self._settle(running, decision)
@@ -359,6 +375,27 @@ class Agent:
         for running in self._running.values():
             if running.child is None and running.final is None:
                 running.final = FinalStatus(running.status)
+
+    def _scale(self, count: int) -> None:
+        """Starts processes, or asks the last ones to leave, so that ``count`` stay."""
+        assert self._another is not None
+        if self._is_ending:
+            return
+        staying = [running for running in self._running.values() if not running.leaves and running.final is None]
+        for running in staying[count:]:
+            running.leaves = True
+            self._printer.say(f"{running.task.name} is asked to leave, as {count} are wanted.")
+            if running.child is None:
+                del self._running[running.task.name]
+            else:
+                running.child.signal(signal.SIGTERM)
+        number = 0
+        for _ in range(count - len(staying)):
+            while (task := self._another(number)).name in self._running:
+                number += 1
+            # Its error ends no other, as that of a process that was started again.
+            self._running[task.name] = _Running(task, RestartRecord(restarts=1))
+            self._printer.say(f"{task.name} is started, as {count} are wanted.")
 
     def _be_asked(self, number: int) -> None:
         self.heard.add(number)

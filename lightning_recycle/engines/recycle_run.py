@@ -2,6 +2,7 @@
 
     recycle-run --nproc-per-node 4 python train.py --lr 0.1        # this machine
     srun recycle-run python train.py                               # a worker in each task of a job of SLURM
+    recycle-run --scale 2                                          # so many workers from now on, on this machine
 
 It hosts the coordinator (a process of its own), gives every worker the environment in which
 :mod:`~lightning_recycle.engines.discovery` finds it, and keeps them alive (:mod:`~lightning_recycle.engines.agent`). If
@@ -12,15 +13,25 @@ Lightning.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.network.addresses import address_from, shown
+from lightning_recycle.control.network.addresses import (
+    AGENT,
+    address_from,
+    connect_to,
+    listen_here,
+    shown,
+    sockets,
+)
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.discovery import free_port
@@ -35,6 +46,7 @@ _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone im
 _NOT_PASSED_ON = ("RECYCLE_KEY_FILE", "RECYCLE_LISTEN")
 _BAD_OPTIONS = 2
 _HOST = "127.0.0.1"
+_ANSWER_SECONDS = 2.0  # of a request, to be complete
 _MEETING_SECONDS = 120.0  # for task 0 to start
 
 
@@ -53,12 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
+        if options.scale is not None:
+            return _scale(options.scale, options.command)
         command = _command(options.command)
         _check(options)
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
-        return _agent(options, command, _appointment(options, os.environ)).run()
+        place = _appointment(options, os.environ)
+        agent = _agent(options, command, place)
+        with _scalable(agent, least=int(place.hosts_it)):
+            return agent.run()
     except ConfigurationError as error:
         print(f"recycle-run: {error}", file=sys.stderr)
         return _BAD_OPTIONS
@@ -90,17 +107,18 @@ def _own_address(given: str | None) -> tuple[str, int]:
 def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddress) -> Agent:
     """The agent of the workers that meet at ``place``."""
     in_slurm = place.task is not None
-    tasks = []
-    for device in range(options.nproc_per_node or 1):
+
+    def worker(device: int) -> ProcessCommand:
         environ = _worker_environment(place, None if in_slurm else device)
         name = f"{place.task.node}.{device}" if place.task is not None else f"worker{device}"
-        tasks.append(ProcessCommand(name, tuple(command), environ))
+        return ProcessCommand(name, tuple(command), environ)
+
+    tasks = list(map(worker, range(options.nproc_per_node or 1)))
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    return Agent(
-        tasks, RestartLimits(max_restarts=options.max_restarts), Printer(names), grace, coordinator, pipes=names
-    )
+    limits = RestartLimits(max_restarts=options.max_restarts)
+    return Agent(tasks, limits, Printer(names), grace, coordinator, pipes=names, another=worker)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -130,6 +148,52 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
         # A job that SLURM preempts is requeued when its time of grace is over, unless it has ended before.
         return meeting.await_end(status)
     return status
+
+
+# ---------------------------------------------------------------------- scaling
+
+
+def _scale(count: int, words: Sequence[str]) -> int:
+    """Tells the ``recycle-run`` of this machine, or that of a process id in ``words``, how many workers are wanted."""
+    found = [path for path in sockets(AGENT) if not words or path.name.partition("-")[0] == words[0]]
+    if len(found) != 1:
+        others = ", ".join(path.name.partition("-")[0] for path in sockets(AGENT)) or "none"
+        raise ConfigurationError(
+            f"--scale {count}: which recycle-run of this user on this machine? There are {others}: give its process id,"
+            f" recycle-run --scale {count} PROCESS."
+        )
+    try:
+        with connect_to(found[0]) as agent:
+            agent.sendall(f"{count}\n".encode())
+            answer = agent.makefile().readline().strip()
+    except OSError as error:
+        raise ConfigurationError(f"--scale {count}: {found[0].name} does not answer: {error}.") from error
+    if answer != "ok":
+        raise ConfigurationError(f"--scale {count}: {answer or 'the run has just ended'}")
+    return 0
+
+
+@contextlib.contextmanager
+def _scalable(agent: Agent, least: int) -> Iterator[None]:
+    """Within the block :func:`_scale` finds ``agent``, of which at least ``least`` workers must stay."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # there is no folder for its socket, so it cannot be scaled
+            listener = stack.enter_context(listen_here(AGENT))
+            threading.Thread(target=_serve_scale, args=(listener, agent, least), daemon=True).start()
+        yield
+
+
+def _serve_scale(listener: socket.socket, agent: Agent, least: int) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        while True:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError, ValueError):
+                connection.settimeout(_ANSWER_SECONDS)
+                count = int(connection.makefile().readline())
+                answer = "ok" if count >= least else f"give a number of at least {least}."
+                if answer == "ok":
+                    agent.scale(count)
+                connection.sendall(f"{answer}\n".encode())
 
 
 # ---------------------------------------------------------------------- processes
@@ -194,6 +258,9 @@ def _parser() -> argparse.ArgumentParser:
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--scale", type=int, metavar="N", help="workers of the recycle-run of this machine from now on; no program"
     )
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")

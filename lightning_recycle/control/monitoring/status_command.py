@@ -310,7 +310,8 @@ def _grid(status: Mapping[str, Any]) -> str:
 
 def _workers(status: Mapping[str, Any]) -> str:
     live = sum(position["state"] in ("live", "suspected") for position in status["positions"])
-    return f"{live} of {len(status['positions'])}"
+    joining = sum(position["state"] == "joining" for position in status["positions"])
+    return f"{live} of {len(status['positions'])}{f' (+{joining} joining)' if joining else ''}"
 
 
 def _process(place: Mapping[str, Any]) -> str:
