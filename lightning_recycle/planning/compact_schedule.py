@@ -58,8 +58,10 @@ _GOOD = 1.01  # of the lower bound: up to here no plan that lists its operations
 
 
 def worth_compacting(problem: Problem, least: int) -> bool:
-    """Whether ``problem`` has at least ``least`` operations, and workers of equal speed in more than one pipeline."""
-    return _operations(problem) >= least and problem.grid.pipelines > 1 and not problem.worker_factors
+    """Whether ``problem`` has at least ``least`` operations, several pipelines, and no slow worker or further lane."""
+    grid = problem.grid
+    are_alike = grid.lanes == grid.pipelines and not problem.worker_factors
+    return _operations(problem) >= least and grid.pipelines > 1 and are_alike
 
 
 def good_enough(schedule: CompactSchedule) -> bool:
@@ -350,7 +352,8 @@ class CompactSchedule(Schedule):
 
     def serves(self, problem: Problem) -> bool:
         """Whether the lanes of ``problem`` are those of this schedule, whichever workers are in them."""
-        return not problem.worker_factors and lane_problem(problem) == self.lane.problem
+        is_of_lanes = problem.grid.lanes == self.grid.lanes and not problem.worker_factors
+        return is_of_lanes and lane_problem(problem) == self.lane.problem
 
     def under(self, problem: Problem) -> CompactSchedule:
         """The same operations and times as a schedule for ``problem``, whose costs and workers are the same."""

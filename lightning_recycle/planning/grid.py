@@ -28,7 +28,7 @@ __all__ = ["Grid", "Microbatch", "Op", "OpKind", "ScheduledOp", "Worker", "globa
 
 @dataclass(frozen=True, order=True, slots=True)
 class Worker:
-    """A place in the grid: stage ``stage`` of pipeline ``pipeline`` (both from 0)."""
+    """A place in the grid: stage ``stage`` of pipeline, or lane, ``pipeline`` (both from 0)."""
 
     pipeline: int
     stage: int
@@ -53,35 +53,50 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """D pipelines of S stages with M micro-batches per pipeline and iteration.
+    """D pipelines of S stages with M micro-batches per pipeline and iteration, run by the workers of L lanes.
+
+    A *lane* is a place for one worker of each stage. Pipeline d has lane d; lanes from D on have no micro-batches of
+    their own, and take some of all others.
 
     Args:
         pipelines: D, the data-parallel size.
         stages: S, the pipeline-parallel size.
         microbatches: M, micro-batches per pipeline in one iteration.
+        lanes: L; by default D.
 
     Raises:
-        ConfigurationError: when one of them is not a positive integer.
+        ConfigurationError: when one of them is not a positive integer, or there are lanes for fewer pipelines, or for
+            more micro-batches, than there are.
     """
 
     pipelines: int
     stages: int
     microbatches: int
+    lanes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "microbatches"):
             whole("Grid", name, getattr(self, name), 1)
+        if not self.lanes:
+            object.__setattr__(self, "lanes", self.pipelines)
+        whole("Grid", "lanes", self.lanes, self.pipelines)
+        if self.lanes > max(self.pipelines, self.global_microbatches):
+            raise ConfigurationError(
+                f"Grid(lanes={self.lanes}): there are {self.global_microbatches} micro-batches for them: give at most"
+                " that many lanes, or more micro-batches."
+            )
 
     def __str__(self) -> str:
-        return f"{self.pipelines} x {self.stages} x {self.microbatches}"
+        lanes = "" if self.lanes == self.pipelines else f" on {self.lanes} lanes"
+        return f"{self.pipelines} x {self.stages} x {self.microbatches}{lanes}"
 
     def __contains__(self, worker: object) -> bool:
-        return isinstance(worker, Worker) and 0 <= worker.pipeline < self.pipelines and 0 <= worker.stage < self.stages
+        return isinstance(worker, Worker) and 0 <= worker.pipeline < self.lanes and 0 <= worker.stage < self.stages
 
     @property
     def num_workers(self) -> int:
-        """D * S."""
-        return self.pipelines * self.stages
+        """L * S."""
+        return self.lanes * self.stages
 
     @property
     def global_microbatches(self) -> int:
@@ -104,7 +119,7 @@ class Grid:
 
     def peers(self, worker: Worker) -> tuple[Worker, ...]:
         """The data-parallel peers of ``worker``, itself excluded, by pipeline."""
-        return tuple(Worker(d, worker.stage) for d in range(self.pipelines) if d != worker.pipeline)
+        return tuple(Worker(d, worker.stage) for d in range(self.lanes) if d != worker.pipeline)
 
     def all_microbatches(self) -> Iterator[Microbatch]:
         """The D * M micro-batches of one iteration, by pipeline, then index."""

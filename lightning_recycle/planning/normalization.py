@@ -81,7 +81,7 @@ def normalize(
     """
     whole("", "failures", failures)
     grid, problem = problem.grid, replace(problem, failed=frozenset(), worker_factors=())
-    most = grid.pipelines - 1 if most is None else min(most, grid.pipelines - 1)
+    most = grid.lanes - 1 if most is None else min(most, grid.lanes - 1)
     if failures > grid.stages * most:
         raise PlanningError(
             f"{failures} failures leave a stage of the grid {grid} without a worker, however they are distributed: "
@@ -129,7 +129,7 @@ def normalize(
 
 def _rivals(grid: Grid, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """``chosen`` and the distributions to compare it with: all, or those that differ in the place of one failure."""
-    failures, most = sum(chosen), grid.pipelines - 1
+    failures, most = sum(chosen), grid.lanes - 1
     if comb(failures + grid.stages - 1, failures) <= _MOST_LISTED:
         yield from distributions(grid, failures)
         return
@@ -150,7 +150,7 @@ def distributions(grid: Grid, failures: int) -> Iterator[tuple[int, ...]]:
             if left == 0:
                 yield ()
             return
-        most = grid.pipelines - 1
+        most = grid.lanes - 1
         for count in range(min(most, left), max(0, left - most * (stages - 1)) - 1, -1):
             yield from ((count, *rest) for rest in fill(stages - 1, left - count))
 
@@ -166,15 +166,15 @@ def normalized_failures(grid: Grid, distribution: Sequence[int]) -> frozenset[Wo
     Raises:
         ConfigurationError: unless ``distribution`` has one number from 0 to D - 1 for each stage.
     """
-    if len(distribution) != grid.stages or not all(0 <= count < grid.pipelines for count in distribution):
+    if len(distribution) != grid.stages or not all(0 <= count < grid.lanes for count in distribution):
         raise ConfigurationError(
             f"distribution={tuple(distribution)!r}: give {grid.stages} numbers of failures, one per stage, "
-            f"each in 0..{grid.pipelines - 1}."
+            f"each in 0..{grid.lanes - 1}."
         )
     return frozenset(
         Worker(pipeline, stage)
         for stage, count in enumerate(distribution)
-        for pipeline in range(grid.pipelines - count, grid.pipelines)
+        for pipeline in range(grid.lanes - count, grid.lanes)
     )
 
 
@@ -202,11 +202,11 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
     spare: list[Worker] = []
     vacant: list[Worker] = []
     for stage in range(grid.stages):
-        peers = [Worker(d, stage) for d in range(grid.pipelines)]
+        peers = [Worker(d, stage) for d in range(grid.lanes)]
         live = [worker for worker in peers if worker not in failed]
         if not live:
             raise PlanningError(
-                f"all {grid.pipelines} replicas of stage {stage} have failed: no worker can copy its state. "
+                f"all {grid.lanes} replicas of stage {stage} have failed: no worker can copy its state. "
                 "Restart from a checkpoint."
             )
         taken |= {worker: worker for worker in live if worker not in gone}
@@ -227,7 +227,7 @@ def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
     grid = problem.grid
     most = [memory.most(stage, memory.after_forward[stage]) for memory in problem.memories]
     limit = min(most, default=float(grid.stages))
-    return round((grid.stages - stage) * grid.pipelines / (grid.pipelines - failures) / limit, 9)
+    return round((grid.stages - stage) * grid.pipelines / (grid.lanes - failures) / limit, 9)
 
 
 def _dealt(steps: Sequence[Sequence[float]], failures: int) -> tuple[int, ...]:
@@ -271,12 +271,12 @@ def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
     grid = problem.grid
 
     def sets(distribution: tuple[int, ...]) -> int:
-        return prod(comb(grid.pipelines, count) for count in distribution)
+        return prod(comb(grid.lanes, count) for count in distribution)
 
     if comb(failures + grid.stages - 1, failures) <= _MOST_COMPARED:
         likeliest = heapq.nlargest(most, distributions(grid, failures), key=sets)
     else:
-        spread = islice(combinations(range(grid.stages), failures), most) if grid.pipelines > 1 else ()
+        spread = islice(combinations(range(grid.stages), failures), most) if grid.lanes > 1 else ()
         likeliest = [tuple(int(stage in chosen) for stage in range(grid.stages)) for chosen in spread]
     return [replace(problem, failed=normalized_failures(grid, distribution)) for distribution in likeliest]
 

@@ -60,11 +60,14 @@ PLAN_SCHEMA = 1
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The problem's part of a plan file."""
-    # Only where there are slow workers, or a limit in bytes, so that all other plans stay the same.
+    # Only where there are slow workers, a limit in bytes, or further lanes, so that all other plans stay the same.
     factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
+    grid = {name: size for name, size in asdict(problem.grid).items() if name != "lanes"}
+    if problem.grid.lanes != problem.grid.pipelines:
+        grid["lanes"] = problem.grid.lanes
     memory = {} if problem.memory is None else {k: v for k, v in asdict(problem.memory).items() if v is not None}
     return {
-        "grid": asdict(problem.grid),
+        "grid": grid,
         "failed": [[worker.pipeline, worker.stage] for worker in sorted(problem.failed)],
         "costs": {name: _plain(value) for name, value in asdict(problem.costs).items()},
         "in_flight_limit": _plain(problem.in_flight_limit),

@@ -100,12 +100,12 @@ class Problem:
             if worker not in grid:
                 raise ConfigurationError(
                     f"failed worker {worker} is outside the grid {grid}: "
-                    f"its pipeline must be in 0..{grid.pipelines - 1} and its stage in 0..{grid.stages - 1}."
+                    f"its pipeline must be in 0..{grid.lanes - 1} and its stage in 0..{grid.stages - 1}."
                 )
         for stage, live in enumerate(self.live_counts()):
             if not live:
                 raise PlanningError(
-                    f"all {grid.pipelines} replicas of stage {stage} have failed: its parameters are gone and "
+                    f"all {grid.lanes} replicas of stage {stage} have failed: its parameters are gone and "
                     "no plan exists. Restart from a checkpoint."
                 )
         if self.in_flight_limit is not None:
@@ -167,16 +167,30 @@ class Problem:
         factors = dict(self.worker_factors)
         return tuple(factors.get(worker, 1.0) for worker in self.live_workers(stage))
 
+    @property
+    def stays_home(self) -> bool:
+        """Whether workers run their own pipeline's micro-batches: none has failed, is slow, or is of a further lane."""
+        return not self.failed and not self.worker_factors and self.grid.lanes == self.grid.pipelines
+
+    def without_vacant_lanes(self) -> Problem:
+        """The same problem without lanes, behind the others, of which all workers have failed."""
+        grid = self.grid
+        lanes = max(grid.pipelines, 1 + max(worker.pipeline for worker in self.live_workers()))
+        if lanes == grid.lanes:
+            return self
+        failed = frozenset(worker for worker in self.failed if worker.pipeline < lanes)
+        return replace(self, grid=replace(grid, lanes=lanes), failed=failed)
+
     def live_counts(self) -> tuple[int, ...]:
         """Number of live workers of each stage."""
         lost = Counter(worker.stage for worker in self.failed)
-        return tuple(self.grid.pipelines - lost[stage] for stage in range(self.grid.stages))
+        return tuple(self.grid.lanes - lost[stage] for stage in range(self.grid.stages))
 
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
         """The workers that have not failed: all in rank order, or those of one stage by pipeline."""
         if stage is None:
             return tuple(worker for worker in self.grid.workers() if worker not in self.failed)
-        peers = (Worker(d, stage) for d in range(self.grid.pipelines))
+        peers = (Worker(d, stage) for d in range(self.grid.lanes))
         return tuple(worker for worker in peers if worker not in self.failed)
 
 
@@ -188,7 +202,7 @@ def _factors(
         if worker not in grid:
             raise ConfigurationError(
                 f"worker_factors names {worker}, outside the grid {grid}: its pipeline must be in "
-                f"0..{grid.pipelines - 1} and its stage in 0..{grid.stages - 1}."
+                f"0..{grid.lanes - 1} and its stage in 0..{grid.stages - 1}."
             )
         if not is_number(factor, 0, above=True):
             raise ConfigurationError(f"worker_factors[{worker}]={factor!r}: give a finite number above 0, e.g. 2.0.")

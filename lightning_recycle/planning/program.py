@@ -395,7 +395,7 @@ def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
     that of the next.
     """
     stages = schedule.grid.stages
-    if schedule.grid.pipelines <= _FEW_PIPELINES:
+    if schedule.grid.lanes <= _FEW_PIPELINES:
         by_stage = [frozenset(w for w in schedule.workers if w.stage == stage) for stage in range(-1, stages + 1)]
         return {worker: by_stage[worker.stage] | by_stage[worker.stage + 2] for worker in schedule.workers}
     found: dict[Worker, set[Worker]] = defaultdict(set)

@@ -1,6 +1,7 @@
 """Re-routing and renaming: who runs a dead worker's micro-batches, and one plan for every loss that is alike.
 
 *Re-routing*: where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer adopts it.
+Workers of further lanes, which have none of their own, take an equal share of all others'.
 The numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in proportion to the
 speeds where they differ, in which case a slow worker also gives some of its own away. Adopted micro-batches are dealt
 like cards, in the order in which they will arrive, so that each peer's extra work and memory are spread over the
@@ -67,13 +68,13 @@ def _reroute(
     factors: Mapping[Worker, float],
     microbatches: tuple[Microbatch, ...],
 ) -> dict[Microbatch, Worker]:
-    workers = [Worker(d, stage) for d in range(grid.pipelines)]
+    workers = [Worker(d, stage) for d in range(grid.lanes)]
     live = [d for d, worker in enumerate(workers) if worker not in failed]
     if not live:
         raise PlanningError(f"stage {stage} has no live worker to route micro-batches to.")
     route = {microbatch: workers[microbatch.pipeline] for microbatch in microbatches}
     shares = _shares(grid, {d: factors.get(workers[d], 1.0) for d in live})
-    keeps = {d: min(grid.microbatches, shares[d]) for d in live}
+    keeps = {d: min(grid.microbatches, shares[d]) if d < grid.pipelines else 0 for d in live}
     leaving = {d: grid.microbatches - keeps.get(d, 0) for d in range(grid.pipelines)}
     homeless = [  # by index first: the order in which they arrive
         microbatches[d * grid.microbatches + m]
@@ -159,8 +160,10 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
         )
     pipelines = _pipelines(schedule.problem, problem)
     places = _places(schedule.problem, problem, pipelines)
+    grid = problem.grid
+    keeps_homes = grid.lanes == grid.pipelines  # otherwise not every worker has micro-batches of its own
     names = [
-        None if old == new else [Microbatch(new, index) for index in range(problem.grid.microbatches)]
+        None if old == new or not keeps_homes else [Microbatch(new, index) for index in range(grid.microbatches)]
         for old, new in enumerate(pipelines)
     ]
     with gc_paused():
@@ -182,7 +185,7 @@ def _renamed_op(scheduled: ScheduledOp, names: Sequence[Sequence[Microbatch] | N
 def _columns(problem: Problem) -> list[list[float]]:
     """For each stage and pipeline, the factor of the worker; infinite if it has failed."""
     grid = problem.grid
-    columns = [[1.0] * grid.pipelines for _ in range(grid.stages)]
+    columns = [[1.0] * grid.lanes for _ in range(grid.stages)]
     for worker, factor in problem.worker_factors:
         columns[worker.stage][worker.pipeline] = factor
     for worker in problem.failed:
@@ -195,7 +198,7 @@ def _pipelines(old: Problem, new: Problem) -> list[int]:
     own.
     """
     marks_of_old, marks_of_new = _marks(old), _marks(new)
-    free = dict.fromkeys(range(old.grid.pipelines))
+    free = dict.fromkeys(range(old.grid.lanes))
     chosen: dict[int, int] = {}
     # Those with the most marks are the hardest to place; there are few with any.
     for pipeline, marks in sorted(marks_of_old.items(), key=lambda item: (-len(item[1]), item[0])):
@@ -208,13 +211,13 @@ def _pipelines(old: Problem, new: Problem) -> list[int]:
         if best is not None and marks & marks_of_new[best]:
             chosen[pipeline] = best
             del free[best]
-    left = [pipeline for pipeline in range(old.grid.pipelines) if pipeline not in chosen]
+    left = [pipeline for pipeline in range(old.grid.lanes) if pipeline not in chosen]
     for pipeline in left:
         if pipeline in free:
             chosen[pipeline] = pipeline
             del free[pipeline]
     rest = iter(free)
-    return [chosen[pipeline] if pipeline in chosen else next(rest) for pipeline in range(old.grid.pipelines)]
+    return [chosen[pipeline] if pipeline in chosen else next(rest) for pipeline in range(old.grid.lanes)]
 
 
 def _marks(problem: Problem) -> dict[int, set[tuple[int, float]]]:

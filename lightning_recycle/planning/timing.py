@@ -184,7 +184,7 @@ class Codes:
     def peaks(self, sequence: Iterable[int], memory: Memory) -> list[float]:
         """By stage, the most that a worker holds at once, in the unit of ``memory``."""
         taken = self.bytes_of(memory)
-        held = list(memory.fixed) * self.problem.grid.pipelines
+        held = list(memory.fixed) * self.problem.grid.lanes
         peaks = list(memory.fixed)
         for code in sequence:
             key, number = divmod(code, self.n)

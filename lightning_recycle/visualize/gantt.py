@@ -222,7 +222,7 @@ class _Chart(NamedTuple):
         ]
         rows: list[str] = []
         y = first_row = top + _TITLE
-        for pipeline in range(grid.pipelines):
+        for pipeline in range(grid.lanes):
             middle = y + (grid.stages * (_ROW + _GAP) - _GAP) / 2
             label = _text(_MARGIN, middle, f"pipeline {pipeline}", fill=_MUTED, size=12.0)
             rows.append(_group(f"pipeline {pipeline}", [label]))

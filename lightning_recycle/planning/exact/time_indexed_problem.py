@@ -371,7 +371,7 @@ def _families(schedule: Schedule, *, reroute: bool = True) -> dict[Hosts, list[i
         hosts = []
         for stage, workers in enumerate(live):
             home = Worker(microbatch.pipeline, stage)
-            moves = reroute and (uneven[stage] or home in problem.failed)
+            moves = reroute and (uneven[stage] or home in problem.failed or grid.lanes != grid.pipelines)
             hosts.append(tuple(map(grid.rank, workers if moves else (schedule.route(stage, microbatch),))))
         found.setdefault(tuple(hosts), []).append(number)
     return found

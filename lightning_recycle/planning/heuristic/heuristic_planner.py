@@ -89,6 +89,8 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
             (:mod:`~lightning_recycle.planning.compact_schedule`), if that is near the lower bound or a plan that lists
             all operations would take too long.
     """
+    if (fewer := problem.without_vacant_lanes()) is not problem:
+        return heuristic(fewer, effort, compact_from).expand().under(problem)
     if not worth_compacting(problem, compact_from):
         return _listed(problem, effort)
     with gc_paused():
@@ -163,7 +165,7 @@ def _listed(problem: Problem, effort: int) -> Schedule:
 
 def _planned(problem: Problem, effort: int) -> Schedule:
     """As :func:`_listed`, for a problem in which nothing is computed again."""
-    if not problem.failed and not problem.worker_factors and not problem.technique.split_backward:
+    if problem.stays_home and not problem.technique.split_backward:
         return one_f_one_b(problem)
     with gc_paused():
         return _list_schedule(problem, effort)
@@ -182,7 +184,7 @@ def _solved(codes: Codes, effort: int) -> Schedule:
 
 def _list_schedule(problem: Problem, effort: int) -> Schedule:
     codes = _codes(problem)
-    if problem.failed or problem.worker_factors:
+    if not problem.stays_home:
         first = _solved(codes, effort)
         leaning = _codes(problem, _LEANING)
         if not effort or leaning.routes == codes.routes or first.period <= lower_bound(problem) * (1 + 1e-9):
@@ -222,7 +224,7 @@ def _fits(codes: Codes, sequence: Sequence[int]) -> bool:
 def _zero_bubble_start(codes: Codes) -> list[list[int]]:
     """ZB-H1, if there is no failure and memory for it."""
     problem = codes.problem
-    if problem.failed or problem.worker_factors or codes.fused:
+    if not problem.stays_home or codes.fused:
         return []
     try:
         limit = problem.counted().in_flight_limit or (problem.grid.microbatches,) * codes.stages

@@ -120,7 +120,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
     keep = rule.keep or (0,) * stages
     urgent_above = [
         0 if rule.forward_first[stage] else max(0, rule.ahead[stage] - keep[stage]) for stage in range(stages)
-    ] * grid.pipelines
+    ] * grid.lanes
     memory = codes.problem.memory
     bounded = memory is not None
     # By stage and micro-batch: bytes that F takes; those that B takes in addition; and what W frees.
@@ -289,6 +289,8 @@ def one_f_one_b(problem: Problem) -> Schedule:
     if problem.failed:
         failed = ", ".join(map(str, sorted(problem.failed)))
         raise PlanningError(f"1F1B cannot handle failures, but {failed} failed: use the planner 'heuristic'.")
+    if problem.grid.lanes != problem.grid.pipelines:
+        raise PlanningError(f"1F1B runs each pipeline on a lane of its own, not {problem.grid}: use 'heuristic'.")
     problem = replace(problem, technique=replace(problem.technique, split_backward=False))
     grid = problem.grid
     codes = Codes(problem, reroute(grid, ()), fused=True)

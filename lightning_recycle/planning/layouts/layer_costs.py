@@ -361,7 +361,7 @@ def layer_moves(
                 holders = [holder for other in stages for holder in owners[other]]
                 if not holders:
                     raise PlanningError(
-                        f"layer {layer} has no live owner: all {grid.pipelines} replicas of stage "
+                        f"layer {layer} has no live owner: all {grid.lanes} replicas of stage "
                         f"{' and '.join(map(str, stages))} have failed. Restart from a checkpoint."
                     )
                 source = min(holders, key=lambda holder: (sent[holder], holder))

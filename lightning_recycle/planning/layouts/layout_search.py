@@ -261,7 +261,7 @@ class _LayoutSearch:
     @cached_property
     def shares(self) -> tuple[float, ...]:
         """The micro-batches of the busiest of each number of workers of equal speed."""
-        return shares(self.grid.global_microbatches, (1.0,) * self.grid.pipelines)
+        return shares(self.grid.global_microbatches, (1.0,) * self.grid.lanes)
 
     @cached_property
     def smooth(self) -> tuple[tuple[int, ...], ...]:
@@ -380,7 +380,7 @@ class _LayoutSearch:
 
     def without(self, counts: Sequence[int]) -> tuple[int, ...]:
         """The failures of each stage by its live workers, or the other way round."""
-        return tuple(self.grid.pipelines - count for count in counts)
+        return tuple(self.grid.lanes - count for count in counts)
 
     def failed(self, distribution: tuple[int, ...]) -> frozenset[Worker]:
         """The vacant positions; those of now if each stage keeps its workers."""
