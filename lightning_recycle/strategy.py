@@ -275,7 +275,8 @@ class ReCycleStrategy(ParallelStrategy):
         """
         if self._session is None:
             return 0
-        return self._session.run.data_worker(self._session.place.rank).pipeline
+        run = self._session.run
+        return run.data_worker(self._session.place.rank).pipeline % run.data_grid.pipelines
 
     @property
     @override

@@ -108,7 +108,7 @@ class FaultInjectionCallback(pl.Callback):
         for fault in self.faults:
             if Worker(fault.pipeline, fault.stage) not in grid:
                 raise ConfigurationError(
-                    f"{fault}: there is no worker ({fault.pipeline}, {fault.stage}) in a grid of {grid.pipelines}"
+                    f"{fault}: there is no worker ({fault.pipeline}, {fault.stage}) in a grid of {grid.lanes}"
                     f" pipelines x {grid.stages} stages."
                 )
             if fault.microbatch is not None and fault.microbatch >= grid.microbatches:

@@ -53,7 +53,9 @@ class RecoveryOptions(OptionGroup):
         num_pipelines: D, whose batches make the global batch; by default as many pipelines as the devices form. With
             fewer devices, positions are vacant until workers join.
         min_pipelines: the run begins once each stage has that many workers and no further one has connected for 5 s;
-            the others may join at any step boundary. By default it waits for all, until ``start_timeout``.
+            the others may join at any step boundary. By default it waits for all D, until ``start_timeout``.
+        max_pipelines: up to so many workers of each stage share the micro-batches of the D pipelines, at most one for
+            each micro-batch; by default D.
         machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
             :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
             function that takes any exception and returns whether it is one; it decides alone.
@@ -80,10 +82,21 @@ class RecoveryOptions(OptionGroup):
         integer(1, otherwise="for all"),
         shared="workers of each stage with which the run begins; by default all",
     )
+    max_pipelines: int | None = option(None, integer(1, otherwise="for no more than the batch has"))
     machine_errors: MachineErrors = option(())
     machine_error_retries: int = option(
         1, integer(0), shared="how often work that raised an exception of a machine is run again"
     )
+
+    def lanes(self, pipelines: int) -> int:
+        """The workers that each stage of so many ``pipelines`` may have.
+
+        Raises:
+            ConfigurationError: if ``max_pipelines`` is less.
+        """
+        if (self.max_pipelines or pipelines) < pipelines:
+            self._refuse("max_pipelines", f"the run has {pipelines} pipelines: give at least that many")
+        return self.max_pipelines or pipelines
 
     def check_start(self, pipelines: int) -> None:
         """Raises ConfigurationError if a run of so many ``pipelines`` can never begin."""

@@ -79,11 +79,10 @@ def _loss(steps: Sequence[Event]) -> str:
 def _workers(history: Sequence[Event], positions: Positions) -> str:
     rosters = [event.details["roster"] for event in history if event.kind == "regrouped"]
     alive = len(rosters[-1]) if rosters else positions.num_workers
-    return (
-        f"{_count(alive, 'worker')}"
-        if alive == positions.num_workers
-        else f"{alive} of {positions.num_workers} workers left"
-    )
+    if alive == positions.num_workers:
+        return _count(alive, "worker")
+    left = " left" if any(event.kind in ("failure", "left") for event in history) else ""  # others never came
+    return f"{alive} of {positions.num_workers} workers{left}"
 
 
 def _backwards(history: Sequence[Event]) -> list[str]:

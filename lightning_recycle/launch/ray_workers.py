@@ -170,7 +170,7 @@ class RayWorkerGroup:
         self._members = WorkerHandles[RayWorkerProcess]()
         self._started = 0
         self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
-        found = ray_cluster.homes(ray_cluster.schedulable_nodes(), resources, grid.pipelines, grid.stages)
+        found = ray_cluster.homes(ray_cluster.schedulable_nodes(), resources, grid.lanes, grid.stages)
         for pipeline, home in enumerate(found):
             for stage in range(grid.stages):
                 self._nodes[grid.rank(Worker(pipeline, stage))] = None if home is None else home[stage]

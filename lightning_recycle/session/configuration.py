@@ -195,7 +195,8 @@ class Options(OptionGroup):
             microbatches = 2 * stages if stages > 1 else 1
             if batch_size is not None:
                 microbatches = max(m for m in range(1, microbatches + 1) if batch_size % m == 0)
-        return Grid(num_workers // stages, stages, microbatches)
+        pipelines = num_workers // stages
+        return Grid(pipelines, stages, microbatches, self.recovery.lanes(pipelines))
 
 
 class ResultRoute(Enum):
@@ -285,7 +286,8 @@ class RunSetup:
         """The grid by which data is divided: members that FSDP divides a position among read batches of their own, so
         each of them counts as a pipeline.
         """
-        return replace(self.grid, pipelines=self.grid.pipelines * self.mesh_sizes[0])
+        grid, shards = self.grid, self.mesh_sizes[0]
+        return replace(grid, pipelines=grid.pipelines * shards, lanes=grid.lanes * shards)
 
     def data_worker(self, rank: int) -> Worker:
         """The place of ``rank`` in :attr:`data_grid`."""

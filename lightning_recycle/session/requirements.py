@@ -129,6 +129,7 @@ def check_members(trainer: pl.Trainer, options: Options, by_hand: bool) -> None:
         "RecoveryOptions(move_workers=True)": recovery.move_workers,
         "RecoveryOptions(num_pipelines=...)": recovery.num_pipelines is not None,
         "RecoveryOptions(min_pipelines=...)": recovery.min_pipelines is not None,
+        "RecoveryOptions(max_pipelines=...)": recovery.max_pipelines is not None,
         "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
         f"the callback {', '.join(used)}": bool(used),
     }

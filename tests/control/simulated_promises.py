@@ -176,7 +176,7 @@ class Promises:
         if self._agreed_at < 0:
             self._agreed_at = point
             first = min(self.wishes.values())
-            together = len(self.wishes) == self.grid.pipelines * self.columns and len(set(self.wishes.values())) == 1
+            together = len(self.wishes) == self.grid.lanes * self.columns and len(set(self.wishes.values())) == 1
             if together and point != first:
                 raise Violation(f"all stop at {point}, and all wanted to at {first}")
             if not self._verdicts.get(point) and point != self._latest_stop():

@@ -1,7 +1,7 @@
 """A run in a simulated world: the coordinator's state machine, workers, a network, a clock, faults; all from a seed.
 
 ``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [loses_file] [plans_late] [layouts]
-[members=2] [quorum]`` prints a
+[members=2] [quorum] [lanes]`` prints a
 history event by event.
 
 The coordinator's shell is reduced to what the state machine can observe: connections, exits of processes, evictions,
@@ -94,6 +94,17 @@ GRIDS_OF_MEMBERS = [
 ]
 """Where positions have several members."""
 
+GRIDS_OF_LANES = [
+    *[Grid(1, 2, 3, 3)] * 2,
+    *[Grid(2, 2, 2, 3)] * 2,
+    Grid(1, 1, 2, 2),
+    Grid(1, 1, 3, 3),
+    Grid(2, 1, 2, 4),
+    Grid(1, 3, 2, 2),
+    Grid(2, 1, 1, 2),
+]
+"""With more lanes than pipelines."""
+
 FAULTS_END = 1.2  # seconds, after which there is no new fault
 DEADLINE = 60.0  # seconds, within which every run must end; without faults one takes about one second
 MAX_EVENTS = 50_000
@@ -137,6 +148,7 @@ class Run:
         strays: whether workers that join have other values than the others after some step.
         members: the processes of each position.
         quorum: whether the run begins before all workers have come.
+        lanes: whether there are more lanes than pipelines.
     """
 
     def __init__(
@@ -153,6 +165,7 @@ class Run:
         strays: bool = False,
         members: int = 1,
         quorum: bool = False,
+        lanes: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -163,6 +176,9 @@ class Run:
         self.members = members
         if members > 1:
             some = [grid for grid in GRIDS_OF_MEMBERS if not strays or grid.pipelines > 2]
+            self.grid = random.Random(f"grid {seed}").choice(some)
+        if lanes:
+            some = [grid for grid in GRIDS_OF_LANES if not strays or grid.lanes > 2]
             self.grid = random.Random(f"grid {seed}").choice(some)
         several = random.Random(f"members {seed}")
         self.gathers = several.random() < 0.5  # whether weight gradients of a position's members depend on each other
@@ -903,7 +919,7 @@ class Run:
     def _fault(self) -> None:
         kind = self.chance.choice(FAULTS)
         if kind == "node":
-            pipeline = self.chance.randrange(self.grid.pipelines)
+            pipeline = self.chance.randrange(self.grid.lanes)
             for worker in list(self._victims()):
                 if self.state.positions.pipeline(worker.rank) == pipeline:
                     self._crash(worker)
@@ -1144,6 +1160,7 @@ def check_histories(
     strays: bool = False,
     members: int = 1,
     quorum: bool = False,
+    lanes: bool = False,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -1159,6 +1176,7 @@ def check_histories(
         strays: whether workers that join have other values than the others after some step.
         members: the processes of each position.
         quorum: whether the run begins before all workers have come.
+        lanes: whether there are more lanes than pipelines.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
@@ -1166,7 +1184,8 @@ def check_histories(
     met: Counter[str] = Counter()
     for seed in seeds:
         options = {"ends": ends, "stops": stops, "kills": kills, "plans_late": plans_late, "layouts": layouts}
-        run = Run(seed, checks=checks, strays=strays, loses_file=loses_file, members=members, quorum=quorum, **options)
+        options |= {"checks": checks, "strays": strays, "quorum": quorum, "lanes": lanes}
+        run = Run(seed, loses_file=loses_file, members=members, **options)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:

@@ -166,6 +166,8 @@ def plan_for(grid: Grid, schedule: Schedule, rank: int) -> Plan:
     def route(of_stage: int) -> list[int]:
         """The rank for each micro-batch."""
         live = [r for r in roster if r % grid.stages == of_stage]
+        if grid.lanes > grid.pipelines and not variant:  # further lanes take some of all others' micro-batches
+            return [live[m % len(live)] for m in range(grid.global_microbatches)]
         if variant:
             turns = range(grid.global_microbatches)
             return [live[(variant // 2 if variant % 2 == 0 else m + variant) % len(live)] for m in turns]

@@ -36,6 +36,7 @@ from lightning_recycle.control.protocol.member import Member
 
 SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
 SAMPLE_WHEN_KILLED = (range(400), range(400, 1500))  # what the coordinator's death does to who is leaving is rare
+SAMPLE_WITH_FEWER = (range(120), range(120, 1000))
 SAMPLE_OF_MEMBERS = (range(100), range(100, 1000))
 HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
@@ -186,9 +187,12 @@ def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(hi
     [{}, {"ends": True}, {"layouts": True}, {"strays": True}, {"kills": True, "stops": True}, LOSES_ALL],
     ids=lambda more: " and ".join(more) or "plain",
 )
-@over(SAMPLE)
-def test_every_promise_holds_when_the_run_begins_with_fewer_workers(histories: range, more: dict[str, bool]) -> None:
-    met = check_histories(histories, quorum=True, **more)
+@pytest.mark.parametrize("lanes", [False, True], ids=["", "more lanes than pipelines"])
+@over(SAMPLE_WITH_FEWER)
+def test_every_promise_holds_when_the_run_begins_with_fewer_workers(
+    histories: range, lanes: bool, more: dict[str, bool]
+) -> None:
+    met = check_histories(histories, quorum=True, lanes=lanes, **more)
     assert met["began with fewer"] > len(histories) / 2
     assert met["rejoined"] > len(histories) / 10
 
@@ -261,12 +265,13 @@ def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, stops:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("more", [{}, {"kills": True}, LOSES_ALL], ids=lambda more: " and ".join(more) or "plain")
+@pytest.mark.parametrize("lanes", [False, True], ids=["", "more lanes than pipelines"])
 @pytest.mark.parametrize("tens_of_thousands", range(10))
 def test_every_promise_holds_in_100_000_histories_of_runs_that_begin_with_fewer_workers(
-    tens_of_thousands: int, more: dict[str, bool]
+    tens_of_thousands: int, lanes: bool, more: dict[str, bool]
 ) -> None:
     first = 10_000 * tens_of_thousands
-    check_histories(range(first, first + 10_000), quorum=True, **more)
+    check_histories(range(first, first + 10_000), quorum=True, lanes=lanes, **more)
 
 
 @pytest.mark.parametrize("number", [66_439, 67_235])

@@ -1,6 +1,8 @@
-"""A training script for 2 x 2 workers that begins with 1 x 2.
+"""A training script of which the number of workers changes.
 
-``elastic_script.py OUTPUT STEPS SECONDS`` writes the trained weights to OUTPUT; a step takes at least SECONDS.
+``elastic_script.py OUTPUT STEPS SIZES [WANTED ...]``: SIZES is D,S,M and the least and the most pipelines, such as
+``2,2,6,1,2``. WANTED is STEP=WORKERS: from that step on it waits until so many workers are there. The trained weights
+go to OUTPUT.
 """
 
 import os
@@ -11,33 +13,48 @@ from typing import Any
 
 import lightning as L
 import torch
+from support.growth import AwaitReplacement
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.options import recycle_strategy
 from support.training import QUIET
 from torch.utils.data import DataLoader
 
 
-class Paced(Regression):
-    seconds = 0.0
-
-    def on_train_start(self) -> None:
-        print("rank", self.trainer.strategy.grid_rank, "pid", os.getpid(), flush=True)
-
+class Talking(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        print("step", self.global_step, flush=True)
-        time.sleep(self.seconds)
+        strategy: Any = self.trainer.strategy
+        print("step", self.global_step, "workers", len(strategy.live_workers), "pid", os.getpid(), flush=True)
+
+
+class AwaitWorkers(AwaitReplacement):
+    def __init__(self, wanted: dict[int, int], steps: int) -> None:
+        super().__init__(range(min(wanted, default=steps), steps), pace=0.1)
+        self._wanted = wanted
+
+    def missing(self, strategy: Any) -> bool:
+        step = strategy.lightning_module.global_step
+        return len(strategy.live_workers) != self._wanted[max(first for first in self._wanted if first <= step)]
 
 
 def main() -> None:
-    output, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    model = Paced().double()
-    model.seconds = seconds
-    strategy = recycle_strategy(2, 6, num_pipelines=2, min_pipelines=1)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, **QUIET)
-    trainer.fit(model, DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // 2))
+    output, steps = Path(sys.argv[1]), int(sys.argv[2])
+    pipelines, stages, microbatches, least, most = map(int, sys.argv[3].split(","))
+    wanted = dict(tuple(map(int, text.split("="))) for text in sys.argv[4:])
+    model = Talking().double()
+    numbers = {"num_pipelines": pipelines, "min_pipelines": least, "max_pipelines": most}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=16,
+        strategy=recycle_strategy(stages, microbatches, **numbers),
+        max_steps=steps,
+        callbacks=[AwaitWorkers(wanted, steps)],
+        **QUIET,
+    )
+    trainer.fit(model, DataLoader(dataset(GLOBAL_BATCH * steps), batch_size=GLOBAL_BATCH // pipelines))
     temporary = output.with_suffix(f".{os.getpid()}")
     torch.save(model.state_dict(), temporary)
     temporary.rename(output)
+    time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from elastic_script import Paced
+from elastic_script import Talking
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, Scheduled, dataset
 from support.options import recycle_strategy
@@ -22,6 +22,7 @@ from support.sampling import sampled
 from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, on_one_device, plain_loop
 from support.waiting import PATIENCE, line_with
 from test_workers_from_outside import port, spare
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
@@ -35,17 +36,9 @@ PIPELINES = 3
 HERE = Path(__file__).parent
 
 
-class LearningRates(L.Callback):
-    """Logs the learning rate of each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
+class Logging(Regression):
+    def on_training_loss(self, loss: Tensor) -> None:
+        self.log("loss", loss, on_step=True, on_epoch=True)
 
 
 def train(devices: int, stages: int = 2, model: Any = None, **arguments: Any) -> tuple[Any, L.Trainer]:
@@ -102,6 +95,37 @@ class AwaitHeld(AwaitReplacement):
 
 
 @pytest.mark.parametrize(
+    ("devices", "stages", "most"),
+    sampled([(5, 1, 5), (6, 1, 6), (7, 2, 4), (12, 2, 6), (3, 1, 6)], 2, rest=pytest.mark.long),
+)
+def test_more_workers_than_the_batch_has_pipelines_share_it(devices: int, stages: int, most: int) -> None:
+    model, run = train(devices, stages, strategy={"max_pipelines": most})
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
+    assert [committed_steps(run), failures(run)] == [list(range(LENGTH)), []]
+    assert run.world_size == PIPELINES
+    (schedule, *_) = run.strategy.schedules
+    loads = [sum(op.kind == "F" for op in schedule.program(worker)) for worker in schedule.live_workers]
+    assert max(loads) <= -(-GLOBAL_MICROBATCHES // (devices // stages)), "each has its share"
+
+
+@pytest.mark.parametrize("lane", sampled([0, 4], 1, rest=pytest.mark.long))
+def test_any_of_more_workers_is_lost_and_replaced(lane: int) -> None:
+    callbacks = [FaultInjectionCallback([Fault("kill", lane, 0, step=2)]), AwaitHeld(5)]
+    model, run = train(5, 1, callbacks=callbacks, strategy={"max_pipelines": 6, "max_restarts": 5})
+    assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
+    assert failures(run) == rejoined(run) == [(lane, 0)]
+
+
+def test_epoch_metrics_do_not_depend_on_the_number_of_workers() -> None:
+    logged = []
+    for devices in (1, 5):
+        _, run = train(devices, 1, model=Logging().double(), strategy={"max_pipelines": 5})
+        logged.append({name: float(value) for name, value in run.callback_metrics.items()})
+    assert logged[0] == pytest.approx(logged[1], rel=1e-10)
+    assert logged[0].keys() == {"loss", "loss_step", "loss_epoch"}
+
+
+@pytest.mark.parametrize(
     ("devices", "options", "words"),
     [
         (
@@ -111,6 +135,8 @@ class AwaitHeld(AwaitReplacement):
         ),
         (1, {}, "devices=1 hold 0 pipelines of 2 stages, and the run begins with 1: use devices=2."),
         (8, {}, "devices=8 are more than the 6 positions of num_pipelines=3 with 2 stages: use devices=6"),
+        (6, {"max_pipelines": 2}, r"max_pipelines=2\): the run has 3 pipelines: give at least that many"),
+        (6, {"max_pipelines": 13}, "there are 12 micro-batches for them"),
         (6, {"min_pipelines": 4}, r"min_pipelines=4\): the run has 3 pipelines: give at most that many"),
     ],
 )
@@ -164,25 +190,58 @@ def recycle_run(*arguments: str, **environment: str) -> Iterator[subprocess.Pope
         process.communicate()
 
 
+def scale(count: int, run: subprocess.Popen[str]) -> None:
+    command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", "--scale", str(count), str(run.pid)]
+    subprocess.run(command, check=True, timeout=PATIENCE)
+
+
+def kinds(errors: str) -> list[str]:
+    """The kinds of events, each once, that say something of workers, by the log of a coordinator."""
+    return [kind for kind in ("failure", "redone", "rejoined", "left") if f'"kind": "{kind}"' in errors]
+
+
+def workers_at(process: subprocess.Popen[str], step: int, count: int) -> None:
+    """Waits until a worker says that it begins ``step`` with so many workers."""
+    line_with(process, lambda line: f" step {step} workers {count} " in line)
+
+
+def assert_exact(output: Path, steps: int) -> None:
+    expected = plain_loop(Talking().double(), dataset(GLOBAL_BATCH * steps), steps)
+    assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
+
+
 @pytest.mark.long
 def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: Path) -> None:
     """Two of four workers begin, as no others come; two more come, and are asked to leave."""
-    output, steps = tmp_path / "weights.pt", 60
-    script = [str(HERE / "elastic_script.py"), str(output), str(steps), "0.2"]
+    output, steps = tmp_path / "weights.pt", 24
+    script = [str(HERE / "elastic_script.py"), str(output), str(steps), "2,2,6,1,2", "0=2", "6=4", "16=2"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     key = {"RECYCLE_KEY": "the key of this test"}
     with recycle_run("--coordinator", address, "--nproc-per-node", "2", *script, **key) as first:
-        assert "rank" in line_with(first, lambda line: " rank " in line)
-        line_with(first, lambda line: " step 3" in line)
+        workers_at(first, 4, 2)
         with recycle_run("--nproc-per-node", "2", *script, RECYCLE_COORDINATOR=address, **key) as second:
-            line_with(second, lambda line: " step " in line)
+            workers_at(second, 16, 4)
             second.terminate()
             _, left = second.communicate(timeout=PATIENCE)
         _, errors = first.communicate(timeout=PATIENCE)
     assert first.returncode == 0, errors
     assert second.returncode == 128 + 15, left
-    expected = plain_loop(Paced().double(), dataset(GLOBAL_BATCH * steps), steps)
-    assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
-    kinds = [kind for kind in ("failure", "redone", "rejoined", "left") if f'"kind": "{kind}"' in errors]
-    assert kinds == ["rejoined", "left"]
+    assert_exact(output, steps)
+    assert kinds(errors) == ["rejoined", "left"]
+
+
+@pytest.mark.long
+def test_a_run_that_begins_with_one_worker_has_six_in_the_middle_and_two_at_the_end(tmp_path: Path) -> None:
+    """Three pipelines of one stage on one to six lanes, whose workers come and leave with ``recycle-run --scale``."""
+    output, steps = tmp_path / "weights.pt", 24
+    script = [str(HERE / "elastic_script.py"), str(output), str(steps), "3,1,4,1,6", "0=1", "6=6", "16=2"]
+    with recycle_run(*script) as run:
+        workers_at(run, 4, 1)
+        scale(6, run)
+        workers_at(run, 16, 6)
+        scale(2, run)
+        _, errors = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, errors
+    assert_exact(output, steps)
+    assert kinds(errors) == ["rejoined", "left"]

@@ -336,6 +336,8 @@ class Coordinator:
     def _begin_with_fewer(self) -> None:
         """Lets the run begin without workers where none is there or being started, if it may."""
         least = self.options.recovery.min_pipelines
+        if least is None and self.grid.lanes > self.grid.pipelines:
+            least = self.grid.pipelines
         vacant = frozenset(rank for rank in self._state.roster.live if not self._workers.has(rank))
         if vacant and least is not None:
             self._handle(protocol.StartDue(vacant, least))

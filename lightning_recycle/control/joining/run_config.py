@@ -238,6 +238,8 @@ def _overruled(given: Overrides, wants: RunRequest) -> RunRequest:
     sizes = (given.pipelines, given.stages, given.microbatches)
     own = (grid.pipelines, grid.stages, grid.microbatches)
     merged = Grid(*(mine if size is None else size for size, mine in zip(sizes, own, strict=True)))
+    if merged.pipelines == grid.pipelines:
+        merged = replace(merged, lanes=grid.lanes)
     members = wants.members if given.members is None else given.members
     return replace(wants, grid=merged, settings={**wants.settings, **given.settings}, members=members)
 

@@ -39,7 +39,7 @@ class Positions:
 
     @property
     def num_workers(self) -> int:
-        """D * S * T."""
+        """The grid's workers, times T."""
         return self.grid.num_workers * self.members
 
     @property

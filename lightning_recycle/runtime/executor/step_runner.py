@@ -192,7 +192,7 @@ class StepRunner:
             comparing,
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
-        several = self.grid.pipelines > 1 and self.positions.members == 1  # a member cannot compute alone
+        several = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
         explains = several and not self._rules.overflow and self.stage.differentiates_itself
         self.finite = FiniteChecks(self.client, self.stage, recompute, self.verifier, explains)
         self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
