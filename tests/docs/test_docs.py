@@ -300,6 +300,13 @@ def test_names_of_the_code_on_internal_pages_are_in_the_code(page: str) -> None:
         assert re.search(rf"\b{name}\b", SOURCE), f"{page}: {name}"
 
 
+def test_names_in_the_picture_of_the_architecture_are_in_the_code() -> None:
+    shown = " ".join(re.findall(r">([^<]+)<", (DOCS / "images" / "architecture.svg").read_text()))
+    names = re.findall(r"\b(?:[A-Z][a-z]+){2,}\b|\b[a-z]+_[a-z_]+\b", shown)
+    assert len(names) > 10
+    assert [name for name in names if not re.search(rf"\b{name}\b", SOURCE)] == []
+
+
 def test_the_exit_codes_are_those_of_the_code() -> None:
     codes = [int(row[0]) for row in table_under("operations.md", "exit code of a worker")]
     assert codes == [0, EXIT_RAISED, EXIT_LOST_COORDINATOR, EXIT_STOPPED, EXIT_LEFT]
