@@ -122,9 +122,11 @@ def fit(module: L.LightningModule, grid: tuple[int, int, int, int], *callbacks: 
     return trainer
 
 
-def plain_loop(parts: int, clip: float | None = None, steps: int = STEPS) -> nn.Sequential:
+def plain_loop(
+    parts: int, clip: float | None = None, steps: int = STEPS, layers: nn.Sequential | None = None
+) -> nn.Sequential:
     """Trains on one device with the batches of ``parts`` parts."""
-    layers, data = blocks(), dataset()
+    layers, data = blocks() if layers is None else layers, dataset()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
     for step in range(steps):
         begin = step * parts * BATCH % len(data)
@@ -234,8 +236,7 @@ class Metrics(Ordinary):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Sequential(Unevenly(), Unevenly()).double()
+        self.model = uneven()
         self.mean = MeanMetric()
         self.seen: dict[str, Any] = {}
 
@@ -252,10 +253,8 @@ class Metrics(Ordinary):
 
 
 def test_evaluation_metrics_and_gathering_count_parts_of_the_data() -> None:
-    module = Metrics()
+    module, layers = Metrics(), uneven()
     trainer = fit(module, (2, 1, 3, 1), Kill(4, 1, 1), validates=True, max_epochs=1, max_steps=-1)
-    torch.manual_seed(0)
-    layers = nn.Sequential(Unevenly(), Unevenly()).double()
     optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), dataset()
     losses = []
     for step in range(len(data) // (6 * BATCH)):
@@ -421,16 +420,18 @@ class KillInCollective(L.Callback):
         return run(name, *args, **options)
 
 
-COLLECTIVES = 22
-"""Of a member in a step: to begin it, 5 gathers and 3 sums of each of 2 micro-batches and more, and of the losses."""
+COLLECTIVES = {(2, 1): 15, (2, 2): 23}
+"""Of a member in a step, by FSDP shards and tensor parallelism: to begin it, for the losses and what was logged, and of
+each of two micro-batches 4 gathers of parameters and 2 sums of gradients, or 4 more of tensor parallelism.
+"""
 
 
 @pytest.mark.parametrize(
     ("grid", "number"),
     [
         pytest.param((2, 1, *mesh), number, marks=[pytest.mark.long] if number % 5 == 2 else [pytest.mark.exhaustive])
-        for mesh in ((2, 1), (2, 2))
-        for number in range(COLLECTIVES)
+        for mesh, count in COLLECTIVES.items()
+        for number in range(count)
     ],
 )
 def test_weights_equal_after_a_member_is_killed_before_a_collective(grid: Any, number: int) -> None:
@@ -438,4 +439,47 @@ def test_weights_equal_after_a_member_is_killed_before_a_collective(grid: Any, n
     members = grid[2] * grid[3]
     trainer = fit(module, grid, KillInCollective(members + number % members, number))
     assert lost(trainer) == 1
+    assert error(module, plain_loop(4)) < TOLERANCE
+
+
+class Uneven(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = uneven()
+
+
+def uneven() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Unevenly(), Unevenly()).double()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ((1, 1, 3, 1), (3, 1, 1, 1)),
+        ((3, 1, 1, 1), (1, 1, 3, 1)),
+        ((2, 1, 3, 1), (1, 1, 6, 1)),
+        ((3, 1, 2, 1), (2, 1, 3, 1)),
+    ],
+)
+def test_a_folder_goes_on_with_any_number_of_uneven_shards(writer: Any, reader: Any, tmp_path: Path) -> None:
+    options: Any = {"strategy": {"save_distributed_checkpoint": True}, "enable_checkpointing": True}
+    keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
+    fit(Uneven(), writer, keep, max_steps=2, **options)
+    module = Uneven()
+    fit(module, reader, max_steps=4, ckpt_path=tmp_path / "step=2.ckpt")
+    parts = writer[0] * writer[2]
+    assert error(module, plain_loop(parts, layers=uneven())) < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_run_starts_again_after_a_column_is_lost(folder: bool, tmp_path: Path) -> None:
+    module = Ordinary()
+    keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
+    options = {"on_stage_lost": "restart", "max_restarts": 2, "save_distributed_checkpoint": folder}
+    kills = Kill(0, 3, 2), Kill(2, 3, 2)
+    trainer = fit(module, (2, 1, 2, 1), keep, *kills, strategy=options, enable_checkpointing=True)
+    assert "stage_lost" in kinds(trainer), kinds(trainer)
     assert error(module, plain_loop(4)) < TOLERANCE
