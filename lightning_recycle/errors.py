@@ -34,7 +34,7 @@ class ConfigurationError(ReCycleError, ValueError):
 
 
 class UnsupportedFeatureError(ConfigurationError):
-    """A Lightning feature that the strategy does not support; the message says what to use instead."""
+    """A Lightning feature that the strategy does not support; the message names a replacement."""
 
 
 class PlanningError(ReCycleError):

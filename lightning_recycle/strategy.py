@@ -56,9 +56,9 @@ class ReCycleStrategy(ParallelStrategy):
     ``devices * num_nodes`` workers form D pipelines of S stages. The DataLoader's ``batch_size`` is per pipeline and is
     split into M micro-batches.
 
-    ``trainer.world_size`` and ``trainer.global_rank`` are what data code means by them: D, and the pipeline d of a
-    worker. Workers of one pipeline share a rank; exactly one worker has ``trainer.is_global_zero``. The places in the
-    grid have names of their own: ``grid``, ``worker`` and ``grid_rank``, which is ``d * S + s``.
+    As data code expects, ``trainer.world_size`` is D, and ``trainer.global_rank`` the pipeline d of a worker, which its
+    stages share; exactly one worker has ``trainer.is_global_zero``. A worker's position in ``grid`` is ``worker``, its
+    number ``grid_rank``, which is ``d * S + s``.
 
     Args:
         pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1; and 1 for a
@@ -75,13 +75,13 @@ class ReCycleStrategy(ParallelStrategy):
             which ``training_step`` calls them. By default the container that holds most of the parameters.
         seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
         engine: what starts the workers: "local", processes of this machine; "ray", actors of a Ray cluster; or a
-            :class:`~lightning_recycle.RayEngine`, which also says what Ray reserves for each.
+            :class:`~lightning_recycle.RayEngine`, which also has the resources that Ray reserves for each.
         planning: the plans: who makes them, from which costs, with which techniques and how much memory.
-        recovery: what follows when workers are lost.
-        verification: how workers that compute wrong bits are found, and what follows.
+        recovery: replacements for lost workers, moves of layers, restarts.
+        verification: how workers that compute wrong bits are found, and the response.
         checkpoints: how checkpoints are written, and where the result of a run is in the end.
         communication: how activations and gradients travel.
-        monitoring: what a run shows of itself.
+        monitoring: how the run can be observed.
 
     Attributes:
         history: what happened in the newest ``fit``: a list of :class:`~lightning_recycle.Event`.
@@ -252,7 +252,7 @@ class ReCycleStrategy(ParallelStrategy):
                 That pays where to send them takes longer than a step.
 
         Raises:
-            ConfigurationError: if there is no such layout, or layers cannot move; it says why.
+            ConfigurationError: if there is no such layout, or layers cannot move, with the reason.
         """
         self.session.move_layers(sizes)
 
@@ -264,7 +264,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def grid_rank(self) -> int:
-        """The place of this worker in the grid as a number of its own: d * S + s."""
+        """Number of this worker's position in the grid: d * S + s."""
         return self.session.place.rank
 
     @property

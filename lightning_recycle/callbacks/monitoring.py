@@ -33,7 +33,7 @@ class HeartbeatCallback(pl.Callback):
         interval: seconds between heartbeats of a worker.
         timeout: seconds of silence after which it is declared dead if a peer is well; also the least time that an
             operation may take before its worker counts as stuck (ten times the operation's usual time if that is more).
-        last_holder_timeout: seconds of silence after which it is declared dead whoever else there is. The loss of the
+        last_holder_timeout: seconds of silence after which it is declared dead even as the last holder. The loss of the
             last one that holds a stage ends the run, or restarts it from a checkpoint.
         coordinator_timeout: seconds of silence after which workers give the coordinator up: it hangs or is stopped,
             although its machine keeps the connections open. They end and free their devices, or first look for

@@ -54,8 +54,8 @@ class RecoveryOptions(OptionGroup):
             fewer devices, positions are vacant until workers join.
         min_pipelines: the run begins once each stage has that many workers and no further one has connected for 5 s;
             the others may join at any step boundary. By default it waits for all D, until ``start_timeout``.
-        max_pipelines: up to so many workers of each stage share the micro-batches of the D pipelines, at most one for
-            each micro-batch; by default D.
+        max_pipelines: this many workers of each stage, at most, share the micro-batches of the D pipelines, at most one
+            for each micro-batch; by default D.
         machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
             :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
             function that takes any exception and returns whether it is one; it decides alone.
@@ -89,7 +89,7 @@ class RecoveryOptions(OptionGroup):
     )
 
     def lanes(self, pipelines: int) -> int:
-        """The workers that each stage of so many ``pipelines`` may have.
+        """Number of workers that each stage of ``pipelines`` pipelines may have.
 
         Raises:
             ConfigurationError: if ``max_pipelines`` is less.
@@ -99,7 +99,7 @@ class RecoveryOptions(OptionGroup):
         return self.max_pipelines or pipelines
 
     def check_start(self, pipelines: int) -> None:
-        """Raises ConfigurationError if a run of so many ``pipelines`` can never begin."""
+        """Raises ConfigurationError if a run of ``pipelines`` pipelines can never begin."""
         if (self.min_pipelines or 0) > pipelines:
             self._refuse("min_pipelines", f"the run has {pipelines} pipelines: give at most that many")
 
@@ -140,7 +140,7 @@ class HeartbeatTimeouts(OptionGroup):
 @suggests_options
 @dataclass(frozen=True)
 class VerificationOptions(OptionGroup):
-    """How workers that compute wrong bits are found, and what follows; see the page on silent corruption.
+    """How workers that compute wrong bits are found, and the response; see the page on silent corruption.
 
     Args:
         on_corruption: what happens to a worker that is found to hold other bits than the majority of its peers: "evict"

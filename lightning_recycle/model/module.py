@@ -93,7 +93,7 @@ class PipelineModule(RecordedModule):
         raise ConfigurationError(f"{type(self).__name__} must implement loss(output, target).")
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
-        """Splits what the DataLoader collated into (input of the first layer, target of the loss)."""
+        """Splits a collated batch into (input of the first layer, target of the loss)."""
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             return batch[0], batch[1]
         raise ConfigurationError(
@@ -123,7 +123,7 @@ class PipelineModule(RecordedModule):
         return output
 
     def predict_input(self, batch: Any) -> Any:
-        """Returns the input of the first layer for what the DataLoader collated, in ``predict``: the first of a pair,
+        """Returns the input of the first layer for a collated batch, in ``predict``: the first of a pair,
         else the batch itself.
         """
         return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
@@ -312,7 +312,7 @@ class PipelineModule(RecordedModule):
         return double
 
     def tied_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each parameter that several layers share, in the order of the layers, whoever owns these.
+        """The names of each parameter that several layers share, in the order of the layers, on every worker.
 
         The answer is the same in every process. On one device and within a stage the members of a group are one object.
         Across stages every stage owns a copy, and the runtime must keep the copies equal;

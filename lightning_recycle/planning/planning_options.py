@@ -58,7 +58,7 @@ class PlanningOptions(OptionGroup):
         staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
             while others finish this one. Costs a copy of the stage's parameters and of its gradients. With
             ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a step left, every
-            stage waits for all others all the same, and plans say so. "auto": wherever the stages can, as True; it is
+            stage waits for all others nevertheless, as do plans. "auto": wherever the stages can, as True; it is
             settled when the run begins.
         memory: what plans may use of a worker's memory: "auto", most of the device's, and on a CPU most of the worker's
             share of the machine's (or of its container's); a fraction of that; the bytes of all tensors of a worker, as

@@ -67,7 +67,7 @@ class CheckpointOptions(OptionGroup):
         signal_timeout: the seconds that such a checkpoint may take to be complete; then the run ends without it.
         on_checkpoint_error: whether a checkpoint that cannot be written, because a disk is full for example, is a
             warning ("warn", and the training goes on) or ends the run ("raise", a
-            :class:`~lightning_recycle.errors.CheckpointError`). What was there before is kept.
+            :class:`~lightning_recycle.errors.CheckpointError`). Earlier files are kept.
         gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
             but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
             checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by

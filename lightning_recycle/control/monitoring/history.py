@@ -52,12 +52,12 @@ class Event:
             ``cause``, and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason.
             "cleared": it was waited for and is well again; ``seconds``: how long that took. "failure": a worker is
             out; ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs again.
-            "recovered": the first commit after a failure. "disturbance": connections broke though nobody died.
+            "recovered": the first commit after a failure. "disturbance": connections broke without a death.
             "paused": all wait at a step boundary. "rejoined": a replacement has its state; ``seconds``: how long the
-            others waited for it. "left": a worker was told to end and left at a step boundary. "retried": the last
+            others waited for it. "left": a worker left at a step boundary, as requested. "retried": the last
             worker that holds its stage raised an exception that may be its machine's, and does the same again.
             "moved": a worker left its stage for another one. "layout": another layout of the layers was looked for;
-            ``details["why"]`` has what was compared. "layers_moved": all have that of ``details["cuts"]``.
+            ``details["why"]`` has the comparison. "layers_moved": all have that of ``details["cuts"]``.
             "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers
             have returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no
             longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because the planner
@@ -69,14 +69,14 @@ class Event:
             checkpoint is complete; before, where it is written in the background, "checkpoint_begun", or instead
             "checkpoint_given_up", with the ``cause``. "stop_requested": ``trainer.should_stop`` was set on this worker,
             but not on all:
-            all stop after one of the next steps. "stage_lost": nobody holds a stage any more. "memory": at the end,
+            all stop after one of the next steps. "stage_lost": no worker holds a stage. "memory": at the end,
             ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of
-            tensors on CUDA, else of its process), or None. "corruption": a worker (None if nothing says which) holds
+            tensors on CUDA, else of its process), or None. "corruption": a worker (None if it is unknown which) holds
             other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
             wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``.
             "disputed": a worker got other bits than the peer that it checked.
             "outvoted": it had joined the training, and most others hold another value of what must be the same:
-            ``details["cause"]``; ``details["stays_empty"]``: whether nobody takes its position any more.
+            ``details["cause"]``; ``details["stays_empty"]``: whether its position stays empty.
             "incomparable": computations cannot be compared in this run. "not_finite": a loss or a gradient is not
             finite; ``details`` have the ``cause``, and what ``then`` becomes of the step. Where a failure is being
             recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
