@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/memory.py            # two grids, two models: some minutes
     .venv/bin/python benchmarks/memory.py --quick    # the first of each
     .venv/bin/python benchmarks/memory.py --survivors  # without a limit: before and after the failure, in five grids
+    .venv/bin/python benchmarks/memory.py --members    # positions of 1, 2 and 4 processes, without failures
 
 For each grid and model a worker of the first stage is killed, whose micro-batches its peers take over, in three runs:
 with all the memory of the machine; with a limit that leaves its peers room for 1.6 micro-batches, and forwards that are
@@ -19,6 +20,11 @@ its steps the table shows
 
 With ``--survivors`` the table compares *saved* with what the plan holds (goal: at most 1.1 of it) and with the same
 worker before the failure (goal: at most 1.15).
+
+With ``--members`` a pipeline of two stages trains layers that are made on the meta device and divided by FSDP2. Of the
+process that holds most the table shows parameters, gradients, state of the optimizer and shadow together, and its
+highest resident memory; and the latter of the launching process. Goals: at most 0.55 and 0.30 of what one process
+holds, and 500 MB.
 """
 
 from __future__ import annotations
@@ -38,12 +44,14 @@ import torch
 from harness import console, describe_machine, fit
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import MonitoringOptions, PipelineModule, PlanningOptions, ReCycleStrategy
+from lightning_recycle import CheckpointOptions, MonitoringOptions, PipelineModule, PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, OpKind, Schedule, retime
 from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
+from lightning_recycle.tensor_memory import local_part
 
 __all__ = ["GRIDS", "MODELS", "Found", "main", "measure"]
 
@@ -218,16 +226,81 @@ def measure(grid: Grid, kind: type[Dense], **planning: Any) -> Found:
     )
 
 
+class Sharded(Dense):
+    """Linear layers, made on the meta device where several processes hold a position."""
+
+    width, layers_made = 1024, 16
+
+    def configure_pipeline(self) -> list[Any]:
+        with torch.device("meta" if self.trainer.strategy.options.members > 1 else "cpu"):
+            return [nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh()) for _ in range(self.layers_made)]
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.trainer.strategy.options.members > 1:
+            for layer in self.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class _Shares(L.Callback):
+    """Writes down what this worker holds between steps, and its highest resident memory."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        runner = trainer.strategy.session.executor._runner
+        states = [t for state in trainer.optimizers[0].state.values() for t in state.values() if t.numel() > 1]
+        parts = [local_part(tensor) for tensor in (*runner._held(), *states)]
+        held = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
+        (self.folder / f"{os.getpid()}.json").write_text(json.dumps((held, _resident("VmHWM"))))
+
+
+def members() -> Table:
+    """What the processes of a position hold, in MB."""
+    table = Table(title="16 layers of 1,024 x 1,024 in two stages, MB", title_justify="left")
+    for column in ("processes of a position", "held", "of one process", "resident", "launching process"):
+        table.add_column(column, justify="right")
+    found: dict[int, list[float]] = {}
+    for count in (4, 2, 1):  # the launching process keeps what it has had, and has the layers of the last run only
+        model = Sharded()
+        data = TensorDataset(torch.randn(64, model.width), torch.randn(64, model.width))
+        with tempfile.TemporaryDirectory() as folder:
+            options: Any = {"checkpoints": CheckpointOptions(gather_result=False)}
+            strategy = ReCycleStrategy(
+                2, 2, fsdp_size=count, monitoring=MonitoringOptions(run_summary=False), **options
+            )
+            loader, callbacks = DataLoader(data, batch_size=4), [_Shares(folder)]
+            fit(model, loader, strategy, devices=2 * count, steps=2, callbacks=callbacks)
+            written = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+        held, resident = map(max, zip(*written, strict=True))
+        found[count] = [size / 2**20 for size in (held, resident, _resident("VmHWM"))]
+    for count, (held, resident, launching) in sorted(found.items()):
+        ratio = f"{held / found[1][0]:.2f}"
+        table.add_row(str(count), f"{held:,.1f}", ratio, f"{resident:,.1f}", f"{launching:,.1f}")
+    return table
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only the first grid and model")
     parser.add_argument("--survivors", action="store_true", help="the survivors before and after, without a limit")
+    parser.add_argument("--members", action="store_true", help="positions of several processes")
     options = parser.parse_args()
     quick = options.quick
     # Freed blocks go back to the system at once, so that resident memory is what is held.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(64 << 10)
     console.print(describe_machine())
+    if options.members:
+        console.print(members())
+        return
     if options.survivors:
         console.print(survivors())
         return
