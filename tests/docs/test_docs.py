@@ -35,7 +35,6 @@ INTERNAL_PAGES = ["architecture.md", "paper.md", *(page for page in PAGES if pag
 # ---------------------------------------------------------------------- python
 
 NOT_RUN = {
-    "runtime = _PipelineScheduleRuntime(": "it needs a process group; tests/planning/test_torch_csv.py has one",
     "trainer.strategy.move_layers(": "it needs a run; tests/integration/test_moving_layers.py makes it",
 }
 """Blocks that no test executes, by a line of them, and why; what they import is there."""
