@@ -378,14 +378,6 @@ class BatchReport:
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """A worker's part of the agreement on the batch before and on the holders of the next one."""
-
-    load: int
-    report: BatchReport | None
-
-
 class BackgroundSaves:
     """This worker's part in checkpoints that are written in the background.
 
@@ -427,7 +419,7 @@ class BackgroundSaves:
             return None
         collectives = self._collectives
         collectives.settle()
-        loads = {rank: arrival.load for rank, arrival in found.items()}
+        loads = {rank: load for rank, (load, _) in found.items()}
         positions = collectives.positions
         ranks = [
             min((load, rank) for rank, load in loads.items() if positions.stage(rank) == stage)[1]
@@ -491,7 +483,8 @@ class BackgroundSaves:
         while self.batch is not None and not self.batch.is_written and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
-    def _agree(self, patience: float | None) -> Mapping[int, _Arrival]:
+    def _agree(self, patience: float | None) -> Mapping[int, tuple[int, BatchReport | None]]:
+        """The load of each worker, and what it knew of the batch."""
         collectives, batch = self._collectives, self.batch
         if batch is not None and not batch.is_written and patience != 0.0:
             end = None if patience is None else time.monotonic() + patience
@@ -502,8 +495,8 @@ class BackgroundSaves:
         if batch is not None and batch.is_written:
             for error in [request.error for request in batch.requests if request.error is not None]:
                 raise error
-        found: Mapping[int, _Arrival] = collectives.gather_all("checkpoint", _Arrival(self._load(), report))
-        reports = [arrival.report for _, arrival in sorted(found.items()) if arrival.report is not None]
+        found = collectives.gather_all("checkpoint", (self._load(), report))
+        reports = [one for _, (_, one) in sorted(found.items()) if one is not None]
         if not reports:
             self.batch = None
             return found

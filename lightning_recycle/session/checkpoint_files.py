@@ -58,6 +58,7 @@ from lightning_recycle.session.lightning_internals import (
 __all__ = [
     "WholeCheckpointIO",
     "WriteFailure",
+    "Writers",
     "attempt",
     "checksum",
     "damage",

@@ -31,6 +31,7 @@ from lightning_recycle.session.background_saves import BackgroundSaves, Batch, S
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     WriteFailure,
+    Writers,
     attempt,
     is_sharded,
     load_sharded,
@@ -351,10 +352,6 @@ class Checkpoints:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
         self._announce(path, version)
 
-    def _before_writing(self) -> None:
-        self.reach("checkpoint", self.executor.version)
-        self.collectives.client.confirm()
-
     def _announce(self, path: Any, version: int, phase: SavePhase = SavePhase.COMPLETE, why: str = "") -> None:
         saved = Saved(self.collectives.rank, os.fspath(path), version, phase, why, self.stall_seconds)
         self.collectives.client.send(saved)
@@ -363,12 +360,19 @@ class Checkpoints:
         weights = {"model": checkpoint.pop("state_dict")}
         weights |= {kind: checkpoint.pop(kind) for kind in _FURTHER_WEIGHTS if kind in checkpoint}
         shard = self._shard(self._own_weights(weights), checkpoint.pop("optimizer_states", []))
-        outcome = save_sharded(path, shard, checkpoint, self.collectives, self._before_writing)
-        if isinstance(outcome, WriteFailure):
-            return outcome
-        if outcome:
-            self._announce(path, self.executor.version)
-        return None
+        return self._save_folder(path, shard, checkpoint, self.collectives, self.executor.version)
+
+    def _save_folder(
+        self, path: Any, shard: dict[str, Any], rest: dict[str, Any], writers: Writers, version: int
+    ) -> WriteFailure | None:
+        def before_naming() -> None:
+            self.reach("checkpoint", version)
+            self.collectives.client.confirm(in_background=writers is not self.collectives)
+
+        outcome = save_sharded(path, shard, rest, writers, before_naming)
+        if outcome is True:
+            self._announce(path, version)
+        return outcome if isinstance(outcome, WriteFailure) else None
 
     def _own_weights(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Of ``weights``, by kind, those that this stage writes."""
@@ -511,17 +515,7 @@ class Checkpoints:
         kept = {name: value for name, value in rest.items() if name not in (*part.weights, "optimizer_states")}
         if part.objects is not None:
             kept[_OBJECTS] = list(objects)
-
-        def before_naming() -> None:
-            self.reach("checkpoint", batch.version)
-            self.collectives.client.confirm(in_background=True)
-
-        outcome = save_sharded(path, self._shard(weights, states), kept, group, before_naming)
-        if isinstance(outcome, WriteFailure):
-            return outcome
-        if outcome:
-            self._announce(path, batch.version)
-        return None
+        return self._save_folder(path, self._shard(weights, states), kept, group, batch.version)
 
     def _not_completed(self, version: int, failures: Mapping[str, WriteFailure]) -> None:
         """All know that checkpoints of the background were not written."""
