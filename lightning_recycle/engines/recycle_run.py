@@ -260,7 +260,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--scale", type=int, metavar="N", help="workers of the recycle-run of this machine from now on; no program"
+        "--scale",
+        type=int,
+        metavar="N",
+        help="set the number of workers of the recycle-run on this machine; no program",
     )
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
@@ -275,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time for workers to end after a signal (default 60)",
     )
     parser.add_argument(
-        "--shared", metavar="FOLDER", help="under srun: a folder that all nodes see (default: of submission)"
+        "--shared", metavar="FOLDER", help="under srun: a folder that all nodes see (default: where it was submitted)"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
