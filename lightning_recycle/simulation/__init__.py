@@ -21,7 +21,7 @@ from lightning_recycle.simulation.policies.auto import Auto
 from lightning_recycle.simulation.policies.oobleck import Oobleck
 from lightning_recycle.simulation.policies.policy import Policy
 from lightning_recycle.simulation.policies.published import Bamboo, Varuna
-from lightning_recycle.simulation.policies.recycle import ElasticLayers, Recycle
+from lightning_recycle.simulation.policies.recycle import Elastic, ElasticLayers, Recycle
 from lightning_recycle.simulation.policies.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
 from lightning_recycle.simulation.results import Accounting, Cause, Interval, SimulatedEvent, SimulationResult, State
 from lightning_recycle.simulation.simulated_run import Repetitions, repeat, simulate
@@ -45,6 +45,7 @@ __all__ = [
     "Cause",
     "Cluster",
     "DropReplica",
+    "Elastic",
     "ElasticLayers",
     "FailedFraction",
     "FailureRate",

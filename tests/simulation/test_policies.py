@@ -63,6 +63,36 @@ def test_recycle_steps_take_what_the_planner_says(technique, failed) -> None:
     assert result.accounting.idle == 0
 
 
+def test_elastic_trains_with_whatever_nodes_there_are() -> None:
+    """The batch stays: a step takes what the plan for so many workers takes, also beyond the fault-free grid."""
+    speeds = []
+    for extra in (0, 8, 32, 48):
+        policy = sim.Elastic(effort=0, checkpoint="memory", max_pipelines=2 * MIDDLE.pipelines)
+        result = run(policy, [], extra=extra)
+        speeds.append(result.throughput)
+        workers = min(64, 32 + extra)
+        grid = replace(MIDDLE.grid, lanes=workers // MIDDLE.stages)  # they fill all lanes
+        problem = Problem(grid, MIDDLE.costs(), in_flight_limit=MIDDLE.in_flight_limit())
+        assert result.throughput == pytest.approx(MIDDLE.global_batch / HeuristicPlanner(0).plan(problem).period)
+    assert speeds == sorted(speeds)
+    assert speeds[2] > 1.3 * speeds[0]
+    assert speeds[3] == speeds[2], "no more than max_pipelines"
+
+
+def test_elastic_is_recycle_where_no_node_is_beyond_the_grid() -> None:
+    outages = [sim.Outage(600.0, (3,), 1500.0), sim.Outage(1200.0, (9,))]
+    common = {"effort": 0, "checkpoint": "memory"}
+    elastic, recycle = (run(kind(**common), outages) for kind in (sim.Elastic, sim.Recycle))
+    assert elastic.throughput == pytest.approx(recycle.throughput, rel=0.01)
+
+
+def test_nodes_beyond_the_grid_join_at_a_step_boundary() -> None:
+    result = run(sim.Elastic(effort=0, checkpoint="memory"), [sim.Outage(0.0, (30, 31, 32, 33), 900.0)], extra=2)
+    trained = [i.label for i in result.intervals if i.state is sim.State.TRAINING]
+    assert trained[-1] == "34 workers"
+    assert "30 workers" in trained
+
+
 def test_recycle_chooses_the_stages_of_failures_by_the_plans_as_a_run_does() -> None:
     """Bounds alone choose stage 6 of this model, whose plan is 2.9 % above the bound with 48 samples in a step."""
     model = sim.get_model("gpt3_6_7b", global_batch=48)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from lightning_recycle.arguments import at_least
+from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, layer_moves, normalized_failures, roles
 from lightning_recycle.simulation.policies.policy import (
@@ -28,7 +28,7 @@ from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, d
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
-__all__ = ["ElasticLayers", "Placement", "Recycle"]
+__all__ = ["Elastic", "ElasticLayers", "Placement", "Recycle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Placement:
     def failures(self, grid: Grid) -> tuple[int, ...]:
         """Vacant positions of each stage."""
         held = Counter(position.stage for _, position in self.positions)
-        return tuple(grid.pipelines - held[stage] for stage in range(grid.stages))
+        return tuple(grid.lanes - held[stage] for stage in range(grid.stages))
 
 
 def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -> Placement:
@@ -63,7 +63,7 @@ def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[
     idle = sorted(live.difference(held))
     vacant = sorted(set(grid.workers()).difference(held.values()))
     lost = Counter(position.stage for position in vacant)
-    if any(count == grid.pipelines for count in lost.values()):
+    if any(count == grid.lanes for count in lost.values()):
         return held, vacant
     for worker in idle[: len(vacant)]:
         position = max(vacant, key=lambda place: (lost[place.stage], -place.pipeline, -place.stage))
@@ -85,7 +85,7 @@ def place(
         distribution: failures of each stage after normalization; None leaves the failures where they are.
     """
     held, vacant = keep(grid, before, workers)
-    if any(all(Worker(d, stage) in vacant for d in range(grid.pipelines)) for stage in range(grid.stages)):
+    if any(all(Worker(d, stage) in vacant for d in range(grid.lanes)) for stage in range(grid.stages)):
         return None
     known = {worker for worker, _ in before.positions}
     senders: Counter[Worker] = Counter()
@@ -170,7 +170,7 @@ class Recycle(Policy):
         before = current.layout
         assert isinstance(before, Placement)
         workers = context.workers(trigger.live)
-        grid = context.model.grid
+        grid = self.grid(context)
         held, vacant = keep(grid, before, workers)
         if before.positions and held == dict(before.positions):
             return None  # idle nodes only
@@ -195,7 +195,7 @@ class Recycle(Policy):
     def configuration(self, context: Context, placement: Placement) -> Configuration:
         """How training runs with this placement."""
         model = context.model
-        failures = placement.failures(model.grid)
+        failures = placement.failures(self.grid(context))
         count = sum(failures)
         used = len(placement.positions)
         if not self.adaptive:
@@ -207,7 +207,7 @@ class Recycle(Policy):
             step = PlannedStep(one_f_one_b_seconds(model.costs(), micro))
         else:
             step = self.step(context, failures)
-        return self.running(context, f"{count} failed" if count else "all work", step, used, placement)
+        return self.running(context, self.label(context, count), step, used, placement)
 
     def step(self, context: Context, failures: tuple[int, ...]) -> PlannedStep:
         """One step with that many failures in each stage."""
@@ -219,16 +219,24 @@ class Recycle(Policy):
             return min(usual, planned_step(self._problem(context, failures), self.effort))
         return planned_step(self._problem(context, failures), self.effort)
 
+    def grid(self, context: Context) -> Grid:
+        """The positions that workers may have."""
+        return context.model.grid
+
+    def label(self, context: Context, vacant: int) -> str:
+        """How training runs with so many ``vacant`` positions, in words."""
+        return f"{vacant} failed" if vacant else "all work"
+
     def _problem(self, context: Context, failures: tuple[int, ...]) -> Problem:
-        model = context.model
-        gone = normalized_failures(model.grid, failures)
-        return Problem(model.grid, model.costs(), gone, self.technique, _limit(model.in_flight_limit()))
+        model, grid = context.model, self.grid(context)
+        gone = normalized_failures(grid, failures)
+        return Problem(grid, model.costs(), gone, self.technique, _limit(model.in_flight_limit()))
 
     def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
         return distribution(self._problem(context, (0,) * context.model.stages), failures, self.effort)
 
     def _from_checkpoint(self, context: Context, live: frozenset[int]) -> Configuration:
-        grid = context.model.grid
+        grid = self.grid(context)
         workers = context.workers(live)[: grid.num_workers]
         if len(workers) < grid.stages:
             return stopped("too few workers for all stages", Placement(()))
@@ -241,6 +249,60 @@ class Recycle(Policy):
 
 _SWITCH = 2.0  # seconds that all wait when layers have moved
 _LEAST_GAIN = 0.01  # of the step time that a move must save
+
+
+@dataclass(frozen=True)
+class Elastic(Recycle):
+    """As many workers as there are share a batch that stays the same, also more than it has pipelines.
+
+    Source: this package (``RecoveryOptions(min_pipelines=..., max_pipelines=...)``).
+
+    Assumptions: those of ReCycle, and
+
+    - Training begins with whatever nodes there are, and a node that comes takes part from the next step boundary on.
+    - REDUCE takes as long as among the D workers of the fault-free grid.
+
+    Takes the arguments of ``Recycle``, and:
+
+    Args:
+        max_pipelines: the most workers of a stage; 0 for twice as many as the batch has pipelines. Never more than it
+            has micro-batches.
+    """
+
+    max_pipelines: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("Elastic", "max_pipelines", self.max_pipelines)
+        if not self.adaptive:
+            raise ConfigurationError("Elastic(adaptive=False): workers share micro-batches: leave it out.")
+
+    def grid(self, context: Context) -> Grid:
+        """See :meth:`Recycle.grid`."""
+        grid = context.model.grid
+        most = min(self.max_pipelines or 2 * grid.pipelines, grid.global_microbatches)
+        return replace(grid, lanes=max(most, grid.pipelines))
+
+    def label(self, context: Context, vacant: int) -> str:
+        """See :meth:`Recycle.label`."""
+        return f"{self.grid(context).num_workers - vacant} workers"
+
+    def step(self, context: Context, failures: tuple[int, ...]) -> PlannedStep:
+        """See :meth:`Recycle.step`."""
+        problem = self._problem(context, failures).without_vacant_lanes()
+        planned = planned_step(problem, self.effort)
+        if not problem.stays_home:
+            return planned
+        return min(PlannedStep(one_f_one_b_seconds(problem.costs, problem.grid.microbatches)), planned)
+
+    def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
+        """See :class:`Recycle`; over no more lanes than the workers that there are fill."""
+        problem, stages = self._problem(context, (0,) * context.model.stages), context.model.stages
+        all_lanes, workers = problem.grid.lanes, problem.grid.num_workers - failures
+        lanes = max(problem.grid.pipelines, -(-workers // stages))
+        fewer = replace(problem, grid=replace(problem.grid, lanes=lanes))
+        found = distribution(fewer, lanes * stages - workers, self.effort)
+        return tuple(all_lanes - lanes + count for count in found)
 
 
 def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,6 +31,9 @@ _NARROW = 0.005
 Scenes = Mapping[str, Mapping[tuple[str, str], Record]]
 """By everything but the policy: results by (policy, schedule)."""
 
+_PLANNED = ("Recycle", "Elastic", "ElasticLayers", "Auto")
+"""Policies whose own schedule is planned."""
+
 
 def render_report(records: Sequence[Record], title: str = "ReCycle simulation report", missing: int = 0) -> str:
     """The page of ``records`` as HTML.
@@ -140,7 +143,7 @@ def _schedule(scenes: Scenes) -> str:
         100 * (record["ratio"] - found[name, "1f1b"]["ratio"])
         for found in scenes.values()
         for (name, schedule), record in found.items()
-        if schedule == "planned" and (name, "1f1b") in found and name not in ("Recycle", "ElasticLayers", "Auto")
+        if schedule == "planned" and (name, "1f1b") in found and name not in _PLANNED
         if record["throughput"]
     ]
     if not gains:

@@ -56,6 +56,7 @@ _PARTS = (
 _MARKERS = {
     "Recycle": "circle",
     "Auto": "down",
+    "Elastic": "triangle",
     "ElasticLayers": "diamond",
     "Oobleck": "square",
     "Bamboo": "triangle",
@@ -82,6 +83,7 @@ _QUANTILES = dict(
 POLICIES = {
     "Recycle": "ReCycle",
     "Auto": "Auto",
+    "Elastic": "Elastic",
     "ElasticLayers": "Elastic layers",
     "Oobleck": "Oobleck",
     "Bamboo": "Bamboo",
