@@ -176,11 +176,18 @@ class KillsWriters(L.Callback):
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         strategy.at_point.append(self._begins)
+        type(self)._strategy = strategy  # no part of its state
 
     def _begins(self, point: str, step: int) -> None:
         random_ = random.Random(f"{self._seed} {step}")
         if point == "checkpoint" and step < self._steps and random_.random() < 0.8:
-            threading.Timer(random_.uniform(0, self._span), os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(random_.uniform(0, self._span), self._kill).start()
+
+    _strategy: Any
+
+    def _kill(self) -> None:
+        if len(self._strategy.live_workers) == self._strategy.grid.num_workers:  # another one holds the stage
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
