@@ -37,7 +37,7 @@ class Entry:
         what: "offered" (before a REDUCE), "reduced" (after it) or "applied".
         time: in nanoseconds, of one clock for all processes of the machine.
         pid: the writer's process id.
-        stage: the writer's stage.
+        column: the writer's stage, or its column where positions have several members.
         generation: (number of the start, generation).
         step: the optimizer step.
         microbatches: what was offered: (index of the global micro-batch, its samples; none in inner stages).
@@ -46,7 +46,7 @@ class Entry:
     what: str
     time: int
     pid: int
-    stage: int
+    column: int
     generation: tuple[int, int]
     step: int
     microbatches: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -102,9 +102,9 @@ class Diary(pl.Callback):
 
     def _write(self, what: str, step: int, microbatches: tuple[tuple[int, tuple[int, ...]], ...] = ()) -> None:
         strategy = self._strategy
-        entry = Entry(
-            what, time.monotonic_ns(), os.getpid(), strategy.worker.stage, self._generation(), step, microbatches
-        )
+        collectives = strategy.session.collectives
+        column = collectives.positions.column(collectives.rank)
+        entry = Entry(what, time.monotonic_ns(), os.getpid(), column, self._generation(), step, microbatches)
         assert self._file is not None
         self._file.write((json.dumps(asdict(entry)) + "\n").encode())
 
@@ -122,7 +122,13 @@ def read_entries(directory: Path) -> list[Entry]:
 
 
 def audit(
-    entries: Iterable[Entry], stages: int, steps: int, microbatches: int, samples: int, global_batch: int
+    entries: Iterable[Entry],
+    stages: int,
+    steps: int,
+    microbatches: int,
+    samples: int,
+    global_batch: int,
+    members: int = 1,
 ) -> list[str]:
     """What contradicts that every sample was used exactly once in each epoch; empty if all is well.
 
@@ -133,15 +139,16 @@ def audit(
         microbatches: the global micro-batches per step.
         samples: the size of the data; a multiple of ``global_batch``.
         global_batch: samples per step.
+        members: the processes of a position.
     """
     offers: dict[tuple[int, int, tuple[int, int]], list[Entry]] = defaultdict(list)
     reduced: dict[tuple[int, int], Entry] = {}
     applied: dict[tuple[int, int], list[int]] = defaultdict(list)
     for entry in sorted(entries, key=lambda entry: entry.time):
         if entry.what == "offered":
-            offers[entry.stage, entry.step, entry.generation].append(entry)
+            offers[entry.column, entry.step, entry.generation].append(entry)
         elif entry.what == "reduced":
-            reduced[entry.stage, entry.step] = entry
+            reduced[entry.column, entry.step] = entry
         else:
             applied[entry.pid, entry.generation[0]].append(entry.step)
     problems = [
@@ -149,25 +156,27 @@ def audit(
         for (pid, _), done in applied.items()
         if done != list(range(done[0], done[0] + len(done)))
     ]
-    ends = {0, stages - 1}  # the stages that read data
-    for stage in range(stages):
+    for column in range(stages * members):
+        stage = column // members
+        name = f"stage {stage}" if members == 1 else f"column {column}"
+        reads = stage in (0, stages - 1)
         used: dict[int, Counter[int]] = defaultdict(Counter)
         for step in range(steps):
-            last = reduced.get((stage, step))
+            last = reduced.get((column, step))
             if last is None:
-                problems.append(f"stage {stage} never reduced step {step}")
+                problems.append(f"{name} never reduced step {step}")
                 continue
-            held = [part for offer in offers[stage, step, last.generation] for part in offer.microbatches]
+            held = [part for offer in offers[column, step, last.generation] for part in offer.microbatches]
             if sorted(index for index, _ in held) != list(range(microbatches)):
-                problems.append(f"stage {stage} reduced the micro-batches {sorted(i for i, _ in held)} in step {step}")
+                problems.append(f"{name} reduced the micro-batches {sorted(i for i, _ in held)} in step {step}")
             read = [sample for _, part in held for sample in part]
-            if stage in ends and len(read) != global_batch:
-                problems.append(f"stage {stage} used {len(read)} samples in step {step}")
+            if reads and len(read) != global_batch:
+                problems.append(f"{name} used {len(read)} samples in step {step}")
             used[step // (samples // global_batch)].update(read)
         for epoch, counts in sorted(used.items()):
             complete = (epoch + 1) * (samples // global_batch) <= steps
-            expected = set(range(samples)) if complete and stage in ends else set(counts)
+            expected = set(range(samples)) if complete and reads else set(counts)
             wrong = {sample: counts[sample] for sample in expected | set(counts) if counts[sample] != 1}
             if wrong:
-                problems.append(f"stage {stage} used samples of epoch {epoch} other than once: {wrong}")
+                problems.append(f"{name} used samples of epoch {epoch} other than once: {wrong}")
     return problems

@@ -28,6 +28,8 @@ _HOOKS = (
 )
 _SHORT_TIMEOUT = 1.0  # seconds; with it a scenario that outlasts it does not take long
 _LONG = 1.6  # seconds: longer than that
+_MOST_POSITIONS = 4  # with two members each
+_SHARE_WITH_MEMBERS = 0.6  # of the scenarios that have so few: a third of all
 _WEIGHTS = {"faults": 8}  # of the families that are not as likely as the others, which have 1
 
 
@@ -46,7 +48,21 @@ def draw(seed: int) -> Scenario:
         split_backward=_split_backward(rng.random()),
         shadow=rng.choice(("device", "device", "host")),
     )
-    return _DRAWS[family](rng, common)
+    return _with_members(random.Random(f"members/{seed}"), _DRAWS[family](rng, common))
+
+
+def _with_members(rng: random.Random, scenario: Scenario) -> Scenario:
+    """In a third of the scenarios positions have two members, of which one fails, or both do. Where these need many
+    processes, one has to do.
+    """
+    if scenario.pipelines * scenario.stages > _MOST_POSITIONS or rng.random() > _SHARE_WITH_MEMBERS:
+        return scenario
+    which = (None, 0, 1)
+    column = rng.choice(which)  # a stage is lost with one of its columns
+    faults = tuple(
+        replace(fault, member=column if scenario.loses_stage else rng.choice(which)) for fault in scenario.faults
+    )
+    return replace(scenario, members=2, faults=faults, moves=(), flips=(), normalize=False)
 
 
 def _split_backward(drawn: float) -> Switch:

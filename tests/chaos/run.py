@@ -166,14 +166,14 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
         "staggered": scenario.staggered,
         "split_backward": scenario.split_backward,
         "shadow": scenario.shadow,
-        "max_restarts": 10 if scenario.restart_workers else 0,
+        "max_restarts": 10 * scenario.members if scenario.restart_workers else 0,
         "move_workers": scenario.normalize,
         "on_stage_lost": scenario.on_stage_lost,
         "verify": scenario.verify,
     }
     if scenario.family == "signals":
         strategy["save_on_signal"] = True
-    return grid_trainer(scenario.pipelines, scenario.stages, strategy, options)
+    return grid_trainer(scenario.pipelines, scenario.stages, strategy, options, scenario.members)
 
 
 def _prepare_to_resume(run: _Run) -> None:
@@ -224,7 +224,8 @@ def _what_is_wrong(run: _Run, ended: str) -> list[str]:
     if len(problems) > _SHOWN_DIFFERENCES:
         problems[_SHOWN_DIFFERENCES:] = [f"and {len(problems) - _SHOWN_DIFFERENCES} more differences"]
     entries = read_entries(run.directory / "diary")
-    return problems + audit(entries, scenario.stages, recipe.steps, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH)
+    numbers = recipe.steps, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH
+    return problems + audit(entries, scenario.stages, *numbers, scenario.members)
 
 
 def _restarted_at(run: _Run) -> int:

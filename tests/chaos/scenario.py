@@ -171,6 +171,7 @@ class Scenario:
         loses_stage: whether all workers of a stage fail.
         strangers: whether a stranger connects to all ports.
         moves: the layers that each stage is to have, by the step after which that is asked for.
+        members: the processes of each position.
         flips: bits that flip, in ways that are found before anything is committed: a message is damaged once, or all
             products of a device are wrong.
     """
@@ -195,6 +196,7 @@ class Scenario:
     strangers: bool = False
     moves: tuple[tuple[int, tuple[int, ...]], ...] = ()
     flips: tuple[Fault, ...] = ()
+    members: int = 1
 
     @property
     def verify(self) -> float:
@@ -222,9 +224,10 @@ class Scenario:
             "loader": bool(self.loader_processes),
             f"lose-stage-{self.on_stage_lost}": self.loses_stage,
             "strangers": self.strangers,
+            f"{self.members} members": self.members > 1,
         }
         faults = [
-            f"{fault.kind}({fault.pipeline},{fault.stage})"
+            f"{fault.kind}({fault.pipeline},{fault.stage}{'' if fault.member is None else f',{fault.member}'})"
             f"@{fault.at if fault.step is None else f'{fault.step}:{fault.when} {fault.at}'}"
             for fault in self.faults
         ]

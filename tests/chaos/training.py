@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from support.options import recycle_strategy
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 from typing_extensions import override
@@ -61,6 +62,17 @@ class ChaosModel(PipelineModule):
             layers += [nn.Dropout(0.4), nn.Linear(12, 12)]
         layers += [nn.Tanh(), nn.Linear(12, 6), nn.Linear(6, 1)]
         return [layer.double() for layer in layers]
+
+    @override
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.device_mesh is None:
+            return
+        linear = [number for number, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        for up, down in zip(linear[::2], linear[1::2], strict=False):  # one that is left over is whole on each member
+            for number, style in ((up, ColwiseParallel()), (down, RowwiseParallel())):
+                layer = parallelize_module(self.layers[number], self.device_mesh["tensor_parallel"], style)
+                self.layers[number] = layer
 
     @override
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
@@ -178,9 +190,10 @@ def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = 
     }
 
 
-def grid_trainer(pipelines: int, stages: int, strategy: dict[str, Any], options: dict[str, Any]) -> L.Trainer:
-    """A Trainer of ``options`` on a grid."""
-    chosen = recycle_strategy(
-        pipeline_parallel_size=stages, num_microbatches=GLOBAL_MICROBATCHES // pipelines, seed=SEED, **strategy
-    )
-    return L.Trainer(devices=pipelines * stages, strategy=chosen, **options)
+def grid_trainer(
+    pipelines: int, stages: int, strategy: dict[str, Any], options: dict[str, Any], members: int = 1
+) -> L.Trainer:
+    """A Trainer of ``options`` on a grid; ``members``: the processes of each position."""
+    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": members}
+    chosen = recycle_strategy(num_microbatches=GLOBAL_MICROBATCHES // pipelines, seed=SEED, **sizes, **strategy)
+    return L.Trainer(devices=pipelines * stages * members, strategy=chosen, **options)
