@@ -45,7 +45,7 @@ def reachable_statuses(grid: Grid) -> Iterator[dict[int, WorkerStatus]]:
 
 
 def best_version(statuses: Mapping[int, WorkerStatus], stage: int) -> int:
-    return max(s.version + int(s.reduced) for s in statuses.values() if s.stage == stage)
+    return max(s.version + int(s.reduced) for s in statuses.values() if s.column == stage)
 
 
 def holds(status: WorkerStatus, step: int) -> bool:
@@ -66,7 +66,7 @@ def obey(status: WorkerStatus, decision: Decision) -> WorkerStatus:
                 reduced = reduced or action.lacks
             case Serve():
                 assert action.step == decision.version == version - 1
-    return WorkerStatus(status.stage, version, reduced)
+    return WorkerStatus(status.column, version, reduced)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -94,7 +94,7 @@ def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
     for statuses in reachable_statuses(grid):
         for adoption in decide(statuses).adoptions:
             adoptions += 1
-            assert statuses[adoption.donor].stage == adoption.stage
+            assert statuses[adoption.donor].column == adoption.column
             assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
     assert (adoptions > 0) == (grid.pipelines > 1)
 
@@ -103,7 +103,7 @@ def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
 def test_nobody_adopts_what_everybody_has(grid: Grid) -> None:
     for statuses in reachable_statuses(grid):
         for adoption in decide(statuses).adoptions:
-            mine = [status for status in statuses.values() if status.stage == adoption.stage]
+            mine = [status for status in statuses.values() if status.column == adoption.column]
             assert not all(holds(status, adoption.step) or status.version > adoption.step + 1 for status in mine)
 
 
@@ -113,7 +113,7 @@ def test_survivors_that_obey_can_run_the_step_and_nothing_reduced_is_dropped(gri
         decision = decide(statuses)
         for status in statuses.values():
             after = obey(status, decision)
-            if status.stage in decision.ahead:
+            if status.column in decision.ahead:
                 assert holds(after, decision.version), (status, statuses)
             else:
                 assert (after.version, after.reduced) == (decision.version, False), (status, statuses)
@@ -151,7 +151,7 @@ def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped
         all_ahead += len(ahead) == grid.stages
         for status in statuses.values():
             after = obey(status, decision)
-            assert after == WorkerStatus(status.stage, T, status.stage in ahead), (status, statuses)
+            assert after == WorkerStatus(status.column, T, status.column in ahead), (status, statuses)
         for adoption in decision.adoptions:
             assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
     assert all_ahead > 0
@@ -183,7 +183,7 @@ def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the
 
 
 def test_a_step_that_was_applied_without_its_loss_is_an_error() -> None:
-    with pytest.raises(ReCycleError, match="stage 0 spans versions"):
+    with pytest.raises(ReCycleError, match="column 0 spans versions"):
         decide({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T + 1, False)}, known_losses=T)
 
 
@@ -200,9 +200,9 @@ def test_a_step_is_rolled_forward_when_every_stage_holds_its_gradient_somewhere(
 @pytest.mark.parametrize(
     ("statuses", "message"),
     [
-        ({0: WorkerStatus(0, T + 2, False), 1: WorkerStatus(1, T, False)}, "stage 0 spans versions"),
-        ({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T, False)}, "stage 0 spans versions"),
-        ({0: WorkerStatus(0, T, False), 2: WorkerStatus(0, T + 2, False)}, "stage 0 spans versions"),
+        ({0: WorkerStatus(0, T + 2, False), 1: WorkerStatus(1, T, False)}, "column 0 spans versions"),
+        ({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T, False)}, "column 0 spans versions"),
+        ({0: WorkerStatus(0, T, False), 2: WorkerStatus(0, T + 2, False)}, "column 0 spans versions"),
     ],
 )
 def test_statuses_that_the_protocol_cannot_produce_are_an_error(

@@ -277,7 +277,7 @@ def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus],
     commits: dict[int, Any] = {}
     for _, report in sorted(state.generation.reports.items()):
         if report.status.tells_of == version - 1:
-            commits.setdefault(report.status.stage, report.commit)
+            commits.setdefault(report.status.column, report.commit)
     return {**commits, **(payloads if known == version - 1 else {})}, False
 
 

@@ -65,8 +65,8 @@ class WorkerStatus:
     """Status of a survivor.
 
     Args:
-        stage: its stage, or its column where positions have several members
-            (:mod:`~lightning_recycle.control.protocol.positions`), which holds for all of these.
+        column: its column (:mod:`~lightning_recycle.control.protocol.positions`); with one member per position, its
+            stage.
         version: optimizer steps applied to its parameters.
         reduced: whether it holds the complete reduced gradient of step ``version``.
         unsettled: whether it has applied its newest step on a guess that nothing has confirmed yet; then it is not
@@ -74,7 +74,7 @@ class WorkerStatus:
         has_shadow: whether it keeps the parameters of the version before, and can compute with them.
     """
 
-    stage: int
+    column: int
     version: int
     reduced: bool
     unsettled: bool = False
@@ -88,9 +88,9 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """In ``stage``, workers without the reduced gradient of ``step`` get it from rank ``donor``; all take part."""
+    """In ``column``, workers without the reduced gradient of ``step`` get it from rank ``donor``; all take part."""
 
-    stage: int
+    column: int
     step: int
     donor: int
 
@@ -101,8 +101,8 @@ class Decision:
 
     Args:
         version: the committed version v; a worker below applies what it holds or adopts, then step v runs.
-        ahead: the stages whose part of step v is done.
-        adoptions: in the order in which a stage carries them out.
+        ahead: the columns whose part of step v is done.
+        adoptions: in the order in which a column carries them out.
     """
 
     version: int
@@ -111,10 +111,10 @@ class Decision:
 
 
 def _reachable(statuses: Mapping[int, WorkerStatus]) -> dict[int, int]:
-    """The highest version that some worker of each stage has or can apply."""
+    """The highest version that some worker of each column has or can apply."""
     found: dict[int, int] = {}
     for status in statuses.values():
-        found[status.stage] = max(status.version + status.reduced, found.get(status.stage, -1))
+        found[status.column] = max(status.version + status.reduced, found.get(status.column, -1))
     return found
 
 
@@ -125,7 +125,7 @@ def committed_version(statuses: Mapping[int, WorkerStatus], known_losses: int | 
 
 
 def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> Decision:
-    """Computes the decision from the statuses of all survivors; every stage has at least one.
+    """Computes the decision from the statuses of all survivors; every column has at least one.
 
     Args:
         statuses: what each survivor holds, by rank.
@@ -134,35 +134,35 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
     Raises:
         ReCycleError: for statuses that the commit protocol cannot produce. Going on would train on a mixture.
     """
-    by_stage: dict[int, dict[int, WorkerStatus]] = {}
+    by_column: dict[int, dict[int, WorkerStatus]] = {}
     for rank, status in sorted(statuses.items()):
-        by_stage.setdefault(status.stage, {})[rank] = status
+        by_column.setdefault(status.column, {})[rank] = status
     reachable = _reachable(statuses)
     version = committed_version(statuses, known_losses)
     adoptions: list[Adoption] = []
-    for stage, workers in sorted(by_stage.items()):
-        if reachable[stage] > version + 1 or any(s.version < version - 1 for s in workers.values()):
+    for column, workers in sorted(by_column.items()):
+        if reachable[column] > version + 1 or any(s.version < version - 1 for s in workers.values()):
             raise ReCycleError(
-                f"No recovery: stage {stage} spans versions {sorted({s.version for s in workers.values()})} while the"
+                f"No recovery: column {column} spans versions {sorted({s.version for s in workers.values()})} while the"
                 f" whole can only agree on {version}: the commit protocol was violated."
             )
         if any(s.version > version and not s.has_shadow for s in workers.values()):
             raise ReCycleError(
-                f"No recovery: stage {stage} has applied step {version}, which others cannot reach, and has not kept"
+                f"No recovery: column {column} has applied step {version}, which others cannot reach, and has not kept"
                 " the parameters that it had before."
             )
-        for step in (version - 1, version) if reachable[stage] > version else (version - 1,):
+        for step in (version - 1, version) if reachable[column] > version else (version - 1,):
             has = {r for r, s in workers.items() if s.version == step + 1 or (s.version == step and s.reduced)}
             past = {r for r, s in workers.items() if s.version > step + 1}
             if len(has) + len(past) == len(workers):
                 continue
             if not has:
                 raise ReCycleError(
-                    f"No recovery: no worker of stage {stage} holds the reduced gradient of step {step}, which workers"
-                    f" {sorted(workers.keys() - has - past)} lack."
+                    f"No recovery: no worker of column {column} holds the reduced gradient of step {step}, which"
+                    f" workers {sorted(workers.keys() - has - past)} lack."
                 )
-            adoptions.append(Adoption(stage, step, min(has)))
-    ahead = frozenset(stage for stage, best in reachable.items() if best > version)
+            adoptions.append(Adoption(column, step, min(has)))
+    ahead = frozenset(column for column, best in reachable.items() if best > version)
     return Decision(version, ahead, tuple(adoptions))
 
 
@@ -275,7 +275,7 @@ def actions(
     if rank in donors:
         found.append(Take(donors[rank]))
         version, reduced = decision.version, False
-    adoptions = [adoption for adoption in decision.adoptions if adoption.stage == status.stage]
+    adoptions = [adoption for adoption in decision.adoptions if adoption.column == status.column]
     for adoption in adoptions:
         if adoption.step == decision.version and version < decision.version:
             apply()
