@@ -179,4 +179,5 @@ def _run_request(run: PreparedRun) -> RunRequest:
         microbatches_given=options.num_microbatches is not None,
         settings=settings,
         needs_launcher=(*options.planning.needing_launcher(), *options.recovery.needing_launcher(), *objects),
+        members=run.setup.positions.members,
     )

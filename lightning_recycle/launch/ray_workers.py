@@ -19,13 +19,14 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.payload_errors import not_sent
 from lightning_recycle.launch.worker_group import WorkerHandles
 from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Worker
 
 __all__ = ["RayWorkerGroup", "RayWorkerProcess", "free_slots"]
 
@@ -145,7 +146,7 @@ class RayWorkerGroup:
     Args:
         target: the function of a worker; takes one argument.
         payload: the value for every worker.
-        grid: the grid of the run.
+        positions: those of the run; the members of a position have one node if one has room for them.
         resources: resources that Ray reserves for each worker.
         start_timeout: seconds in which Ray must have room for all workers.
 
@@ -157,23 +158,27 @@ class RayWorkerGroup:
         self,
         target: Callable[[Any], None],
         payload: Any,
-        grid: Grid,
+        positions: Positions,
         resources: Mapping[str, float],
         start_timeout: float,
     ) -> None:
         self._ray = ray_cluster.connect()
         self.host = ray_cluster.node_address()
         self.payload = RayPayload(payload)
-        self._target, self._grid, self._resources, self._start_timeout = target, grid, resources, start_timeout
+        self._target, self._positions, self._resources = target, positions, resources
+        self._start_timeout = start_timeout
         self._name = uuid.uuid4().hex[:12]
         self._environment = {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _STAYS}
         self._members = WorkerHandles[RayWorkerProcess]()
         self._started = 0
         self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
-        found = ray_cluster.homes(ray_cluster.schedulable_nodes(), resources, grid.lanes, grid.stages)
+        self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
+        grid = positions.grid
+        found = ray_cluster.homes(ray_cluster.schedulable_nodes(), self._needs, grid.lanes, grid.stages)
         for pipeline, home in enumerate(found):
             for stage in range(grid.stages):
-                self._nodes[grid.rank(Worker(pipeline, stage))] = None if home is None else home[stage]
+                for rank in positions.ranks(Worker(pipeline, stage)):
+                    self._nodes[rank] = None if home is None else home[stage]
         if None in found and len(ray_cluster.alive_nodes()) > 1:
             log.warning(
                 "%d of %d pipelines have no node of their own with room for them now: Ray places these wherever it"
@@ -192,7 +197,7 @@ class RayWorkerGroup:
         rank = argument.place.rank
         if not argument.joining:
             worker = self._request(argument, name, self._nodes[rank], waits=False)
-            if self._started == self._grid.num_workers:
+            if self._started == self._positions.num_workers:
                 self._await_room()
             return worker
         node = self._node_of_replacement(rank)
@@ -231,8 +236,9 @@ class RayWorkerGroup:
         while not all(self._has_started(worker) for worker in self._members.living()):
             if time.monotonic() > deadline:
                 raise WorkerStartError(
-                    f"Ray had no room for {self._grid.num_workers} workers with {dict(self._resources)} each within"
-                    f" {self._start_timeout:g} s (start_timeout); the cluster has {self._ray.cluster_resources()}, of"
+                    f"Ray had no room for {self._positions.num_workers} workers with {dict(self._resources)} each"
+                    f" within {self._start_timeout:g} s (start_timeout); the cluster has"
+                    f" {self._ray.cluster_resources()}, of"
                     f" which {self._ray.available_resources()} are free."
                 )
 
@@ -245,12 +251,16 @@ class RayWorkerGroup:
         return True
 
     def _node_of_replacement(self, rank: int) -> str | None:
-        """The node of the worker before, or one that no other worker uses if that goes; None if there is none."""
-        before = self._nodes[rank]
-        if before in ray_cluster.alive_nodes() - ray_cluster.draining_nodes():
-            return before
-        used = [node for other, node in self._nodes.items() if node is not None and other != rank]
-        return ray_cluster.stand_in(ray_cluster.schedulable_nodes(), self._resources, used)
+        """The node of the worker before, or if that goes, the one where a member of its position has gone, or one with
+        room for the position that no other worker uses; None if there is none.
+        """
+        siblings = self._positions.siblings(rank)
+        stays = ray_cluster.alive_nodes() - ray_cluster.draining_nodes()
+        for node in (self._nodes[rank], *(self._nodes[sibling] for sibling in sorted(siblings))):
+            if node in stays:
+                return node
+        used = [node for other, node in self._nodes.items() if node is not None and other not in {rank, *siblings}]
+        return ray_cluster.stand_in(ray_cluster.schedulable_nodes(), self._needs, used)
 
     def attend(self, coordinator: Coordinator) -> None:
         """Lets the workers of a node that is about to go leave at a step boundary."""

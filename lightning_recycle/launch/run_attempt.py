@@ -204,9 +204,8 @@ class RunAttempt:
         if options.ray is not None:
             from lightning_recycle.launch.ray_workers import RayWorkerGroup
 
-            return RayWorkerGroup(
-                worker_main, payload, self._setup.grid, _needs(self._run), options.recovery.start_timeout
-            )
+            positions, timeout = self._setup.positions, options.recovery.start_timeout
+            return RayWorkerGroup(worker_main, payload, positions, _needs(self._run), timeout)
         return LocalWorkerGroup(worker_main, payload)
 
     def _make_coordinator(self, planner: PlanProvider) -> Coordinator:
@@ -274,7 +273,7 @@ def devices_left(run: PreparedRun) -> int:
     if run.options.ray is not None:
         from lightning_recycle.launch.ray_workers import free_slots
 
-        return free_slots(_needs(run), run.setup.grid.num_workers)
+        return free_slots(_needs(run), run.setup.positions.num_workers)
     return run.num_devices
 
 

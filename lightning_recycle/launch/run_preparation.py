@@ -218,7 +218,7 @@ def prepare(
     check_weight_averaging(trainer, parts)
     check_pruning(trainer, grid.stages)
     if options.members > 1:
-        check_members(trainer, options, by_hand=outside is not None or "RECYCLE_LISTEN" in os.environ)
+        check_members(trainer, options)
     options.recovery.check_start(grid.pipelines)
     if outside is None and options.ray is None:
         _check_devices(strategy.num_devices, grid, options)

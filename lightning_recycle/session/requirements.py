@@ -108,21 +108,14 @@ def _check_finders(trainer: pl.Trainer) -> None:
         )
 
 
-def check_members(trainer: pl.Trainer, options: Options, by_hand: bool) -> None:
-    """Raises UnsupportedFeatureError for what does not work yet where several processes hold a position.
-
-    Args:
-        trainer: the Trainer.
-        options: the options of the strategy.
-        by_hand: whether there are workers that are started from outside.
-    """
+def check_members(trainer: pl.Trainer, options: Options) -> None:
+    """Raises UnsupportedFeatureError for what does not work yet where several processes hold a position."""
     recovery, callbacks = options.recovery, trainer.callbacks  # type: ignore[attr-defined]
     averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
     used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
     refused = {
         "accelerators other than accelerator='cpu'": trainer.strategy.root_device.type != "cpu",
         "engine='ray'": options.ray is not None,
-        "workers that are started by hand or by a cluster manager": by_hand,
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
         "VerificationOptions(verify=...)": bool(options.verification.verify),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,10 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
+from lightning_recycle.control.journal import Process as ProcessRecord
 from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.planning.grid import Grid
 
 
 class Process:
@@ -154,3 +158,25 @@ def test_closing_ends_what_was_started_and_never_taken() -> None:
     threading.Timer(0.05, start.may_go_on.set).start()  # one that is still starting is waited for
     found.close()
     assert [process.killed for process in processes] == [True, True]
+
+
+def test_the_members_of_a_position_are_on_one_node_if_spares_allow_it() -> None:
+    positions = Positions(Grid(2, 2, 1), 2)
+
+    def placed(nodes: str) -> dict[int, str]:
+        found = Vacancies(CoordinatorOptions(), None, lambda: None, positions)
+        free, at, held = set(range(positions.num_workers)), {}, Counter[int]()
+        for node in nodes:
+            found.spares.append((NotImplemented, ProcessRecord("", 0, node, "", 0)))
+            rank, _, process = found.place_spare(free, held) or pytest.fail("there is room")
+            held[positions.column(rank)] += 1
+            free.discard(rank)
+            at[rank] = process.node
+        return at
+
+    for nodes in ("aabbccdd", "abcdabcd", "aaaabbbb", "abababab", "abbaabba"):
+        at = placed(nodes)
+        assert all(len({at[rank] for rank in positions.ranks(position)}) == 1 for position in positions.grid.workers())
+    for nodes in ("aaaabbbb", "abababab"):  # a pipeline is on one node, too
+        at = placed(nodes)
+        assert [len({at[rank] for rank in range(first, first + 4)}) for first in (0, 4)] == [1, 1]

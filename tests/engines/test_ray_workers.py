@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.engines.ray_cluster import Node
 from lightning_recycle.errors import WorkerStartError
@@ -84,10 +85,10 @@ def start(group: RayWorkerGroup, rank: int, joining: bool = False) -> RayWorkerP
 
 @pytest.fixture
 def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a cluster, and the group of a run of 2 x 2 workers on it."""
+    """Makes a cluster, and the group of a run of 2 x 2 positions on it."""
     groups: list[RayWorkerGroup] = []
 
-    def make(start_timeout: float = 30.0, **room: float) -> tuple[Cluster, RayWorkerGroup]:
+    def make(start_timeout: float = 30.0, members: int = 1, **room: float) -> tuple[Cluster, RayWorkerGroup]:
         cluster = Cluster(**room)
         monkeypatch.setattr(ray_cluster, "connect", lambda: cluster)
         monkeypatch.setattr(ray_cluster, "import_ray", lambda: cluster)
@@ -96,7 +97,7 @@ def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(ray_cluster, "alive_nodes", lambda: frozenset(cluster.room))
         monkeypatch.setattr(ray_cluster, "draining_nodes", lambda: frozenset(cluster.draining))
         monkeypatch.setattr(ray_cluster, "start_actor", cluster.start_actor)
-        groups.append(RayWorkerGroup(print, None, Grid(2, 2, 2), {"CPU": 1.0}, start_timeout))
+        groups.append(RayWorkerGroup(print, None, Positions(Grid(2, 2, 2), members), {"CPU": 1.0}, start_timeout))
         return cluster, groups[-1]
 
     yield make
@@ -111,6 +112,19 @@ def test_each_pipeline_starts_on_its_node_or_wherever_there_is_room_by_then(imit
         start(group, rank)
     assert cluster.asked == [("a", False), ("a", False), ("b", False), ("b", False)]
     assert cluster.calls == 4 * ["node", "run"], "where it is must be known before its training is over"
+
+
+def test_the_members_of_a_position_start_on_one_node_and_are_replaced_on_one(imitate: Any) -> None:
+    cluster, group = imitate(members=2, a=3, b=3, c=2, d=3)
+    workers = [start(group, rank) for rank in range(8)]
+    asked = [node for node, _ in cluster.asked]
+    assert asked[::2] == asked[1::2], "a node with room for three takes one position"
+    assert len(set(asked)) == 4
+    lost = workers[4].rank, workers[5].rank
+    cluster.room = {"e": 2.0, "f": 1.0, **{name: 0.0 for name in cluster.room if name != asked[4]}}
+    for rank in lost:
+        start(group, rank, joining=True)
+    assert cluster.asked[8:] == [("e", True), ("e", True)]
 
 
 def test_without_room_for_all_the_start_ends_with_what_was_wanted(imitate: Any) -> None:

@@ -141,7 +141,7 @@ class Coordinator:
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._watch = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
         self._rendezvous = PublishedKeys()
-        self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, self._state.columns)
+        self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, self._state.positions)
         self._entrance = Admission(self, self._loop, self._vacancies, objection, self._readmission)
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}

@@ -9,12 +9,14 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import NonBlockingConnection
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.planning.grid import Grid
 
 __all__ = [
     "Vacancies",
@@ -32,7 +34,7 @@ class Vacancies:
         options: how many replacements may be started.
         start_worker: starts the process for a rank, given its incarnation and the rank whose device it runs on.
         wake: called when :meth:`take_started` has something to return.
-        stages: the number of stages of the grid.
+        positions: the positions of the run; by default each is a pipeline.
 
     Attributes:
         spares: connections of the workers that wait for a position, with the process of each.
@@ -46,13 +48,13 @@ class Vacancies:
         options: CoordinatorOptions,
         start_worker: Callable[[int, int, int], WorkerProcess] | None,
         wake: Callable[[], None],
-        stages: int = 1,
+        positions: Positions | None = None,
     ) -> None:
         self.spares: list[tuple[NonBlockingConnection, Process]] = []
         self.may_move = options.recovery.move_workers
-        self._stages = stages
+        self._positions = Positions(Grid(1, 1, 1)) if positions is None else positions
         self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
-        self._pipelines: dict[int, Counter[str]] = {}  # how many of each machine, by pipeline
+        self._counts: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # of each machine, by place
         self._options = options
         self._start_worker = start_worker
         self._wake = wake
@@ -69,46 +71,51 @@ class Vacancies:
     def place_spare(
         self, free: Collection[int], held: Mapping[int, int]
     ) -> tuple[int, NonBlockingConnection, Process] | None:
-        """Chooses one of the positions ``free`` for the spare that has waited longest, if there is one: of a stage of
-        which the fewest are ``held``, by stage. Returns it with the connection and the process of the spare.
+        """Chooses one of the places ``free`` for the spare that has waited longest, if there is one: of a column of
+        which the fewest are ``held``, by column. Returns it with the connection and the process of the spare.
         """
         if not free or not self.spares:
             return None
         connection, process = self.spares.pop(0)
-        node = process.node
-        fewest = min(held.get(rank % self._stages, 0) for rank in free)
-        lowest: dict[int, int] = {}  # free position of each pipeline
+        lowest: dict[int, int] = {}  # free place of each position, or of each pipeline if members need not be together
+        members, columns = self._positions.members, self._positions.columns
+        fewest = min(held.get(rank % columns, 0) for rank in free)
         for rank in free:
-            pipeline, stage = divmod(rank, self._stages)
-            if held.get(stage, 0) == fewest:
-                lowest[pipeline] = min(rank, lowest.get(pipeline, rank))
-        rank = min((*self._strangeness(pipeline, node), first) for pipeline, first in lowest.items())[-1]
-        self._take_node(rank, node)
+            if held.get(rank % columns, 0) == fewest:
+                place = rank // (members if members > 1 else columns)
+                lowest[place] = min(rank, lowest.get(place, rank))
+        rank = min(lowest.values(), key=lambda rank: (*self._strangeness(rank, process.node), rank))
+        self._take_node(rank, process.node)
         return rank, connection, process
 
     def _take_node(self, rank: int, node: str) -> None:
         self._nodes[rank] = node
-        self._pipelines.setdefault(rank // self._stages, Counter())[node] += 1
+        for counter in self._counters(rank):
+            counter[node] += 1
+
+    def _counters(self, rank: int) -> tuple[Counter[str], Counter[str]]:
+        """How many workers of each machine are in the position and in the pipeline of ``rank``."""
+        members, columns = self._positions.members, self._positions.columns
+        return self._counts["position", rank // members], self._counts["pipeline", rank // columns]
 
     def held_before(self, rank: int, node: str, incarnation: int) -> None:
         """A worker of ``node`` holds position ``rank`` since before this coordinator was started again."""
         self._take_node(rank, node)
         self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 
-    def _strangeness(self, pipeline: int, node: str) -> tuple[bool, bool]:
-        """How badly a worker of ``node`` fits the pipeline: best is one with others of its node, so that loss of the
-        node hits different stages, next an empty one.
+    def _strangeness(self, rank: int, node: str) -> tuple[bool, bool, bool, bool]:
+        """How badly a worker of ``node`` fits the place ``rank``. Best is a position with members on this node alone,
+        which the collectives of its layers do not leave, next an empty one. Of these the best is in a pipeline with
+        others of its node, so that loss of the node hits different stages, next in an empty one.
         """
-        nodes = self._pipelines.get(pipeline, {}).keys()
-        return node not in nodes, bool(nodes - {node})
+        position, pipeline = (+counter for counter in self._counters(rank))
+        return bool(position.keys() - {node}), not position, node not in pipeline, bool(pipeline.keys() - {node})
 
     def leave_node(self, rank: int) -> None:
         """The worker at ``rank`` is gone."""
         if (node := self._nodes.pop(rank, None)) is not None:
-            nodes = self._pipelines[rank // self._stages]
-            nodes[node] -= 1
-            if not nodes[node]:
-                del nodes[node]
+            for counter in self._counters(rank):
+                counter[node] -= 1
 
     def forget_spare(self, connection: NonBlockingConnection) -> None:
         """The spare behind ``connection`` is gone."""

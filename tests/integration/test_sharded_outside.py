@@ -1,0 +1,50 @@
+"""Members of positions that a cluster manager starts, each a process of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from outside_member import STEPS
+from sharded import plain_loop
+from support.training import TOLERANCE
+from support.waiting import PATIENCE
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("told", [True, False], ids=["told", "asks the first worker"])
+def test_members_that_are_started_by_hand_and_spares_that_replace_two(told: bool, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "RECYCLE_KEY": "the key of this test", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_recycle.control.coordinator.standalone",
+        "--runs",
+        "1",
+        "--listen",
+        f"127.0.0.1:{port}",
+    ]
+    sizes = ["--pipelines", "2", "--stages", "1", "--microbatches", "2", "--processes-per-position", "2"]
+    coordinator = subprocess.Popen([*command, *(sizes if told else [])], env=environment)
+    environment["RECYCLE_COORDINATOR"] = f"127.0.0.1:{port}"
+    worker = [sys.executable, str(HERE / "outside_member.py"), str(tmp_path)]
+    workers = [subprocess.Popen(worker, env=environment) for _ in range(6)]
+    try:
+        statuses = sorted(one.wait(PATIENCE) for one in workers)
+        assert coordinator.wait(PATIENCE) == 0
+    finally:
+        for process in (coordinator, *workers):
+            process.kill()
+            process.wait()
+    assert statuses == [-9, 0, 0, 0, 0, 0]
+    expected = {f"model.{name}": p for name, p in plain_loop(2, steps=STEPS).named_parameters()}
+    trained = torch.load(tmp_path / f"step={STEPS}.ckpt", weights_only=True)["state_dict"]
+    assert trained.keys() == expected.keys()
+    assert max(float((trained[name] - p).detach().abs().max()) for name, p in expected.items()) < TOLERANCE
