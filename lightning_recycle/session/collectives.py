@@ -44,26 +44,32 @@ _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch
 """Packages that ask for a process group where nothing depends on the answer."""
 
 
-def watch_process_group(is_in_step: Callable[[], bool]) -> None:
-    """Warns once if a step asks torch for a default process group: there is none, and it would go on as if alone."""
+def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False) -> None:
+    """Warns once if a step asks torch for a default process group: there is none, and it would go on as if alone.
+
+    Args:
+        is_in_step: whether a step runs.
+        of_members: whether the members of a position form one, for torch's sharded tensors. Others are answered that
+            there is none: what members hold, such as the state of a metric, is not to be summed over them.
+    """
     known = getattr(dist.is_initialized, "watched", dist.is_initialized)
     warned = False
 
     def is_initialized() -> bool:
         nonlocal warned
-        if not warned and is_in_step():
-            caller = sys._getframe(1)
-            if caller.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-                warned = True
-                warnings.warn(
-                    f"{caller.f_code.co_name} ({caller.f_code.co_filename}, line {caller.f_lineno}) asks"
-                    " torch.distributed.is_initialized() in a step. It is False: with this strategy there is no process"
-                    " group that steps could use, so what they would gather from other workers, such as negatives, is"
-                    " that of this worker's micro-batch alone. Use a larger batch_size, or gather in a hook with"
-                    " self.all_gather.",
-                    stacklevel=2,
-                )
-        return known()
+        caller = sys._getframe(1)
+        package = caller.f_globals.get("__name__", "").partition(".")[0]
+        if not warned and package not in _LIBRARIES and is_in_step():
+            warned = True
+            warnings.warn(
+                f"{caller.f_code.co_name} ({caller.f_code.co_filename}, line {caller.f_lineno}) asks"
+                " torch.distributed.is_initialized() in a step. It is False: with this strategy there is no process"
+                " group that steps could use, so what they would gather from other workers, such as negatives, is"
+                " that of this worker's micro-batch alone. Use a larger batch_size, or gather in a hook with"
+                " self.all_gather.",
+                stacklevel=2,
+            )
+        return known() and (package == "torch" or not of_members)
 
     is_initialized.watched = known  # type: ignore[attr-defined]
     dist.is_initialized = is_initialized

@@ -195,7 +195,7 @@ class Session:
         side_effects = recorder.side_effects
         self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
-        watch_process_group(self.collectives.is_in_step)
+        watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         return recorder
 
     def _make_steps(self, ties: StageTies) -> TrainingSteps:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
@@ -161,6 +162,23 @@ def test_what_is_not_supported_is_refused_before_a_worker_starts(
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, **{"devices": 2, "max_steps": 1, **QUIET, **options})
     with pytest.raises((UnsupportedFeatureError, ConfigurationError), match=expected):
         trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
+
+
+class Metered(Ordinary):
+    """Counts its samples with torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.samples.update(float(len(batch[0])))
+        self.log("samples", self.samples)
+
+
+def test_the_members_of_a_position_are_no_replicas_for_metrics() -> None:
+    trainer = fit(Metered(), (2, 1, 2), validates=True, val_check_interval=4)
+    assert float(trainer.callback_metrics["samples"]) == len(dataset())
 
 
 class KeepsItsMesh(Ordinary):

@@ -29,3 +29,15 @@ def test_a_step_that_asks_for_a_process_group_is_warned_once(monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not gather_negatives()
+
+
+@pytest.mark.parametrize("of_members", [False, True])
+def test_the_group_of_a_positions_members_is_for_torch_alone(monkeypatch: pytest.MonkeyPatch, of_members: bool) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    watch_process_group(lambda: False, of_members)
+    asks = {
+        name: eval("lambda dist: dist.is_initialized()", {"__name__": name})
+        for name in ("torch.distributed.tensor", "torchmetrics.metric", "lightning.fabric")
+    }
+    assert [ask(dist) for ask in asks.values()] == [True, not of_members, not of_members]
+    assert gather_negatives() is not of_members
