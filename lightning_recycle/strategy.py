@@ -43,7 +43,7 @@ from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
 from lightning_recycle.session.lightning_internals import AFTER_SAVING, WrappingCheckpointIO, set_device_mesh
-from lightning_recycle.session.requirements import check_shards
+from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
 
 __all__ = ["ReCycleStrategy"]
@@ -364,7 +364,7 @@ class ReCycleStrategy(ParallelStrategy):
         session, mesh, module = self._session, self._session.mesh, self.lightning_module
         assert module is not None
         set_device_mesh(module, mesh.mesh)
-        with mesh.building_alone():
+        with mesh.building_alone(), plans_checked(module):
             yield
         check_shards(module, session.run.mesh_sizes, warns=session.collectives.leads)
 

@@ -7,6 +7,8 @@ anything starts. What is supported, with the reasons for the rest, is listed in 
 from __future__ import annotations
 
 import contextlib
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,10 +47,12 @@ __all__ = [
     "check_trained",
     "check_trainer",
     "loaders_in",
+    "plans_checked",
     "several_optimizers_refused",
     "warn_of_lost_compilation",
 ]
 
+_UNRESOLVED = re.compile(r"Parallelize plan key ('.*?') could not be resolved")
 _GRAPHED = "make_graphed_callables.<locals>"  # in the name of the forward of what it returns
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
@@ -195,6 +199,25 @@ def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str
                 f"configure_model() calls fully_shard() for {name}.{names[part]}, whose layers are on several stages:"
                 " call it for each layer instead."
             )
+
+
+@contextlib.contextmanager
+def plans_checked(module: pl.LightningModule) -> Iterator[None]:
+    """Raises ConfigurationError if plans of ``parallelize_module()`` name modules that do not exist, and no layer is
+    made parallel in the block; torch warns of each such name and goes on.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for one in caught:  # with the user's filters
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    found = [match[1] for one in caught if (match := _UNRESOLVED.match(str(one.message)))]
+    if found and not any(is_divided_by(p, TENSOR_PARALLEL) for p in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_model() makes no layer parallel: its plan names {', '.join(found)}, and"
+            " the module that it gives to parallelize_module() has no such parts. Name them from that module on, as in"
+            " its named_modules()."
+        )
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:

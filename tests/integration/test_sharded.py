@@ -164,6 +164,21 @@ def test_what_is_not_supported_is_refused_before_a_worker_starts(
         trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
 
 
+class Misnamed(Ordinary):
+    def configure_model(self) -> None:
+        parallelize_module(self.model, self.device_mesh["tensor_parallel"], {"0.upp": ColwiseParallel()})
+
+
+@pytest.mark.long
+def test_a_plan_that_names_no_module_is_an_error_and_an_idle_mesh_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"its plan names 'upp'"):
+        fit(Misnamed(), (1, 1, 2))
+    module = Alone()
+    fit(module, (1, 1, 2))
+    assert "2 processes of each position do the same work" in capfd.readouterr().err
+    assert error(module, plain_loop(1)) < TOLERANCE
+
+
 class Metered(Ordinary):
     """Counts its samples with torchmetrics."""
 
