@@ -254,8 +254,10 @@ class Checkpoints:
         states: list[str] = []
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index, optimizer in enumerate(optimizers):
-            mine = parameter_numbers(self._all_parameter_names(optimizer), self.copies, self._stage)
-            states += [f"optimizer_{index}.param_groups", *(f"optimizer_{index}.state.{number}." for number in mine)]
+            names = self._all_parameter_names(optimizer)
+            mine = [self.copies.get((self._stage, name), name) for group in names[self._stage] for name in group]
+            keys = [*parameter_numbers(names, self.copies, self._stage), *mine]  # of this package, of others
+            states += [f"optimizer_{index}.param_groups", *(f"optimizer_{index}.state.{key}." for key in keys)]
         return load_sharded(path, lambda key: key in wanted or key.startswith(tuple(states)))
 
     # ------------------------------------------------------------------ saving

@@ -192,14 +192,15 @@ def split_optimizer_state(
             f"The checkpoint's optimizer has {len(whole['param_groups'])} parameter groups, this one"
             f" {len(names[stage])}: create the same groups as when the checkpoint was written."
         )
-    saved: dict[str, int] = {}
+    saved: dict[str, Any] = {}
     for index, (group, known) in enumerate(zip(whole["param_groups"], merged_names(names, copies), strict=True)):
         if len(group["params"]) != len(known):
             raise ConfigurationError(
                 f"Parameter group {index} of the checkpoint's optimizer has {len(group['params'])} parameters, that of"
                 f" this model {len(known)}: the model or configure_optimizers() differs from the one that was saved."
             )
-        saved.update(zip(known, group["params"], strict=True))
+        by_name = set(known) == set(group["params"])  # as ModelParallelStrategy has them
+        saved.update(zip(group["params"] if by_name else known, group["params"], strict=True))
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     next_index = 0

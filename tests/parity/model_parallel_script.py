@@ -1,0 +1,154 @@
+"""A small Llama as in Lightning's example of ModelParallelStrategy.
+
+``model_parallel_script.py STRATEGY STEPS OUTPUT [resume=CHECKPOINT] [folder]``: trains with ``model_parallel`` or
+``recycle`` on a mesh of 1 x 2 and saves a checkpoint; with ``folder`` a distributed one.
+"""
+
+import sys
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_recycle import CheckpointOptions, ReCycleStrategy
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.output = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+OUTER: dict[str, Any] = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+}
+BLOCK: dict[str, Any] = {
+    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention.wq": ColwiseParallel(),
+    "attention.wk": ColwiseParallel(),
+    "attention.wv": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "attention_norm": SequenceParallel(),
+    "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "feed_forward.w1": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "feed_forward.w3": ColwiseParallel(),
+    "ffn_norm": SequenceParallel(),
+}
+
+
+class Llama(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer()
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["tensor_parallel"]
+        parallelize_module(self.model, mesh, OUTER)
+        for layer in self.model.layers:
+            parallelize_module(layer, mesh, BLOCK)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        output = self.model(batch[:, :-1])
+        with loss_parallel():
+            return F.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            super().backward(*args, **kwargs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=True)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(RandomTokens(), batch_size=8)
+
+
+class RandomTokens(Dataset[Any]):
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, item: int) -> Tensor:
+        generator = torch.Generator().manual_seed(item)
+        return torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
+
+
+def main() -> None:
+    name, steps, output, *rest = sys.argv[1:]
+    folder, options = "folder" in rest, dict(word.split("=", 1) for word in rest if "=" in word)
+    strategies: dict[str, Any] = {
+        "model_parallel": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=folder),
+        "recycle": lambda: ReCycleStrategy(
+            pipeline_parallel_size=1,
+            num_microbatches=2,
+            tensor_parallel_size=2,
+            checkpoints=CheckpointOptions(save_distributed_checkpoint=folder),
+        ),
+    }
+    L.seed_everything(1)
+    keep = L.pytorch.callbacks.ModelCheckpoint(output, "{step}", every_n_train_steps=int(steps))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategies[name](), max_steps=int(steps), callbacks=[keep],
+        use_distributed_sampler=False, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Llama(), ckpt_path=options.get("resume"))
+
+
+if __name__ == "__main__":
+    main()
