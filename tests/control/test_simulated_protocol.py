@@ -279,6 +279,10 @@ def test_a_step_that_was_settled_before_a_loss_is_not_guessed_again(number: int)
     check_histories([number])
 
 
+def test_a_parked_worker_does_not_apply_a_step_with_the_contributions_to_the_next_one() -> None:
+    check_histories([600_000], members=2)
+
+
 def test_a_stage_that_still_guesses_learns_what_another_one_knows() -> None:
     """Of the stages that have applied a step that others do again, one has heard the answer to its commit."""
     assert check_histories(range(2608, 2609), ends=True)["Ended"]

@@ -230,7 +230,9 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
     for rank in sorted(state.roster.assembled):
         one = statuses[rank]
         guessed = one.unsettled and one.version == decision.version
-        if guessed and (settled or len(commits) < state.columns):  # nobody can tell it any more whether it was right
+        # It is to apply the step before the one whose contributions are known.
+        forgotten = settled and one.version < decision.version
+        if forgotten or (guessed and (settled or len(commits) < state.columns)):  # no worker knows them any more
             return _lose_stage(state, state.stage_of(rank))
     state, vote, excused = corruption_response.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
