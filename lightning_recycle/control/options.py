@@ -98,6 +98,10 @@ class RecoveryOptions(OptionGroup):
             self._refuse("max_pipelines", f"the run has {pipelines} pipelines: give at least that many")
         return self.max_pipelines or pipelines
 
+    def least(self, pipelines: int) -> int:
+        """The workers of each stage with which a run of so many ``pipelines`` begins."""
+        return self.min_pipelines or pipelines
+
     def check_start(self, pipelines: int) -> None:
         """Raises ConfigurationError if a run of ``pipelines`` pipelines can never begin."""
         if (self.min_pipelines or 0) > pipelines:

@@ -258,6 +258,7 @@ class LocalWorkerGroup:
     """
 
     host = "127.0.0.1"
+    without_room = frozenset[int]()
 
     def __init__(self, target: Callable[[Any], None], payload: Any) -> None:
         self._target = target

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5  # between two looks at the nodes of the cluster
 _ROOM_SECONDS = 10.0  # for the resources of workers that have ended to be free again
 _TRAVELS = ("RECYCLE_", "PL_")  # beginnings of the variables that workers have from the launching process
+_LAST_CALL_SECONDS = 5.0  # without a further worker, until a run begins that has enough
 _HOME_SECONDS = 30.0  # for a replacement to start on its node; then it may be anywhere
 _STAYS = ("RECYCLE_LISTEN", "RECYCLE_KEY", "RECYCLE_KEY_FILE", "RECYCLE_COORDINATOR", "RECYCLE_NODE", "RECYCLE_HOST")
 
@@ -148,7 +150,8 @@ class RayWorkerGroup:
         payload: the value for every worker.
         positions: those of the run; the members of a position have one node if one has room for them.
         resources: resources that Ray reserves for each worker.
-        start_timeout: seconds in which Ray must have room for all workers.
+        start_timeout: seconds in which Ray must have room for all workers, or for enough.
+        least: how many workers of each stage are enough to begin. Then the others are requested again, to join.
 
     Raises:
         ConfigurationError: if the payload cannot be pickled, or Ray is not installed.
@@ -161,6 +164,7 @@ class RayWorkerGroup:
         positions: Positions,
         resources: Mapping[str, float],
         start_timeout: float,
+        least: int,
     ) -> None:
         self._ray = ray_cluster.connect()
         self.host = ray_cluster.node_address()
@@ -170,7 +174,8 @@ class RayWorkerGroup:
         self._name = uuid.uuid4().hex[:12]
         self._environment = {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _STAYS}
         self._members = WorkerHandles[RayWorkerProcess]()
-        self._started = 0
+        self._started, self._least = 0, least
+        self.without_room = frozenset[int]()
         self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
         self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
         grid = positions.grid
@@ -231,9 +236,25 @@ class RayWorkerGroup:
         return worker
 
     def _await_room(self) -> None:
-        """Waits until all of the first workers have started, or one has ended, as the coordinator will see."""
+        """Waits until each of the first workers has started, or has ended, as the coordinator will see; or until enough
+        of them have, and for a while no other.
+        """
         deadline = time.monotonic() + self._start_timeout
-        while not all(self._has_started(worker) for worker in self._members.living()):
+        waiting, since = self._members.living(), time.monotonic()
+        while waiting:
+            self._has_started(waiting[0])  # waits for a moment
+            left = [worker for worker in waiting if not self._has_started(worker, seconds=0.0)]
+            if len(left) < len(waiting):
+                waiting, since = left, time.monotonic()
+                continue
+            missing = Counter(self._positions.column(worker.rank) for worker in waiting)
+            is_enough = max(missing.values()) <= self._positions.grid.lanes - self._least
+            if is_enough and time.monotonic() - since > _LAST_CALL_SECONDS:
+                self.without_room = frozenset(worker.rank for worker in waiting)
+                for worker in waiting:
+                    worker.kill()
+                    worker.release()
+                return
             if time.monotonic() > deadline:
                 raise WorkerStartError(
                     f"Ray had no room for {self._positions.num_workers} workers with {dict(self._resources)} each"
@@ -242,9 +263,9 @@ class RayWorkerGroup:
                     f" which {self._ray.available_resources()} are free."
                 )
 
-    def _has_started(self, worker: RayWorkerProcess) -> bool:
-        """Whether a worker has started, or has ended, within a moment."""
-        if not self._ray.wait([worker.node], timeout=_POLL_SECONDS)[0]:
+    def _has_started(self, worker: RayWorkerProcess, seconds: float = _POLL_SECONDS) -> bool:
+        """Whether a worker has started, or has ended, within so many seconds."""
+        if not self._ray.wait([worker.node], timeout=seconds)[0]:
             return False
         with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended
             self._nodes[worker.rank] = str(self._ray.get(worker.node))

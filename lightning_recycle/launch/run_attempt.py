@@ -205,7 +205,8 @@ class RunAttempt:
             from lightning_recycle.launch.ray_workers import RayWorkerGroup
 
             positions, timeout = self._setup.positions, options.recovery.start_timeout
-            return RayWorkerGroup(worker_main, payload, positions, _needs(self._run), timeout)
+            least = options.recovery.least(positions.grid.pipelines)
+            return RayWorkerGroup(worker_main, payload, positions, _needs(self._run), timeout, least)
         return LocalWorkerGroup(worker_main, payload)
 
     def _make_coordinator(self, planner: PlanProvider) -> Coordinator:
@@ -224,6 +225,7 @@ class RunAttempt:
             start_worker=self._start_worker,
             setup=pack(self._setup),
             members=self._setup.positions.members,
+            grows=self._run.options.ray is not None,
         )
 
     def _start_workers(self) -> dict[int, WorkerProcess]:
@@ -231,7 +233,8 @@ class RunAttempt:
         count = self._setup.positions.num_workers
         if self._run.options.ray is None:
             count = min(count, self._run.num_devices)
-        return {rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(count)}
+        started = {rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(count)}
+        return {rank: process for rank, process in started.items() if rank not in self._group.without_room}
 
     def _start_worker(self, rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
         """Starts the worker of position ``rank``; ``device``: the position whose device it gets."""

@@ -26,10 +26,12 @@ class WorkerGroup(Protocol):
     Attributes:
         payload: to be passed as, or within, the argument of each worker.
         host: the address of this machine as the workers reach it.
+        without_room: the ranks of the first workers that were not started, as there is no room for them yet.
     """
 
     payload: Any
     host: str
+    without_room: frozenset[int]
 
     def start(self, argument: Any, name: str) -> WorkerProcess:
         """Starts a worker; callable from any thread.

@@ -88,7 +88,9 @@ def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a cluster, and the group of a run of 2 x 2 positions on it."""
     groups: list[RayWorkerGroup] = []
 
-    def make(start_timeout: float = 30.0, members: int = 1, **room: float) -> tuple[Cluster, RayWorkerGroup]:
+    def make(
+        start_timeout: float = 30.0, members: int = 1, least: int = 2, **room: float
+    ) -> tuple[Cluster, RayWorkerGroup]:
         cluster = Cluster(**room)
         monkeypatch.setattr(ray_cluster, "connect", lambda: cluster)
         monkeypatch.setattr(ray_cluster, "import_ray", lambda: cluster)
@@ -97,7 +99,8 @@ def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(ray_cluster, "alive_nodes", lambda: frozenset(cluster.room))
         monkeypatch.setattr(ray_cluster, "draining_nodes", lambda: frozenset(cluster.draining))
         monkeypatch.setattr(ray_cluster, "start_actor", cluster.start_actor)
-        groups.append(RayWorkerGroup(print, None, Positions(Grid(2, 2, 2), members), {"CPU": 1.0}, start_timeout))
+        positions = Positions(Grid(2, 2, 2), members)
+        groups.append(RayWorkerGroup(print, None, positions, {"CPU": 1.0}, start_timeout, least))
         return cluster, groups[-1]
 
     yield make
@@ -125,6 +128,26 @@ def test_the_members_of_a_position_start_on_one_node_and_are_replaced_on_one(imi
     for rank in lost:
         start(group, rank, joining=True)
     assert cluster.asked[8:] == [("e", True), ("e", True)]
+
+
+def test_with_room_for_enough_the_others_are_asked_for_again_to_join(
+    imitate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_workers, "_LAST_CALL_SECONDS", 0.1)
+    cluster, group = imitate(least=1, a=2, b=1)
+    workers = [start(group, rank) for rank in range(4)]
+    assert group.without_room == {3}
+    assert workers[3].describe_exit(1.0) is not None
+    assert [worker.describe_exit(0.0) for worker in workers[:3]] == 3 * [None]
+    cluster.room["c"] = 1
+    assert start(group, 3, joining=True).describe_exit(0.0) is None
+
+
+def test_a_stage_without_enough_workers_is_waited_for(imitate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_workers, "_LAST_CALL_SECONDS", 0.01)
+    _, group = imitate(start_timeout=0.3, least=1, a=1)
+    with pytest.raises(WorkerStartError, match="no room for 4 workers"):
+        [start(group, rank) for rank in range(4)]
 
 
 def test_without_room_for_all_the_start_ends_with_what_was_wanted(imitate: Any) -> None:

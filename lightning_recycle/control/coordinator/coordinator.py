@@ -89,6 +89,7 @@ class Coordinator:
         journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
         takes_results: whether somebody takes the results from the outcome of the run.
         members: the processes of each position of the grid.
+        grows: whether ``start_worker`` finds devices for positions that no worker had at the start, however late.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -111,6 +112,7 @@ class Coordinator:
         journal: Journal | None = None,
         takes_results: bool = True,
         members: int = 1,
+        grows: bool = False,
     ) -> None:
         self.grid = grid
         self.members = members
@@ -159,7 +161,8 @@ class Coordinator:
         self._closing = False
         self._deserted = False
         self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
-        self._started: dict[int, WorkerProcess] = {}  # of the first roster
+        self._started: dict[int, WorkerProcess] = {}  # the first at each position that were started here
+        self._grows = grows
         self._last_call = 0.0  # when no further worker of the first roster is expected
         self._end_wanted = False
         self._unconfirmed: dict[int, messages.Confirm] = {}
@@ -335,12 +338,9 @@ class Coordinator:
 
     def _begin_with_fewer(self) -> None:
         """Lets the run begin without workers where none is there or being started, if it may."""
-        least = self.options.recovery.min_pipelines
-        if least is None and self.grid.lanes > self.grid.pipelines:
-            least = self.grid.pipelines
         vacant = frozenset(rank for rank in self._state.roster.live if not self._workers.has(rank))
-        if vacant and least is not None:
-            self._handle(protocol.StartDue(vacant, least))
+        if vacant:
+            self._handle(protocol.StartDue(vacant, self.options.recovery.least(self.grid.pipelines)))
 
     def _await_return(self, now: float) -> None:
         """Gives up who does not return to this coordinator, which was started again."""
@@ -376,6 +376,7 @@ class Coordinator:
             if process is None:
                 self._lose_candidate(rank)
             else:
+                self._started.setdefault(rank, process)
                 self._workers.watch_exit(rank, process)
         held, self._held = self._held, None
         if held is not None:
@@ -475,12 +476,13 @@ class Coordinator:
             if (
                 self._has_candidate(rank)
                 or any(self._wrong[one] >= _WRONG_STATES for one in self._state.positions.expand({rank}))
-                or not self._vacancies.may_start(rank, now)
+                or not self._vacancies.may_start(rank, now, is_first=rank not in self._started)
             ):
                 continue
-            if self.options.recovery.max_restarts and rank in self._started:  # others have no device here
-                self._history.add("restarting", self._state, rank)
-                self._vacancies.start(rank)
+            has_been_held = rank in self._started
+            if (self.options.recovery.max_restarts and has_been_held) or (self._grows and not has_been_held):
+                self._history.add("restarting" if has_been_held else "growing", self._state, rank)
+                self._vacancies.start(rank, is_first=not has_been_held)
                 self._watch.expect(rank, now)
             elif self._vacancies.may_move and not self._state.roster.moves and self.members == 1:
                 mover = self._plans.propose_move(self._failed(), self._position(rank))

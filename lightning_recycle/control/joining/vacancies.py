@@ -130,15 +130,16 @@ class Vacancies:
     def is_starting(self, rank: int) -> bool:
         return rank in self._starting
 
-    def may_start(self, rank: int, now: float) -> bool:
-        if self._start_worker is None or self._restarts >= self._options.recovery.most_starts:
+    def may_start(self, rank: int, now: float, is_first: bool = False) -> bool:
+        """Whether a process may be started for ``rank`` now; the first one of a position replaces none."""
+        if self._start_worker is None or (not is_first and self._restarts >= self._options.recovery.most_starts):
             return False
         return now >= self._not_before.get(rank, now)
 
-    def start(self, rank: int, on: int | None = None) -> None:
+    def start(self, rank: int, on: int | None = None, is_first: bool = False) -> None:
         """Starts a process for ``rank``, on the device of rank ``on`` (by default its own)."""
         assert self._start_worker is not None
-        self._restarts += 1
+        self._restarts += not is_first
         self._starting.add(rank)
         incarnation = self.next_incarnation(rank)
         start_worker = self._start_worker
@@ -153,7 +154,8 @@ class Vacancies:
             self._started.put((rank, process))
             self._wake()
 
-        log.info("Starting a replacement for rank %d%s.", rank, "" if on is None else f" on the device of rank {on}")
+        what = "worker" if is_first else "replacement"
+        log.info("Starting a %s for rank %d%s.", what, rank, "" if on is None else f" on the device of rank {on}")
         threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
 
     def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
