@@ -146,7 +146,7 @@ def test_devices_with_which_no_run_begins_are_refused(devices: int, options: dic
 
 
 def test_positions_of_several_processes_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedFeatureError, match=r"size=2 does not support RecoveryOptions\(num_"):
+    with pytest.raises(UnsupportedFeatureError, match=r"do not support RecoveryOptions\(num_"):
         train(4, strategy={"tensor_parallel_size": 2})
 
 
