@@ -344,7 +344,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def is_global_zero(self) -> bool:
         """Whether this process speaks for the run: the supervisor, then the leader, which changes when it dies."""
-        return self._session is None or self._session.collectives.leads
+        return self._session is None or self._session.collectives.is_leader
 
     # ------------------------------------------------------------------ a run
 
@@ -366,7 +366,7 @@ class ReCycleStrategy(ParallelStrategy):
         set_device_mesh(module, mesh.mesh)
         with mesh.building_alone(), plans_checked(module):
             yield
-        check_shards(module, session.run.mesh_sizes, warns=session.collectives.leads)
+        check_shards(module, session.run.mesh_sizes, warns=session.collectives.is_leader)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -135,12 +135,12 @@ class HolderGroup:
         self._returns, self._since = self.client.returns, self.client.generation
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker is the writer."""
         return self.rank == self.writer
 
     @property
-    def speaks(self) -> bool:
+    def is_column_leader(self) -> bool:
         """Whether this worker has a part of the state."""
         return self.rank in self.ranks
 
@@ -153,7 +153,7 @@ class HolderGroup:
         others = [rank for rank in self.ranks if rank != self.rank]
         self._messages += 1
         question, answer = f"{name} {self._messages}", f"answer {self._messages}"
-        if self.leads:
+        if self.is_leader:
             found = {rank: value if rank == self.rank else self._take(rank, question) for rank in self.ranks}
             for rank in others:
                 self._give(rank, answer, found)
@@ -350,7 +350,7 @@ class Batch:
         """This worker's report to all."""
         failures = tuple(request.failure for request in self.requests)
         paths = tuple(request.path for request in self.requests)
-        return BatchReport(self.group.leads, self.is_written, self.version, paths, failures, tuple(self.actions))
+        return BatchReport(self.group.is_leader, self.is_written, self.version, paths, failures, tuple(self.actions))
 
 
 def _given_up(path: str, why: str) -> WriteFailure:

@@ -319,11 +319,11 @@ class Writers(Protocol):
     positions: Positions
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker names the folder."""
 
     @property
-    def speaks(self) -> bool:
+    def is_column_leader(self) -> bool:
         """Whether this worker writes a stage's part."""
 
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
@@ -352,11 +352,11 @@ def save_sharded(
     path, gather = Path(path), collectives.gather_all
     folder: Path | None = None
     while True:
-        if collectives.leads:
+        if collectives.is_leader:
             if folder is not None:  # all live workers have left it, because a writer died
                 discard(folder)
             remove_leftovers(path.parent)
-        proposals = gather("checkpoint folder", temporary_path(path).name if collectives.leads else None)
+        proposals = gather("checkpoint folder", temporary_path(path).name if collectives.is_leader else None)
         names = [name for _, name in sorted(proposals.items()) if name is not None]
         if not names:
             continue
@@ -364,12 +364,12 @@ def save_sharded(
         try:
             outcome = _write_once(path, folder, shard, rest, collectives, before_naming)
         except BaseException:
-            if collectives.leads:
+            if collectives.is_leader:
                 discard(folder)
             raise
         if outcome is None:
             continue
-        if isinstance(outcome, WriteFailure) and collectives.leads:
+        if isinstance(outcome, WriteFailure) and collectives.is_leader:
             discard(folder)
         return outcome
 
@@ -394,7 +394,7 @@ def _write_once(
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    mine = attempt(plan, path, shard) if collectives.speaks else None
+    mine = attempt(plan, path, shard) if collectives.is_column_leader else None
     plans = _parts(gather("checkpoint plan", mine))
     if isinstance(plans, WriteFailure):
         return plans
@@ -429,7 +429,7 @@ def _write_once(
         put_in_place(folder, path)
         return True
 
-    named = attempt(finish, path, rest) if collectives.leads else None
+    named = attempt(finish, path, rest) if collectives.is_leader else None
     outcomes = _parts(gather("checkpoint", named))
     if isinstance(outcomes, WriteFailure):
         return outcomes

@@ -304,7 +304,7 @@ class Checkpoints:
         if self.background is not None and self.background.is_deferring:
             self.background.follow("remove", os.fspath(path))
             return
-        if not self.collectives.leads:
+        if not self.collectives.is_leader:
             return
         try:
             if self.sharded and (local := local_path(path)) is not None:
@@ -329,7 +329,7 @@ class Checkpoints:
         """The leader does it, and all learn of the outcome; if it dies before they do, the next leader does it."""
         while True:
             outcome: bool | WriteFailure | None = None
-            if self.collectives.leads:
+            if self.collectives.is_leader:
                 outcome = attempt(action, path, content) or True
             outcomes = self.collectives.gather_all("checkpoint", outcome).values()
             known = [part for part in outcomes if part is not None]  # of one worker: only one leads
@@ -440,9 +440,9 @@ class Checkpoints:
             return
         group = batch.group
         write = None
-        if group.speaks:
+        if group.is_column_leader:
             part = self._part(batch.copies, checkpoint)
-            rest = _frozen(checkpoint) if group.leads else {}
+            rest = _frozen(checkpoint) if group.is_leader else {}
             of_stages = self._written_by_stage if self.sharded else self._written_by_leader
             write = partial(of_stages, batch, part, rest, path, storage_options)
         background.asked(os.fspath(path))
@@ -473,7 +473,7 @@ class Checkpoints:
         self, batch: Batch, part: _StagePart, rest: dict[str, Any], path: Any, storage_options: Any
     ) -> WriteFailure | None:
         group = batch.group
-        if not group.leads:
+        if not group.is_leader:
             group.send(part)
             return None
         content: list[Any] = []
@@ -505,7 +505,7 @@ class Checkpoints:
         self, batch: Batch, part: _StagePart, rest: dict[str, Any], path: Any, storage_options: Any
     ) -> WriteFailure | None:
         group = batch.group
-        if group.leads:
+        if group.is_leader:
             self._announce(path, batch.version, SavePhase.BEGUN)
         told = group.gather_all("names and objects", (part.names, part.objects))
         names, objects = zip(*(told[rank] for rank in group.ranks), strict=True)
@@ -521,7 +521,7 @@ class Checkpoints:
 
     def _not_completed(self, version: int, failures: Mapping[str, WriteFailure]) -> None:
         """All know that checkpoints of the background were not written."""
-        if self.collectives.leads:
+        if self.collectives.is_leader:
             for path, failure in failures.items():
                 self._announce(path, version, SavePhase.GIVEN_UP, failure.text)
         for failure in failures.values():
@@ -533,7 +533,7 @@ class Checkpoints:
                 f"{failure.text} Free some space, or keep fewer checkpoints (save_top_k); with"
                 " CheckpointOptions(on_checkpoint_error='warn') the training goes on without this one."
             )
-        if self.collectives.leads:
+        if self.collectives.is_leader:
             advice = " Free some space, or keep fewer checkpoints (save_top_k)." if failure.is_refusal else ""
             log.warning("%s What was there before is unchanged, and the training goes on.%s", failure.text, advice)
         if self._unwinding:
@@ -544,9 +544,9 @@ class Checkpoints:
         positions, rank = self.collectives.positions, self.collectives.rank
         while True:
             result = None
-            leads = self.collectives.leads
+            leads = self.collectives.is_leader
             is_leaders = positions.column(rank) == positions.column(self.collectives.leader)
-            if leads or (self.collectives.speaks and not is_leaders):
+            if leads or (self.collectives.is_column_leader and not is_leaders):
                 result = (part(), extras() if leads else None)
             delivered = self.collectives.gather_all(RESULT, result)
             if {positions.column(rank) for rank, yes in delivered.items() if yes} == set(range(positions.columns)):

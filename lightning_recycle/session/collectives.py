@@ -21,7 +21,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.state import leader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Worker
@@ -112,17 +111,17 @@ class WorkerCollectives:
         known = self.client.leader
         if known >= 0:
             return known
-        return self.positions.rank(self.grid.worker(leader(self.grid, range(self.grid.num_workers))))
+        return self.positions.rank(Worker(0, self.grid.stages - 1))
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker speaks for the run."""
         return not self.client.joining and self.rank == self.leader
 
     @property
-    def speaks(self) -> bool:
+    def is_column_leader(self) -> bool:
         """Whether this worker speaks for its stage, or for its part of that."""
-        return self.positions.leads(self.live_workers)[self.positions.column(self.rank)] == self.rank
+        return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
     # ------------------------------------------------------------------ collectives
 
@@ -235,7 +234,7 @@ class WorkerCollectives:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
         self.settle()
         while True:
-            payloads = self.gather_all(name, (part(),) if self.speaks else None)
+            payloads = self.gather_all(name, (part(),) if self.is_column_leader else None)
             parts = {
                 self.positions.column(rank): value[0] for rank, value in sorted(payloads.items()) if value is not None
             }

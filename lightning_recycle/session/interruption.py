@@ -120,7 +120,7 @@ class SaveAndEnd(Callback):
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
         wanted = self._collectives.decide(self._preemption.requeue_wanted, all_agree=False)
         while wanted:
-            leads = self._collectives.leads
+            leads = self._collectives.is_leader
             if leads:
                 self._requeue()
             wanted = not self._collectives.decide(leads, all_agree=False)

@@ -63,7 +63,7 @@ class LogRelay:
         return self._collectives.client.leader_applied
 
     def _on_metrics(self, index: int, *args: Any, **kwargs: Any) -> None:
-        if self._collectives.leads:
+        if self._collectives.is_leader:
             self._log[index](*args, **kwargs)
             _flush(self._loggers[index])
             return
@@ -71,7 +71,7 @@ class LogRelay:
 
     def on_call(self, call: LoggerCall) -> None:
         """Makes a call that a step has recorded, or keeps it for a take-over."""
-        if self._collectives.leads:
+        if self._collectives.is_leader:
             _call(self._loggers[call.logger], call)
             _flush(self._loggers[call.logger])
         else:

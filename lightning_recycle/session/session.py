@@ -147,7 +147,7 @@ class Session:
         """
         if self.grid.num_workers > 1:
             keep_reports_apart(self.trainer)
-        if self.run.has_run and self.collectives.leads:
+        if self.run.has_run and self.collectives.is_leader:
             keep_files(self.trainer.loggers)
 
     def setup(self) -> None:
@@ -232,7 +232,7 @@ class Session:
             context, self.module, self._recorder, self.executor, self.averages, self.finetuning, stop_requests
         )
         wanted = self.options.checkpoints
-        if wanted.background and context.fitting and self.mesh is not None and self.collectives.leads:
+        if wanted.background and context.fitting and self.mesh is not None and self.collectives.is_leader:
             log.warning("Checkpoints are not written in the background with tensor_parallel_size > 1.")
         background = None
         if wanted.background and context.fitting and self.mesh is None:
@@ -360,14 +360,14 @@ class Session:
         """A new generation is complete: this worker may have become the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._follow_leader()
-        if self.collectives.leads and not was_leader:
+        if self.collectives.is_leader and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
             show_progress_bar(self.trainer, self._dataloader_idx)
             keep_monitors_going(self.trainer, self.steps.first_batch)
             self._relay.take_over()
 
     def _follow_leader(self) -> None:
-        rank_zero_only.rank = 0 if self.collectives.leads else max(1, self.place.rank)  # type: ignore[attr-defined]
+        rank_zero_only.rank = 0 if self.collectives.is_leader else max(1, self.place.rank)  # type: ignore[attr-defined]
 
 
 def _refuse_norms(*_: Any) -> list[Any]:

@@ -127,7 +127,7 @@ class StateTransfer:
         """Notes the large data of the user's objects as it is now, and names what a replacement would not get."""
         graph = user_graph(self._trainer)
         self._large_data = LargeData(graph.large)
-        if self._context.collectives.leads and (stays := graph.unpicklable()):
+        if self._context.collectives.is_leader and (stays := graph.unpicklable()):
             log.warning(
                 "A worker that replaces a lost one makes these attributes itself, as they cannot be pickled: %s.",
                 ", ".join(f"{path} ({kind.__name__})" for path, kind in stays.items()),

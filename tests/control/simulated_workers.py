@@ -794,7 +794,7 @@ class SimulatedWorker:
             mine = self.shared[step % 2][first] if self.stage in ahead else frozenset({(self.generation, self.stage)})
             self.tell(f"layers of {first} and {first + 1}", step, mine)
             workers = tuple(rank for rank in self.roster if rank % self.grid.stages in stages)
-            leads = self.positions.leads(self.roster)
+            leads = self.positions.column_leaders(self.roster)
             parts[first] = tuple(leads[stage] for stage in have_sums[:1]) or workers
         return parts
 
@@ -926,7 +926,7 @@ class SimulatedWorker:
     def deliver(self) -> Waits:
         """ReCycleStrategy.deliver_result: asked again if a stage's speaker died meanwhile."""
         while True:
-            speaks = self.positions.leads(self.roster)[self.column] == self.rank
+            speaks = self.positions.column_leaders(self.roster)[self.column] == self.rank
             yield from self.arrive(RESULT, tuple(self.parameters) if speaks else None)
             delivered = {rank % self.columns for rank, yes in self.answer.payloads.items() if yes}
             if len(delivered) == self.columns:

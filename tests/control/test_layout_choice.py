@@ -56,7 +56,7 @@ def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: 
     for _ in range(10):
         for stage, (begin, end) in enumerate(pairwise(cuts)):
             took = sum(seconds[begin:end])
-            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": took, "BW": 2 * took}, {}), leads=True)
+            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": took, "BW": 2 * took}, {}), is_stage_leader=True)
         plans.stepped(1.0)
     schedule = plans.begin_generation(DEAD, (), 10)
     validate(schedule)
@@ -89,7 +89,7 @@ def test_layers_move_away_from_the_stage_that_has_lost_a_worker(monkeypatch: pyt
         )
     for _ in range(10):
         for stage in range(2):
-            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), leads=True)
+            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
         plans.stepped(1.0)
     plans.begin_generation(frozenset({dead}), (), 10)
     found: list[LayoutReady] = []

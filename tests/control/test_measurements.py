@@ -107,7 +107,9 @@ def run(plans: RunPlans, noise: float, steps: int, rng: random.Random) -> list[L
     for step in range(steps):
         for worker in plans.schedules[-1].live_workers:
             measured = seconds(rng, noise)
-            plans.applied(worker, Applied(GRID.rank(worker), step, measured, measured), leads=worker.pipeline == 0)
+            plans.applied(
+                worker, Applied(GRID.rank(worker), step, measured, measured), is_stage_leader=worker.pipeline == 0
+            )
         plans.stepped(0.1)
         wanted += [found for found in plans.better() if isinstance(found, LayoutReady)]
     return wanted

@@ -20,7 +20,7 @@ from membership_feed import (
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
+from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES, with_leader
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import Adoption, Decision, WorkerStatus
 
@@ -649,20 +649,21 @@ def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
     assert "(0, 0) and (0, 1), (0, 1) and (1, 0)" in state.outcome.reason
 
 
-# ---------------------------------------------------------------------- who speaks
+# ---------------------------------------------------------------------- leaders
 
 
 @pytest.mark.parametrize(
-    ("roster", "speaks", "leads"),
+    ("live", "leader", "of_columns"),
     [
         ((0, 1, 2, 3), 1, {0: 0, 1: 1}),
         ((0, 2, 3), 3, {0: 0, 1: 3}),
         ((1, 2, 3), 1, {0: 2, 1: 1}),
-        ((3, 2), 3, {0: 2, 1: 3}),
+        ((2, 3), 3, {0: 2, 1: 3}),
     ],
 )
 def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(
-    roster: tuple[int, ...], speaks: int, leads: dict[int, int]
+    live: tuple[int, ...], leader: int, of_columns: dict[int, int]
 ) -> None:
-    assert s.leader(GRID, roster) == speaks
-    assert s.stage_leads(GRID, roster) == leads
+    state = s.initial_state(GRID).with_roster(live=frozenset(live))
+    assert with_leader(state).roster.leader == leader
+    assert state.positions.column_leaders(live) == of_columns

@@ -44,7 +44,7 @@ class Run:
     def steps(self, count: int = 3) -> None:
         for _ in range(count):
             for stage, seconds in FUSED.items():
-                self.plans.applied(Worker(0, stage), Applied(stage, 0, seconds, {}), leads=True)
+                self.plans.applied(Worker(0, stage), Applied(stage, 0, seconds, {}), is_stage_leader=True)
             self.plans.stepped(1.0)
         self.settle()
 
@@ -151,7 +151,7 @@ def test_what_operations_take_is_what_the_fused_plan_runs(open_run: Callable[...
     run = open_run()
     stale = {"F": 0.02, "B": 1.0, "W": 1.0, "BW": 0.04}
     for stage in range(4):
-        run.plans.applied(Worker(0, stage), Applied(stage, 0, stale, {}), leads=True)
+        run.plans.applied(Worker(0, stage), Applied(stage, 0, stale, {}), is_stage_leader=True)
     run.plans.stepped(1.0)
     timed = run.plans.timed
     assert timed is not None

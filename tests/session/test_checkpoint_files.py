@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 class Alone:
     """The collectives of a run with one worker."""
 
-    leads = speaks = True
+    is_leader = is_column_leader = True
     rank = 0
     positions = SimpleNamespace(columns=1)
 

@@ -400,7 +400,7 @@ class Coordinator:
         said = coordinator_restart.events(returned) if place is not ReturnStanding.MEMBER else iter(())
         if place is ReturnStanding.MEMBER:
             self._watch.reported(rank)
-        if self._leads(rank):
+        if self._is_first_member(rank):
             self._plans.returned(self._position(rank), returned)
         process = describe(returned, returned.incarnation)
         self.admit(rank, connection, process, place is ReturnStanding.CANDIDATE, returned)
@@ -560,7 +560,7 @@ class Coordinator:
                 self._on_connected(message)
                 return
             case messages.Profiled() | messages.Measured() | messages.LayerFacts() | messages.Tried():
-                if self._leads(rank):
+                if self._is_first_member(rank):
                     self._plans.take(self._position(rank), message)
                 return
             case messages.Publish():
@@ -601,9 +601,9 @@ class Coordinator:
             case messages.Applied():
                 self._watch.applied(rank)
                 self._history.held(rank, message.peak_bytes)
-                if self._leads(rank):
+                if self._is_first_member(rank):
                     worker = self._position(rank)
-                    self._plans.applied(worker, message, rank == self._state.lead_of(worker.stage))
+                    self._plans.applied(worker, message, rank == self._state.stage_leader(worker.stage))
             case messages.Broken():
                 log.debug("Worker %s: %s", self._state.name(rank), message)
             case messages.Raised():
@@ -737,7 +737,7 @@ class Coordinator:
     def _position(self, rank: int) -> Worker:
         return self._state.positions.position(rank)
 
-    def _leads(self, rank: int) -> bool:
+    def _is_first_member(self, rank: int) -> bool:
         """Whether ``rank`` is the first member of its position, whose measurements count for all of them."""
         return self._state.positions.member(rank) == 0
 

@@ -153,9 +153,9 @@ class Measurements:
         self.operation_seconds, self.footprints = seconds, {}
         self.levels.forget()
 
-    def applied(self, worker: Worker, message: Applied, leads: bool) -> None:
-        """``worker`` has applied a step; ``leads``: its times are those of its stage."""
-        if leads:
+    def applied(self, worker: Worker, message: Applied, is_stage_leader: bool) -> None:
+        """``worker`` has applied a step; ``is_stage_leader``: its times are those of its stage."""
+        if is_stage_leader:
             self.took(worker.stage, message.operation_seconds)
         if self.steps >= _WARM_UP_STEPS:
             self.levels.observe(worker.stage, self._as_run(message.step_seconds))

@@ -170,9 +170,9 @@ class RunPlans:
 
     # ------------------------------------------------------------------ what is measured
 
-    def applied(self, worker: Worker, message: Applied, leads: bool) -> None:
-        """``worker`` has applied a step; ``leads``: its times are those of its stage."""
-        self.measurements.applied(worker, message, leads)
+    def applied(self, worker: Worker, message: Applied, is_stage_leader: bool) -> None:
+        """``worker`` has applied a step; ``is_stage_leader``: its times are those of its stage."""
+        self.measurements.applied(worker, message, is_stage_leader)
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
 

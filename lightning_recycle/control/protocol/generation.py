@@ -89,7 +89,7 @@ def with_leader(state: MembershipState) -> MembershipState:
         return state
     column = state.columns - state.members  # the first member of the last stage
     last = state.holders(column) or roster.live
-    return state.with_roster(leader=state.positions.leads(last).get(column, min(roster.live)))
+    return state.with_roster(leader=state.positions.column_leaders(last).get(column, min(roster.live)))
 
 
 def on_undo(state: MembershipState, event: messages.Undo) -> Next:

@@ -91,7 +91,7 @@ class Positions:
         firsts = (self.position(rank) for rank in ranks if self.member(rank) == 0)
         return frozenset(position for position in firsts if all(rank in ranks for rank in self.ranks(position)))
 
-    def leads(self, ranks: Iterable[int]) -> dict[int, int]:
+    def column_leaders(self, ranks: Iterable[int]) -> dict[int, int]:
         """For each column with a worker among ``ranks``, the one that speaks for it: that of the lowest pipeline."""
         found: dict[int, int] = {}
         for rank in sorted(ranks, key=self.pipeline):

@@ -6,7 +6,7 @@ functions over them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
@@ -588,7 +588,7 @@ class MembershipState(_Updatable):
         """Pipeline and stage of ``rank``, and its member where positions have several."""
         return self.positions.place(rank)
 
-    def lead_of(self, stage: int) -> int | None:
+    def stage_leader(self, stage: int) -> int | None:
         """The live rank that speaks for ``stage``: the first member of the lowest pipeline; None if there is none."""
         positions = self.positions
         of_column = range(stage * self.members, positions.num_workers, positions.columns)
@@ -625,18 +625,3 @@ def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipS
     live = frozenset(range(grid.num_workers * members))
     lead = (grid.stages - 1) * members
     return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members=members)
-
-
-def leader(grid: Grid, roster: Iterable[int]) -> int:
-    """The rank that speaks for the run at its start and after the leader's death: the live last-stage worker of the
-    lowest pipeline (it owns loss and metrics).
-    """
-    return stage_leads(grid, roster)[grid.stages - 1]
-
-
-def stage_leads(grid: Grid, roster: Iterable[int]) -> dict[int, int]:
-    """For each stage with a live worker, the rank that speaks for it: the one of the lowest pipeline."""
-    leads: dict[int, int] = {}
-    for rank in sorted(roster):
-        leads.setdefault(grid.worker(rank).stage, rank)
-    return leads

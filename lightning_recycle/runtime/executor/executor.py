@@ -434,8 +434,10 @@ class Executor:
         positions, plane = self._positions, self._positions.member(self._client.rank)
         stages = {rank: positions.stage(rank) for rank in resume.roster if positions.member(rank) == plane}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
-        leads = positions.leads(resume.roster)
-        self._runner.leads = {column // positions.members: rank for column, rank in leads.items() if rank in stages}
+        leads = positions.column_leaders(resume.roster)
+        self._runner.stage_leaders = {
+            column // positions.members: rank for column, rank in leads.items() if rank in stages
+        }
         program = self._in_plane(program)
         tie_rosters = {
             tied: [rank for rank, stage in stages.items() if stage in tied]

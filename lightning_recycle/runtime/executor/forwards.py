@@ -89,7 +89,7 @@ class Forwards:
     @property
     def leads_last(self) -> bool:
         """Whether this worker speaks for the last stage."""
-        return self._is_last and self._runner.leads[self._runner.worker.stage] == self._client.rank
+        return self._is_last and self._runner.stage_leaders[self._runner.worker.stage] == self._client.rank
 
     def run_value(self, value: Any, draw: int) -> Any:
         """Runs this stage on ``value``, if this worker speaks for it, and passes the output on. Arguments as of
@@ -98,7 +98,7 @@ class Forwards:
         Returns:
             The output of the stage; None if another worker speaks for it.
         """
-        stage, leads = self._runner.worker.stage, self._runner.leads
+        stage, leads = self._runner.worker.stage, self._runner.stage_leaders
         if leads[stage] != self._client.rank:
             return None
         inputs = value

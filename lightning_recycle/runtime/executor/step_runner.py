@@ -107,7 +107,7 @@ class StepRunner:
         accumulated: the gradients of the batches since the newest step of the optimizer.
         steps: the steps that may run.
         attempt: how far this worker has come.
-        leads: the rank that speaks for each stage.
+        stage_leaders: the rank that speaks for each stage.
         ahead: a step that is run again, and the stages that are done with it.
         siblings_done: whether the other members of this worker's position are done with that step, too.
         before_operation: called with (step, operation) before each operation.
@@ -137,7 +137,7 @@ class StepRunner:
         self.payload: CommitPayload | None = None
         self.steps: dict[int, Step] = {}
         self.attempt = Attempt()
-        self.leads: dict[int, int] = {}
+        self.stage_leaders: dict[int, int] = {}
         self.ahead: tuple[int, frozenset[int]] = (-1, frozenset())
         self.siblings_done = True
         self.before_operation: list[Callable[[int, Op], None]] = []
@@ -379,7 +379,7 @@ class StepRunner:
         """By the stages that hold weights in common, if some are done with ``step``: who gives the others its sum."""
         again, ahead = self.ahead
         givers = self.ties.givers(ahead) if step == again else {}
-        return {stages: self.leads[giver] for stages, giver in givers.items()}
+        return {stages: self.stage_leaders[giver] for stages, giver in givers.items()}
 
     def _commit_payload(self, step: int) -> CommitPayload:
         """The report of this stage's reduced gradient of ``step`` to other stages."""
