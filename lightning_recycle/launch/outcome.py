@@ -92,10 +92,10 @@ def _backwards(history: Sequence[Event]) -> list[str]:
     if newest is None:
         return []
     wins = newest["wins"]
-    plan = f"its plan {'saves' if wins > 0 else 'loses'} {100 * abs(wins):.1f} %" if wins else "saves nothing"
-    verdict = "split" if newest["split"] else "fused"
-    cost = f"splitting takes {100 * newest['cost']:.1f} % longer than F and BW"
-    return [f"Backwards are {verdict}: {cost}, and {plan}."]
+    effect = f"{100 * abs(wins):.1f} % {'shorter' if wins > 0 else 'longer'}" if wins else "no shorter"
+    verdict = "split in two" if newest["split"] else "not split"
+    cost = f"splitting takes {100 * newest['cost']:.1f} % more computing time"
+    return [f"The backward pass is {verdict}: {cost}, and makes a step {effect}."]
 
 
 def _lost(history: Sequence[Event]) -> dict[str, float]:

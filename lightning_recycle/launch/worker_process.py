@@ -77,6 +77,7 @@ def worker_main(start: WorkerStart) -> None:
     worker = start.setup.positions.position(start.place.rank)
     set_title(f"recycle worker {worker} of {Path(sys.argv[0]).name}", f"recycle {worker.pipeline},{worker.stage}")
     with crashes_reported(client):
+        ignore_untrue_warnings()  # the script is imported now, too; its filters come with the settings
         call, settings = start.payload.load()
         settings.restore()
         describe_process(partial(log_fields, client))

@@ -298,6 +298,11 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
             listed = capsys.readouterr().out
             assert "train.py" in listed
             assert "other.py" in listed
+        with shown(None, "not_yet.py", http=False):
+            assert status_command.main([]) == 0
+            output = capsys.readouterr()
+            assert "train.py  2 x 2 x 1" in output.out
+            assert not output.err
     assert not runtime.exists()
 
 

@@ -100,7 +100,8 @@ class Serving:
             return None
         for text in terms.overruled:
             log.warning("%s, which counts.", text)
-        log.info("A run of %s begins with %d workers: %s", terms.grid, terms.num_workers, terms.wants)
+        log.info("A run of %s begins with %d workers.", terms.grid, terms.num_workers)
+        log.debug("Its settings: %s", terms.wants)
         coordinator = Coordinator(
             terms.grid,
             planner,

@@ -163,18 +163,23 @@ def _list(targets: Sequence[_Target], as_json: bool) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    found = []
+    found, gone = [], []
     for target in targets:
         try:
-            found.append((target, target.ask()))
-        except NoRun as gone:  # it ended meanwhile, or is between two runs
-            print(f"recycle-status: {gone}", file=sys.stderr)
+            found.append(target.ask())
+        except NoRun as error:  # it ended meanwhile, or is between two runs
+            gone.append(error)
+    if len(found) == 1:
+        _show(found[0], as_json)
+        return 0
+    for error in gone:
+        print(f"recycle-status: {error}", file=sys.stderr)
     if as_json:
-        for _, status in found:
+        for status in found:
             print(json.dumps(status))
         return 0 if found else 1
     table = Table("process", "run", "grid", "phase", "step", "workers", "since", box=None, title_justify="left")
-    for _, status in found:
+    for status in found:
         table.add_row(
             str(status["coordinator"]["pid"]),
             _text(status["name"]),
