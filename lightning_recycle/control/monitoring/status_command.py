@@ -172,8 +172,8 @@ def _list(targets: Sequence[_Target], as_json: bool) -> int:
     if len(found) == 1:
         _show(found[0], as_json)
         return 0
-    for error in gone:
-        print(f"recycle-status: {error}", file=sys.stderr)
+    for absent in gone:
+        print(f"recycle-status: {absent}", file=sys.stderr)
     if as_json:
         for status in found:
             print(json.dumps(status))
