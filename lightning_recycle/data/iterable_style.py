@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from lightning_recycle.data.batching import drops_last, is_stateful
 from lightning_recycle.data.steps import SampleLoader, StepHandle
@@ -79,6 +80,11 @@ class StreamLoader(SampleLoader):
         self._begun: tuple[int, int] | None = None
         self._place: dict[str, Any] = {"epoch": 0, "step": 0, "reader": None, "passes": []}
         self._place_to_find: dict[str, Any] | None = None
+
+    @override
+    def reseed(self, seed: int) -> None:
+        super().reseed(seed)
+        self._reader.seed = seed
 
     # ------------------------------------------------------------------ what Lightning sees
 

@@ -162,6 +162,13 @@ class MicrobatchLoader(SampleLoader):
         last = f"the last {rest} of {self._num_samples} {self._unit}"
         return f"{last}, fewer than a global batch of {self.global_batch_size}"
 
+    @override
+    def reseed(self, seed: int) -> None:
+        super().reseed(seed)
+        self._addressed.seed = seed
+        self._draws = None
+        self._orders.clear()
+
     # ------------------------------------------------------------------ what Lightning sees
 
     def __len__(self) -> int:

@@ -246,6 +246,10 @@ class StepLoader(StepSource):
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
+    def reseed(self, seed: int) -> None:
+        """Makes ``seed`` the seed of the run, before a step is read."""
+        self._seed = seed
+
     def enter_epoch(self, first_step: int, end_step: float) -> None:
         """The training loop is about to iterate over the steps from ``first_step`` to the one before ``end_step``."""
         self.first_step, self.end_step = first_step, end_step
@@ -293,6 +297,11 @@ class SampleLoader(StepLoader):
         self.batch_size = batching_of(dataloader)[0] or 1  # a batch that is given counts as one sample
         self.global_batch_size = self.batch_size * pipelines
         self._collate = Collate(dataloader.collate_fn, seed)
+
+    @override
+    def reseed(self, seed: int) -> None:
+        super().reseed(seed)
+        self._collate.seed = seed
 
     @override
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:

@@ -70,6 +70,7 @@ class StreamReader:
             independent.)
 
     Attributes:
+        seed: seed of the run, for the passes that begin from now on.
         ended: whether the pass has ended.
         digest: of all that was read in this pass of the part of which the newest batch is.
     """
@@ -78,7 +79,7 @@ class StreamReader:
         self.ended, self.digest = False, 0
         self._dataloader = dataloader
         self._batch_size = batch_size
-        self._seed = seed
+        self.seed = seed
         self._copies = independent and dataloader.num_workers == 0
         self._batches: Iterator[_Batch] = iter(())
         # Parts are read in turns. A restarted reader starts with the first part, so at the beginning of a round.
@@ -124,7 +125,7 @@ class StreamReader:
     def _start(self, epoch: int) -> Iterator[_Batch]:
         user = self._dataloader
         dataset = copy.deepcopy(user.dataset) if self._copies else user.dataset
-        parts = _SharesReader(dataset, self._batch_size, self._seed, epoch, list(self._parts))
+        parts = _SharesReader(dataset, self._batch_size, self.seed, epoch, list(self._parts))
         if user.num_workers == 0:
             return iter(parts)
         loader = DataLoader(
@@ -138,7 +139,7 @@ class StreamReader:
             prefetch_factor=user.prefetch_factor,
         )
         with seeded_everything() as reseed:
-            reseed(derive_seed(self._seed, epoch))  # the processes' own seeds come from these generators
+            reseed(derive_seed(self.seed, epoch))  # the processes' own seeds come from these generators
             return iter(loader)
 
 

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -30,7 +30,7 @@ from lightning_recycle.tensor_memory import merge_shards, to_cpu
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
-__all__ = ["ALONE", "WorkerCollectives", "WorkerContext", "watch_process_group"]
+__all__ = ["ALONE", "RunSeed", "WorkerCollectives", "WorkerContext", "watch_process_group"]
 
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
@@ -257,6 +257,29 @@ def _mesh_of(run: RunSetup, rank: int, trainer: pl.Trainer) -> PositionMesh | No
     return PositionMesh(run.mesh_sizes, run.positions.member(rank), trainer.strategy.root_device.type)
 
 
+@dataclass
+class RunSeed:
+    """The seed of a run.
+
+    Args:
+        given: the seed given to the strategy; None: that of ``seed_everything``, else 0.
+        resumed: the seed of the checkpoint that the run resumes from, which takes precedence.
+    """
+
+    given: int | None = None
+    resumed: int | None = None
+
+    @property
+    def value(self) -> int:
+        """The seed that all randomness is derived from."""
+        return self.own if self.resumed is None else self.resumed
+
+    @property
+    def own(self) -> int:
+        """The seed of a run that begins anew."""
+        return global_seed() if self.given is None else self.given
+
+
 @dataclass(frozen=True)
 class WorkerContext:
     """The context of one worker.
@@ -270,6 +293,7 @@ class WorkerContext:
         collectives: this worker's collectives.
         fitting: whether the Trainer's function is ``fit``.
         mesh: that of this worker's position, if it has several members.
+        run_seed: the seed of the run.
     """
 
     options: Options
@@ -280,6 +304,7 @@ class WorkerContext:
     collectives: WorkerCollectives
     fitting: bool
     mesh: PositionMesh | None = None
+    run_seed: RunSeed = field(default_factory=RunSeed)
 
     @classmethod
     def of(
@@ -288,7 +313,8 @@ class WorkerContext:
         """The context of a worker whose Trainer is about to run."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         collectives = WorkerCollectives(run, client)
-        return cls(options, run, place, client, trainer, collectives, fitting, _mesh_of(run, client.rank, trainer))
+        mesh = _mesh_of(run, client.rank, trainer)
+        return cls(options, run, place, client, trainer, collectives, fitting, mesh, RunSeed(options.seed))
 
     @property
     def grid(self) -> Grid:
@@ -313,7 +339,7 @@ class WorkerContext:
     @property
     def seed(self) -> int:
         """The seed of the run."""
-        return global_seed() if self.options.seed is None else self.options.seed
+        return self.run_seed.value
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The context of the precision plugin around each forward."""

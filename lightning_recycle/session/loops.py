@@ -235,6 +235,7 @@ class PipelineFitLoop(_FitLoop):
 
     runner: TrainingSteps
     _has_started = False
+    _seed_to_load: int | None = None
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: TrainingSteps) -> None:
@@ -283,6 +284,7 @@ class PipelineFitLoop(_FitLoop):
         super().setup_data()
         if self._combined_loader is not None:
             self.runner.loaders.keep_for_training(self._combined_loader.flattened)
+            self._load_combined_loader_states()  # configure_optimizers() may have read the loaders before
 
     @override
     def on_advance_start(self) -> None:
@@ -301,8 +303,9 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Also the states of samplers, under a name that Lightning's own loop does not read."""
+        """Also the seed and the states of samplers, under names that Lightning's own loop does not read."""
         state: dict[str, Any] = super().on_save_checkpoint()
+        state["seed"] = self.runner.seed.value
         orders = [loader.order_state() for loader in addressed_loaders(self)]
         if any(orders):
             reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
@@ -313,6 +316,7 @@ class PipelineFitLoop(_FitLoop):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         states = [{_SAMPLER: order} for order in state_dict.get("sampler_states", [])]
+        self._seed_to_load = state_dict.get("seed")
         self._combined_loader_states_to_load = [*self._combined_loader_states_to_load, *states]
 
     @override
@@ -329,6 +333,9 @@ class PipelineFitLoop(_FitLoop):
         """
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         assert self._combined_loader is not None
+        if self._seed_to_load is not None:
+            self.runner.resume_seed(self._seed_to_load)
+            self._seed_to_load = None
         orders = [state[_SAMPLER] for state in states if _SAMPLER in state]
         for source, order in zip(addressed_loaders(self), orders, strict=False):
             source.load_order_state(order)

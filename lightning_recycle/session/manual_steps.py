@@ -47,6 +47,9 @@ class ManualSteps:
         forward_context: context entered around each step (from the precision plugin).
         seed: seed of the run.
         microbatches: number of micro-batches of a step, over all workers.
+
+    Attributes:
+        seed: seed of the run, for the steps that begin from now on.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class ManualSteps:
         microbatches: int,
     ) -> None:
         self._trainer, self._step, self._begin, self._record = trainer, step, begin, record
-        self._forward_context, self._seed, self._divisor = forward_context, seed, microbatches
+        self._forward_context, self.seed, self._divisor = forward_context, seed, microbatches
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
         self._exchange: WholeStepRunner
@@ -103,7 +106,7 @@ class ManualSteps:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with self._forward_context(), seeded_everything() as reseed, layer_randomness(device) as generator:
-            seed = derive_seed(self._seed, step, microbatch.index, 0)
+            seed = derive_seed(self.seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
             self._begin(microbatch.index)

@@ -228,6 +228,7 @@ class Session:
             plugin = trainer.strategy.precision_plugin
             plugin.clip_grad_by_norm = steps.clip_grad_by_norm  # type: ignore[method-assign]
         steps.executor = self.executor
+        steps.seed, steps.resume_seed = context.run_seed, self.resume_seed
         steps.transfer = transfer = StateTransfer(
             context, self.module, self._recorder, self.executor, self.averages, self.finetuning, stop_requests
         )
@@ -257,6 +258,25 @@ class Session:
             background=background,
         )
         return steps
+
+    def resume_seed(self, seed: int) -> None:
+        """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""
+        mine = self._context.run_seed
+        if seed == mine.value:
+            return
+        if self.collectives.is_leader:
+            log.warning(
+                "The checkpoint was written with seed %d, and this run was given seed %d: it goes on with seed %d, so"
+                " that it reads the rest of the epoch in the same order and draws the same.",
+                *(seed, mine.own, seed),
+            )
+        mine.resumed = seed
+        self.loaders.reseed(seed)
+        self.executor.reseed(seed)
+        if self.manual is not None:
+            self.manual.seed = seed
+        self.pruning.release()
+        self.pruning.connect(seed)
 
     def _name_norms(self, ties: StageTies) -> None:
         """Lets hooks see norms of gradients over all stages."""

@@ -100,6 +100,11 @@ class StepLoaders:
             old.close()
             self._loaders.remove(old)
 
+    def reseed(self, seed: int) -> None:
+        """Makes ``seed`` the seed of the run for all of them."""
+        for loader in self._loaders:
+            loader.reseed(seed)
+
     def compare(self, loaders: Sequence[StepLoader]) -> None:
         """Before the first step of an epoch: all workers must be about to read the same.
 

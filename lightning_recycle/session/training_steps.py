@@ -25,7 +25,7 @@ from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import WorkerContext
+from lightning_recycle.session.collectives import RunSeed, WorkerContext
 from lightning_recycle.session.commit_requirements import OptimizerStep, clip_factor, overflow_of_all, scaler_of
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import batches_so_far
@@ -60,7 +60,9 @@ class TrainingSteps:
         on_generation: called when a new generation is complete.
 
     Attributes:
-        executor: runs the steps; set once it exists, like the next three.
+        executor: runs the steps; set once it exists, like the next five.
+        seed: the seed of the run.
+        resume_seed: called with the seed of a checkpoint, with which the run goes on.
         transfer: the transfer of this worker's state to and from its peers.
         checkpoints: this worker's part in checkpoints.
         ending: saves at the end of the last step of a run that a signal ends.
@@ -71,6 +73,8 @@ class TrainingSteps:
     """
 
     executor: Executor
+    seed: RunSeed
+    resume_seed: Callable[[int], None]
     transfer: StateTransfer
     checkpoints: Checkpoints
     ending: SaveAndEnd

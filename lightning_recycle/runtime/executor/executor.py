@@ -95,6 +95,10 @@ class Executor:
         """The gradients of the batches since the newest step of the optimizer."""
         return self._runner.accumulated
 
+    def reseed(self, seed: int) -> None:
+        """Makes ``seed`` the seed of the run, before its first step."""
+        self._runner.stage.seed = seed
+
     @property
     def num_operations(self) -> int:
         """The number of this worker's operations in a step of the current plan."""

@@ -98,6 +98,9 @@ class Stage:
         takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
             the target elsewhere.
         sharing: which of the layers a micro-batch runs here, if neighbouring stages share some; None: all.
+
+    Attributes:
+        seed: seed of the run, for the micro-batches that begin from now on.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Stage:
         self._evaluation_layers = self._layers if evaluation_layers is None else list(evaluation_layers)
         self._forward_layers = self._layers if forward_layers is None else list(forward_layers)
         self._first_layer = first_layer
-        self._seed = seed
+        self.seed = seed
         self._device = device
         self._loss = loss
         self._loss_name = loss_name
@@ -284,7 +287,7 @@ class Stage:
         return value
 
     def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
-        return microbatch_randomness(self._device, self._seed, step, microbatch)
+        return microbatch_randomness(self._device, self.seed, step, microbatch)
 
     def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
         """Computes the loss of a micro-batch on the last stage and ends the graph with its share of the mean.
