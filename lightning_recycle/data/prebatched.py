@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -193,6 +194,25 @@ class GivenBatchLoader(MicrobatchLoader):
             self._sizes[key] = samples_in(self._fetched[key])
         return self._sizes.get(key, 1)
 
+    @override
+    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
+        if self._composes:
+            samples = [self.num_samples(handle, microbatch) for microbatch in self._by_index()]
+        elif samples is None:
+            return []  # a worker that reads no data does not know
+        batches, parts = self.global_batch_size, self._parts
+        sizes = [max(samples[batch::batches]) for batch in range(batches)]  # of each of a batch's parts
+        starts = [0, *accumulate(size * parts for size in sizes)]
+        found = []
+        for index in range(len(samples)):
+            part, batch = divmod(index, batches)
+            start, size = starts[batch], sizes[batch]
+            if self._composes:
+                found.append(range(start + part, starts[batch + 1], parts))
+            else:
+                found.append(range(start + size * part, start + size * (part + 1)))
+        return [found]
+
 
 _KEPT_STEPS = 3  # the current one, the previous one, which others may have to redo, and the next one
 
@@ -276,6 +296,12 @@ class BatchIterableLoader(StepLoader):
         if self.evaluation:  # pipelines take turns
             return size if number == handle.index % self.grid.pipelines else 0
         return max(1, size * self._pipelines // self.grid.global_microbatches)
+
+    @override
+    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
+        size = self.num_samples(handle, Microbatch(0, 0))  # of each part; every pipeline has all of them
+        parts = (index // self._pipelines for index in range(self.grid.global_microbatches))
+        return [[range(size * part, size * (part + 1)) for part in parts]]
 
     @property
     @override

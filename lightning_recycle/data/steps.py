@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from typing_extensions import override
@@ -188,9 +189,23 @@ class StepSource(ABC):
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
         """Number of samples in a micro-batch; may be 0 in evaluation."""
 
+    @abstractmethod
+    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
+        """The places in :meth:`read_batch` of the samples of all micro-batches of a training step, by global index: a
+        list for each loader whose division is known, the same on every worker.
+
+        Args:
+            handle: the step.
+            samples: the number of samples of each micro-batch; 0 where it has returned nothing, None if unknown.
+        """
+
     def digest(self, handle: StepHandle) -> int:
         """Of all that was read up to this step, to be equal on all workers; 0 where samples have addresses."""
         return 0
+
+    def _by_index(self) -> list[Microbatch]:
+        """All micro-batches of a step, by global index."""
+        return sorted(self.grid.all_microbatches(), key=partial(global_index, self.grid))
 
     @property
     @abstractmethod
@@ -307,6 +322,11 @@ class SampleLoader(StepLoader):
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
         return len(self._share(microbatch, self.samples_in(handle)))
 
+    @override
+    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
+        size = self.samples_in(handle)
+        return [[self._share(microbatch, size) for microbatch in self._by_index()]]
+
     def _share(self, microbatch: Microbatch, size: int) -> range:
         """The places of a micro-batch's samples within a global batch of ``size``."""
         index, count = global_index(self.grid, microbatch), self.grid.global_microbatches
@@ -390,6 +410,14 @@ class CombinedStep(StepSource):
         if self._is_whole:
             return 0 if global_index(self.grid, microbatch) else self.samples_in(handle)
         return self._handles[0].loader.num_samples(self._handles[0], microbatch)
+
+    @override
+    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
+        first, *others = self._handles
+        found = first.loader.divisions(first, samples)
+        for part in others:
+            found += [places for places in part.loader.divisions(part, None) if places not in found]
+        return found
 
     @property
     @override

@@ -138,7 +138,7 @@ def _log(trainer: pl.Trainer, runner: TrainingSteps, handle: StepHandle, result:
         results.batch_size = handle.num_samples
     previous, module._current_fx_name = module._current_fx_name, "training_step"
     try:
-        return runner.log_step(handle.index, runner.as_loss(result.loss), result.outputs)
+        return runner.log_step(handle, runner.as_loss(result.loss), result.outputs)
     finally:
         module._current_fx_name = previous
 

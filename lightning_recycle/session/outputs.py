@@ -281,12 +281,18 @@ class StepOutputs:
     values: list[Any]
     samples: list[int]
 
-    def joined(self) -> Any:
+    def joined(self, divisions: Sequence[Sequence[range]] = ()) -> Any:
         """All as one: numbers averaged over the samples, tensors and lists one after another, mappings and tuples item
         by item, anything else as a list of all. A micro-batch that returned None has no part in it.
+
+        Args:
+            divisions: how the loaders have divided the batch, as
+                :meth:`~lightning_recycle.data.steps.StepSource.divisions`: the rows of tensors and the items of lists
+                that belong to samples get the order of the batch. Empty: micro-batches are consecutive samples.
         """
-        some = [(value, samples) for value, samples in zip(self.values, self.samples, strict=True) if value is not None]
-        return _joined([value for value, _ in some], [samples for _, samples in some])
+        some = [index for index, value in enumerate(self.values) if value is not None]
+        samples = [self.samples[index] for index in some]
+        return _joined([self.values[index] for index in some], samples, _of(some, divisions))
 
     def predicted(self, alone: bool) -> Any:
         """All as one prediction: as in :meth:`joined`, but numbers are kept, one after another, and so is None.
@@ -297,29 +303,67 @@ class StepOutputs:
         return self.values[0] if alone else _joined(self.values, None)
 
 
-def _joined(parts: Sequence[Any], samples: Sequence[int] | None) -> Any:
-    """``parts`` as one; numbers are averaged over ``samples``, or kept."""
+def _joined(parts: Sequence[Any], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]] = ()) -> Any:
+    """``parts`` as one; numbers are averaged over ``samples``, or kept. ``divisions``: the places of the samples of
+    each part in the batch, by loader.
+    """
     if all(part is None for part in parts):
         return None
     first = parts[0]
     if all(isinstance(part, (Tensor, float, int)) and torch.as_tensor(part).ndim == 0 for part in parts):
         return _in_a_row(parts) if samples is None else _mean(parts, samples)
     if all(isinstance(part, Tensor) and part.ndim for part in parts):
-        return torch.cat(list(parts)) if len({part.shape[1:] for part in parts}) == 1 else list(parts)
+        if len({part.shape[1:] for part in parts}) > 1:
+            return list(parts)
+        rows, order = torch.cat(list(parts)), _order_of_batch(parts, divisions)
+        return rows if order is None else rows[torch.tensor(order, dtype=torch.long, device=rows.device)]
     if all(isinstance(part, Mapping) for part in parts):
-        return {key: _item(parts, samples, key) for key in dict.fromkeys(key for part in parts for key in part)}
+        names = dict.fromkeys(key for part in parts for key in part)
+        return {name: _item(parts, samples, divisions, name) for name in names}
     if isinstance(first, list) and all(isinstance(part, list) for part in parts):
-        return [item for part in parts for item in part]
+        found, order = [item for part in parts for item in part], _order_of_batch(parts, divisions)
+        return found if order is None else [found[index] for index in order]
     if isinstance(first, tuple) and all(isinstance(part, tuple) and len(part) == len(first) for part in parts):
-        items = [_joined(items, samples) for items in zip(*parts, strict=True)]
+        items = [_joined(items, samples, divisions) for items in zip(*parts, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
     return list(parts)
 
 
-def _item(parts: Sequence[Mapping[Any, Any]], samples: Sequence[int] | None, key: Any) -> Any:
+def _item(
+    parts: Sequence[Mapping[Any, Any]], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]], key: Any
+) -> Any:
     """The items of ``parts`` under ``key``, of those that have it."""
     having = [index for index, part in enumerate(parts) if key in part]
-    return _joined([parts[index][key] for index in having], samples and [samples[index] for index in having])
+    weights = samples and [samples[index] for index in having]
+    return _joined([parts[index][key] for index in having], weights, _of(having, divisions))
+
+
+def _of(indices: Sequence[int], divisions: Sequence[Sequence[range]]) -> list[list[range]]:
+    """``divisions`` of some of the micro-batches."""
+    return [[places[index] for index in indices] for places in divisions]
+
+
+def _order_of_batch(parts: Sequence[Any], divisions: Sequence[Sequence[range]]) -> list[int] | None:
+    """The indices that put the rows of all ``parts``, one after another, in the order of the batch.
+
+    A sample may have several rows, the same number of each. With several loaders only one row per sample shows to which
+    of them the rows belong. Places that several parts have, as each pipeline trains on the same batches, are taken of
+    the first.
+
+    Returns:
+        None if that is their order already, or the rows do not belong to samples.
+    """
+    lengths = [len(part) for part in parts]
+    for places in divisions:
+        each = sum(lengths) // max(1, sum(map(len, places)))
+        if each == 0 or (each > 1 and len(divisions) > 1) or lengths != [each * len(own) for own in places]:
+            continue
+        first: dict[int, int] = {}
+        for index, place in enumerate(place for own in places for place in own):
+            first.setdefault(place, index)
+        order = [first[place] * each + row for place in sorted(first) for row in range(each)]
+        return None if order == list(range(sum(lengths))) else order
+    return None
 
 
 def _mean(parts: Sequence[Any], samples: Sequence[int]) -> Tensor:

@@ -197,12 +197,14 @@ class TrainingSteps:
     def as_loss(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self._loss_dtype, device=self._context.device)
 
-    def log_step(self, index: int, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
+    def log_step(self, handle: StepHandle, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
         returned = None
         if any(outputs.values()):
             with self._context.forward_context():
-                returned = self._recorder.replay(outputs, on_step=True).joined()
-        self._parts.on_loss(loss, index)
+                found = self._recorder.replay(outputs, on_step=True)
+            if any(value is not None for value in found.values):
+                returned = found.joined(handle.loader.divisions(handle, found.samples))
+        self._parts.on_loss(loss, handle.index)
         return returned
 
     # ------------------------------------------------------------------ for the executor: micro-batches

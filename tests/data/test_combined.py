@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, as_one_step
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Microbatch
 
 GRID = Grid(2, 1, 2)
 
@@ -104,3 +104,12 @@ def test_a_step_of_an_evaluation_with_too_few_samples_of_one_loader_is_one_micro
 def test_what_is_no_combination_of_addresses_is_left_alone() -> None:
     for batch in ([torch.ones(2)], {"a": None}, [], "text", None):
         assert as_one_step(batch) is batch
+
+
+def test_divisions_are_those_of_each_loader() -> None:
+    large = DataLoader(Numbers(100, 40), batch_size=4)
+    step = next(steps_of("min_size", loader(0, 5), loader(50, 5), MicrobatchLoader(large, GRID, 0, 11)))
+    divisions = step.loader.divisions(step, [1, 1, 1, 1])
+    assert divisions == [[range(g, 4, 4) for g in range(4)], [range(g, 8, 4) for g in range(4)]]
+    of_largest = [step.loader.fetch(step, mb)[2].tolist() for mb in (Microbatch(0, 0), Microbatch(1, 0))]
+    assert of_largest == [[100, 104], [101, 105]]

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lightning_recycle.data.prebatched import GivenBatchLoader, sliced
+from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader, sliced
+from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Grid, Microbatch
+from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 
 
 class Numbers(Dataset[Tensor]):
@@ -77,3 +78,57 @@ def test_parts_of_a_batch_are_those_of_all_its_tensors() -> None:
     assert part["rest"][0].tolist() == [[4, 5], [6, 7]]
     assert part["rest"][1] is None
     assert sliced(batch, 0, 1) is batch
+
+
+def whole(handle: StepHandle) -> list[Any]:
+    read = handle.read()
+    return torch.cat(read).tolist() if isinstance(read, list) else read.tolist()
+
+
+def by_division(handle: StepHandle, parts: list[Tensor], sizes: list[int] | None) -> list[Any]:
+    """The rows of all micro-batches at the places that the division gives them."""
+    (places,) = handle.loader.divisions(handle, sizes)
+    assert [len(own) for own in places] == [len(part) for part in parts]
+    rows = {place: row for own, part in zip(places, parts, strict=True) for place, row in zip(own, part, strict=True)}
+    return [rows[place].tolist() for place in sorted(rows)]
+
+
+class Uneven(Dataset[Tensor]):
+    """Batches of 2, 4, 6 and 8 numbers."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.arange(100 * index, 100 * index + 2 * (index + 1))
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1, 2), Grid(2, 1, 2)], ids=str)
+def test_divisions_are_the_places_of_samples_in_the_batch(grid: Grid) -> None:
+    batches = [[0, 1], [2, 3, 4, 5], [6, 5], [4, 3, 2, 1]]
+    for data in (
+        DataLoader(Numbers(), batch_sampler=batches),  # type: ignore[arg-type]
+        DataLoader(Uneven(), batch_size=None),
+    ):
+        source = GivenBatchLoader(data, grid, 0, 11)
+        for handle in source:
+            source.begin_step(handle)
+            ordered = sorted(grid.all_microbatches(), key=lambda mb: global_index(grid, mb))
+            parts = [source.fetch(handle, mb) for mb in ordered]
+            assert by_division(handle, parts, [len(part) for part in parts]) == whole(handle)
+
+
+def test_parts_that_returned_nothing_leave_the_others_in_order() -> None:
+    source = GivenBatchLoader(DataLoader(Uneven(), batch_size=None), Grid(2, 1, 2), 0, 11)
+    (places,) = source.divisions(next(iter(source)), [0, 2, 1, 0])
+    assert places == [range(1), range(2, 4), range(1, 2), range(4, 6)]
+    assert source.divisions(next(iter(source)), None) == []
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1, 2), Grid(2, 1, 2)], ids=str)
+def test_every_pipeline_has_the_places_of_a_whole_batch(grid: Grid) -> None:
+    source = BatchIterableLoader([Uneven()[index] for index in range(4)], grid, 11)
+    for handle in source:
+        ordered = sorted(grid.all_microbatches(), key=lambda mb: global_index(grid, mb))
+        parts = [source.fetch(handle, mb) for mb in ordered]
+        assert by_division(handle, parts, None) == whole(handle)

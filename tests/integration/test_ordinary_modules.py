@@ -146,7 +146,7 @@ def test_all_that_a_user_sees_is_that_of_one_device(alone: Any, microbatches: in
     for ours, theirs in zip(
         [*returned.training, *returned.validation], [*seen.training, *seen.validation], strict=True
     ):
-        assert sorted(ours.flatten().tolist()) == pytest.approx(sorted(theirs.flatten().tolist()), abs=1e-10)
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-10)
 
 
 def test_a_replacement_joins(alone: Any) -> None:

@@ -57,6 +57,32 @@ def test_tensors_that_do_not_fit_are_listed() -> None:
         assert [part.shape for part in one] == [(2, 3), (2, 4)]
 
 
+STRIDED = [range(0, 4, 2), range(1, 4, 2)]
+TWICE = [range(0, 8, 2), range(1, 8, 2)]
+
+
+@pytest.mark.parametrize(
+    ("values", "divisions", "joined"),
+    [
+        ([tensor([0, 2]), tensor([1, 3])], [STRIDED], [0, 1, 2, 3]),
+        ([[0, 2], [1, 3]], [STRIDED], [0, 1, 2, 3]),
+        ([tensor([0, 1, 4, 5]), tensor([2, 3, 6, 7])], [STRIDED], [0, 1, 2, 3, 4, 5, 6, 7]),  # two rows per sample
+        ([tensor([0, 2, 4, 6]), tensor([1, 3, 5, 7])], [STRIDED, TWICE], [0, 1, 2, 3, 4, 5, 6, 7]),  # of one loader
+        ([tensor([0, 2, 4]), tensor([1, 3, 5])], [STRIDED], [0, 2, 4, 1, 3, 5]),  # no rows of samples
+        ([tensor([0, 2]), tensor([1, 3, 5])], [STRIDED], [0, 2, 1, 3, 5]),
+        ([None, tensor([1, 3])], [STRIDED], [1, 3]),
+        ([tensor([0, 1]), tensor([7, 8])], [[range(2), range(2)]], [0, 1]),  # the same samples, computed twice
+        ([(tensor([0, 2]), 1.0), (tensor([1, 3]), 3.0)], [STRIDED], ([0, 1, 2, 3], 2.0)),
+        ([{"a": [0, 2]}, {"a": [1, 3], "b": tensor([5, 4])}], [STRIDED], {"a": [0, 1, 2, 3], "b": [5, 4]}),
+    ],
+)
+def test_rows_of_samples_get_the_order_of_the_batch(values: list[Any], divisions: Any, joined: Any) -> None:
+    found = StepOutputs(values, [2, 2]).joined(divisions)
+    if isinstance(found, dict):
+        found = {name: shown(value) for name, value in found.items()}
+    assert (tuple(map(shown, found)) if isinstance(found, tuple) else shown(found)) == joined
+
+
 class OwnReduction(Metric):
     """A product, or whatever ``reduction`` makes of parts."""
 

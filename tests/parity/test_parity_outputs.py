@@ -1,0 +1,252 @@
+"""The rows of what training steps return are those of the batch, as on one device."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from support.options import recycle_strategy
+from support.sampling import sampled
+from support.training import QUIET, failures, on_one_device
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+
+from lightning_recycle import PipelineModule
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+BATCH, STEPS = 16, 4
+
+
+class Answer(NamedTuple):
+    classes: Tensor
+    names: list[str]
+
+
+class Ordinary(L.LightningModule):
+    """Returns tensors, lists, tuples and dicts with items per sample, and what belongs to no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 6).double(), nn.ReLU(), nn.Linear(6, 4).double())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        output = self.layers(x)
+        loss = functional.mse_loss(output, y)
+        return self.returned(loss, output.detach(), y)
+
+    def returned(self, loss: Tensor, output: Tensor, y: Tensor) -> dict[str, Any]:
+        return {
+            "loss": loss,
+            "y": y.clone(),
+            "rows": output,
+            "two per sample": output.view(-1, 2),
+            "nested": [{"error": e, "y": t} for e, t in zip((output - y).abs().mean(1), y, strict=True)],
+            "answer": Answer(output.argmax(1), [f"{float(t[0]):.12f}" for t in y]),
+            "mean": output.mean(),
+        }
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(outputs["y"], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        returned = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(returned["loss"])
+        optimizer.step()
+        return {**returned, "loss": returned["loss"].detach()}
+
+
+class Pipeline(PipelineModule):
+    """Returns from a hook what the other one returns from its step."""
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        return [nn.Linear(8, 6).double(), nn.ReLU(), nn.Linear(6, 4).double()]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target)
+
+    def on_training_output(self, output: Tensor, target: Tensor) -> Any:
+        return {"rows": output.detach().clone(), "y": target.clone()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(outputs["y"], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Seen(L.Callback):
+    """What a callback is given, and the error that it computes from outputs and batch."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.errors: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(outputs)
+        self.errors.append(float((outputs["rows"] - batch[1]).abs().mean()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"outputs": self.outputs, "errors": self.errors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(BATCH * STEPS, n, generator=generator, dtype=torch.float64) for n in (8, 4))
+    return TensorDataset(x, y)
+
+
+def alone(module: L.LightningModule, loader: Any, **options: Any) -> Seen:
+    seen = Seen()
+    on_one_device(callbacks=[seen], max_epochs=1, **options).fit(module, loader)
+    return seen
+
+
+def on_grid(
+    module: L.LightningModule, loader: Any, devices: int, faults: list[Fault], options: dict[str, Any], **trainer: Any
+) -> Seen:
+    seen = Seen()
+    callbacks = [FaultInjectionCallback(faults), seen]
+    strategy = recycle_strategy(**options)
+    run = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        callbacks=callbacks,
+        **{**QUIET, "max_epochs": 1, **trainer},
+    )
+    run.fit(module, loader)
+    assert failures(run) == [(fault.pipeline, fault.stage) for fault in faults]
+    return seen
+
+
+def flat(outputs: Any) -> list[Any]:
+    """The numbers and texts in ``outputs``, in order."""
+    if isinstance(outputs, Tensor):
+        return outputs.double().flatten().tolist()
+    if isinstance(outputs, dict):
+        return [item for name in sorted(outputs) for item in flat(outputs[name])]
+    if isinstance(outputs, (list, tuple)):
+        return [item for each in outputs for item in flat(each)]
+    return [float(outputs)] if isinstance(outputs, (int, float)) else [outputs]
+
+
+def assert_same(found: Seen, expected: Seen) -> None:
+    assert len(expected.outputs) == STEPS
+    assert found.errors == pytest.approx(expected.errors, abs=1e-10)
+    ours, theirs = flat(found.outputs), flat(expected.outputs)
+    assert len(ours) == len(theirs)
+    assert [a for a in ours if isinstance(a, str)] == [b for b in theirs if isinstance(b, str)]
+    numbers = [[value for value in each if not isinstance(value, str)] for each in (ours, theirs)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=1e-10)
+
+
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "4x1": (4, {"pipeline_parallel_size": 1}),
+    "4x1, two each": (4, {"pipeline_parallel_size": 1, "num_microbatches": 2}),
+    "2x2": (4, {"pipeline_parallel_size": 2}),
+    "1x1": (1, {"num_microbatches": 4}),
+}
+KILLS = {1: [Fault("kill", 1, 0, step=1)], 2: [Fault("kill", 0, 1, step=1), Fault("kill", 1, 0, step=3)]}
+
+
+@pytest.mark.parametrize("kills", [False, True], ids=["undisturbed", "kills"])
+@pytest.mark.parametrize("grid", ["4x1", "4x1, two each", "2x2"])
+def test_rows_of_outputs_are_those_of_the_batch(grid: str, kills: bool) -> None:
+    devices, options = GRIDS[grid]
+    pipelines = devices // options["pipeline_parallel_size"]
+    faults = KILLS[options["pipeline_parallel_size"]] if kills else []
+    found = on_grid(Ordinary(), DataLoader(data(), BATCH // pipelines), devices, faults, options)
+    assert_same(found, alone(Ordinary(), DataLoader(data(), BATCH)))
+
+
+def test_rows_of_the_micro_batches_of_one_worker_are_those_of_the_batch() -> None:
+    devices, options = GRIDS["1x1"]
+    found = on_grid(Ordinary(), DataLoader(data(), BATCH), devices, [], options)
+    assert_same(found, alone(Ordinary(), DataLoader(data(), BATCH)))
+
+
+@pytest.mark.parametrize("grid", sampled(["4x1", "4x1, two each", "1x1"], 2, rest=pytest.mark.long))
+def test_rows_of_manual_steps_are_those_of_the_batch(grid: str) -> None:
+    devices, options = GRIDS[grid]
+    faults = KILLS[1] if devices > 1 else []
+    found = on_grid(Manual(), DataLoader(data(), BATCH // devices), devices, faults, options)
+    assert_same(found, alone(Manual(), DataLoader(data(), BATCH)))
+
+
+@pytest.mark.parametrize("grid", sampled(["4x1", "2x2", "1x1"], 2, rest=pytest.mark.long))
+def test_rows_of_what_a_pipeline_modules_hook_returns_are_those_of_the_batch(grid: str) -> None:
+    devices, options = GRIDS[grid]
+    stages = options.get("pipeline_parallel_size", 1)
+    faults = KILLS[stages] if devices > 1 else []
+    module = Pipeline()
+    found = on_grid(module, DataLoader(data(), BATCH * stages // devices), devices, faults, options)
+    expected = alone(Ordinary(), DataLoader(data(), BATCH))
+    assert found.errors == pytest.approx(expected.errors, abs=1e-10)
+    for ours, theirs in zip(found.outputs, expected.outputs, strict=True):
+        assert torch.allclose(ours["rows"], theirs["rows"], rtol=0, atol=1e-10)
+
+
+def test_rows_are_those_of_each_batch_that_is_accumulated() -> None:
+    found = on_grid(Ordinary(), DataLoader(data(), 8), 2, KILLS[1], {"num_microbatches": 2}, accumulate_grad_batches=2)
+    assert_same(found, alone(Ordinary(), DataLoader(data(), BATCH), accumulate_grad_batches=2))
+
+
+class Batches(Dataset[Any]):
+    """Whole batches, of which every second one is smaller."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        size = 8 if index % 2 else BATCH
+        return tuple(t[index * BATCH : index * BATCH + size] for t in data().tensors)
+
+
+class Iterable:
+    """Whole batches, one after another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Batches()[index] for index in range(STEPS))
+
+
+def sampled_batches() -> DataLoader[Any]:
+    """Batches of a batch sampler, which has a class of its own."""
+    return DataLoader(data(), batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(data()), BATCH, True))
+
+
+LOADERS: dict[str, Any] = {
+    "a batch sampler's": sampled_batches,
+    "a dataset's": lambda: DataLoader(Batches(), batch_size=None),
+    "an iterable's": Iterable,
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_rows_are_those_of_batches_that_are_given(name: str) -> None:
+    found = on_grid(Ordinary(), LOADERS[name](), 1, [], {"num_microbatches": 4})
+    assert_same(found, alone(Ordinary(), LOADERS[name]()))
+
+
+def test_rows_of_a_batch_that_each_pipeline_trains_on_come_once() -> None:
+    found = on_grid(Ordinary(), LOADERS["an iterable's"](), 2, [], {"num_microbatches": 2})
+    expected = alone(Ordinary(), LOADERS["an iterable's"]())
+    assert found.errors == pytest.approx(expected.errors, abs=1e-10)
