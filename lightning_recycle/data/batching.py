@@ -183,12 +183,13 @@ def drops_last(dataloader: DataLoader[Any]) -> bool:
     return bool(getattr(getattr(batch_sampler, "_batch_sampler", batch_sampler), "drop_last", False))
 
 
-def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
+def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool = False) -> None:
     """Raises those errors of a DataLoader that can be found without a worker.
 
     Args:
         dataloader: the object given by the user.
         microbatches: M in training, None in evaluation.
+        by_default: whether M is the default, chosen before the batch size was known.
 
     Raises:
         UnsupportedFeatureError: for data that cannot be read a second time, and for user-defined batches.
@@ -214,9 +215,11 @@ def check_dataloader(dataloader: Any, microbatches: int | None) -> None:
         )
     if microbatches is not None and batch_size is not None and batch_size % microbatches:
         divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+        default = ", the default where data modules and hooks give the data" if by_default else ""
         raise ConfigurationError(
-            f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}."
-            f" Use a batch_size that is a multiple of {microbatches}, or num_microbatches from {divisors}."
+            f"batch_size={batch_size} (per pipeline) is not divisible by num_microbatches={microbatches}{default}. Use"
+            f" a batch_size that is a multiple of {microbatches}, or ReCycleStrategy(num_microbatches=...) from"
+            f" {divisors}."
         )
 
 

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_recycle.data.batching import batching_of, is_stream, promises_nothing, yields_batches
+from lightning_recycle.data.batching import batching_of, check_dataloader, is_stream, promises_nothing, yields_batches
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader
@@ -64,6 +64,8 @@ class StepLoaders:
         worker = context.run.data_worker(context.place.rank)
         pipelines = context.run.batch_pipelines
         steps: dict[str, Any] = {"batch_pipelines": pipelines, "evaluation": not training}
+        if training and context.options.num_microbatches is None:
+            check_dataloader(dataloader, grid.global_microbatches // pipelines, by_default=True)
         if yields_batches(dataloader):
             if training and grid.num_workers > 1:
                 rank_zero_warn(

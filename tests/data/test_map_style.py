@@ -346,6 +346,8 @@ def test_the_check_before_the_start_needs_no_worker() -> None:
     check_dataloader(DataLoader(Numbers(8), batch_size=4), 2)
     with pytest.raises(ConfigurationError, match="multiple of 3"):
         check_dataloader(DataLoader(Numbers(8), batch_size=4), 3)
+    with pytest.raises(ConfigurationError, match=r"num_microbatches=3, the default where data modules"):
+        check_dataloader(DataLoader(Numbers(8), batch_size=4), 3, by_default=True)
 
 
 # ---------------------------------------------------------------------- processes
