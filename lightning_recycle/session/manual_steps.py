@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
@@ -47,6 +48,7 @@ class ManualSteps:
         forward_context: context entered around each step (from the precision plugin).
         seed: seed of the run.
         microbatches: number of micro-batches of a step, over all workers.
+        metrics: returns the metrics that are recorded.
 
     Attributes:
         seed: seed of the run, for the steps that begin from now on.
@@ -61,9 +63,11 @@ class ManualSteps:
         forward_context: Callable[[], AbstractContextManager[Any]],
         seed: int,
         microbatches: int,
+        metrics: Callable[[], list[Metric]],
     ) -> None:
         self._trainer, self._step, self._begin, self._record = trainer, step, begin, record
         self._forward_context, self.seed, self._divisor = forward_context, seed, microbatches
+        self._metrics = metrics
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
         self._exchange: WholeStepRunner
@@ -88,8 +92,9 @@ class ManualSteps:
         self._counted = [microbatch.counts for microbatch in microbatches]
         self._is_together = self._in_backward = False
         trainer = self._trainer
+        module = trainer.lightning_module
         self._states = [
-            MicrobatchState(trainer.lightning_module, trainer.optimizers, self._device, first=number == 0)
+            MicrobatchState(module, trainer.optimizers, self._device, self._metrics, first=number == 0)
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
         self._turns = Lockstep(self._states)

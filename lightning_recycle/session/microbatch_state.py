@@ -113,12 +113,11 @@ def _modes(modules: Sequence[nn.Module]) -> _ProcessState:
     return _ProcessState(lambda: [module.training for module in modules], put, lambda values: values)
 
 
-def _metrics(module: nn.Module) -> _ProcessState:
-    """The accumulated states of the module's metrics."""
+def _metrics(metrics: Callable[[], list[Metric]]) -> _ProcessState:
+    """The accumulated states of the metrics that are recorded; trackers add some."""
 
     def get() -> list[tuple[Metric, dict[str, Any]]]:
-        metrics = (metric for metric in module.modules() if isinstance(metric, Metric))  # trackers add some
-        return [(metric, metric_states(metric)) for metric in metrics]
+        return [(metric, metric_states(metric)) for metric in metrics()]
 
     def put(values: list[tuple[Metric, dict[str, Any]]]) -> None:
         for metric, states in values:
@@ -164,17 +163,25 @@ class MicrobatchState:
         module: the module in training.
         optimizers: its optimizers.
         device: the device that it computes on.
+        metrics: returns the metrics that are recorded.
         first: whether it takes the state over as it is.
     """
 
-    def __init__(self, module: pl.LightningModule, optimizers: Iterable[Optimizer], device: torch.device, first: bool):
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        optimizers: Iterable[Optimizer],
+        device: torch.device,
+        metrics: Callable[[], list[Metric]],
+        first: bool,
+    ) -> None:
         self._tensors = [*module.parameters(), *module.buffers()]
         self._parts = {
             "tensors": _tensors(self._tensors),
             "gradients": _gradients(list(module.parameters())),
             "options": _options([group for optimizer in optimizers for group in optimizer.param_groups]),
             "modes": _modes(list(module.modules())),
-            "metrics": _metrics(module),
+            "metrics": _metrics(metrics),
             "generators": _generators(device),
             "attributes": _attributes(module),
         }
@@ -223,10 +230,10 @@ def _own(value: Any, depth: int, seen: dict[int, Any]) -> Any:
             copy = value.detach().clone().requires_grad_(value.requires_grad)
     elif isinstance(value, np.ndarray):
         copy = value.copy()
-    elif depth and type(value) in (list, tuple, set, dict):
-        items = value.items() if isinstance(value, dict) else value
-        copied = [_own(item, depth - (type(value) is not dict), seen) for item in items]
-        copy = dict(copied) if isinstance(value, dict) else type(value)(copied)
+    elif depth and type(value) is dict:  # pairs of items() would not live on, and others have their ids
+        copy = {key: _own(item, depth - 1, seen) for key, item in value.items()}
+    elif depth and type(value) in (list, tuple, set):
+        copy = type(value)([_own(item, depth - 1, seen) for item in value])
     elif isinstance(value, deque):
         copy = deque((_own(item, depth - 1, seen) for item in value), value.maxlen) if depth else value
     elif isinstance(value, dict) and depth:  # a Counter, a defaultdict

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
 from typing_extensions import override
 
 from lightning_recycle.errors import ReCycleError
@@ -159,14 +160,23 @@ class ObjectGraph:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
 
+    def nodes_of(self, *kinds: type[Any]) -> dict[Path, Any]:
+        """The nodes of these classes, by path."""
+        return {path: node for path, node in self._nodes.items() if isinstance(node, kinds)}
+
     def _state(self, path: Path, node: Any) -> dict[str, Any]:
         """The attributes of a node that are carried, and its hooks."""
-        found = attributes_of(node, self._whole)
+        found = attributes_of(node, self._is_whole(path, node))
         if isinstance(node, (nn.Module, Optimizer)) and (hooks := hooks_of(node)):
             found[_HOOKS] = hooks
         if self._skipped:
             found = {name: value for name, value in found.items() if f"{path}.{name}" not in self._skipped}
         return found
+
+    def _is_whole(self, path: Path, node: Any) -> bool:
+        """Whether a module is whole in both processes: a metric, too, that no module has registered."""
+        is_metric = isinstance(node, (Metric, MetricCollection, MetricTracker))
+        return self._whole or (is_metric and path not in self._roots)
 
     @cached_property
     def _tables(self) -> dict[int, tuple[Path, TableKey]]:
@@ -242,7 +252,7 @@ class ObjectGraph:
             io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device
         )
         states, stays = loader.load()
-        _Update(self._nodes, loader, self._weights, self._whole).write(states, stays)
+        _Update(self._nodes, loader, self._weights, self._is_whole).write(states, stays)
         for handle, tables in loader.handles:
             first, *others = (ref(table_of(loader.made.get(path, self._nodes.get(path)), key)) for path, key in tables)
             handle.hooks_dict_ref, handle.extra_dict_ref = first, tuple(others)
@@ -362,9 +372,15 @@ class _GraphUnpickler(pickle.Unpickler):
 class _Update:
     """Writes states into nodes; each object of this process takes the place of one of the sender's."""
 
-    def __init__(self, nodes: Mapping[Path, Any], loader: _GraphUnpickler, weights: _Weights, whole: bool) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[Path, Any],
+        loader: _GraphUnpickler,
+        weights: _Weights,
+        is_whole: Callable[[Path, Any], bool],
+    ) -> None:
         self._nodes, self._made, self._shared = nodes, loader.made, loader.shared
-        self._weights, self._whole = weights, whole
+        self._weights, self._is_whole = weights, is_whole
         self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here
         self._claimed: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
@@ -374,7 +390,7 @@ class _Update:
         nodes = {path: node for path, node in known if node is not None}
         hooks = {path: states[path].pop(_HOOKS, {}) for path in nodes}
         for path, node in nodes.items():
-            self._write(node, states[path], stays.get(path, set()))
+            self._write(node, self._is_whole(path, node), states[path], stays.get(path, set()))
         for path, node in nodes.items():  # all parameters are what they are going to be
             if isinstance(node, (nn.Module, Optimizer)) and _HOOKS not in stays.get(path, set()):
                 tables = {key: self.merged(MISSING, table) for key, table in hooks[path].items()}
@@ -382,8 +398,8 @@ class _Update:
             if isinstance(node, nn.Module):
                 parametrize_class(node)
 
-    def _write(self, node: Any, state: dict[str, Any], stays: set[str]) -> None:
-        before = attributes_of(node, self._whole)
+    def _write(self, node: Any, whole: bool, state: dict[str, Any], stays: set[str]) -> None:
+        before = attributes_of(node, whole)
         for name in before.keys() - state.keys() - stays:
             object.__delattr__(node, name) if name not in vars_of(node) else vars_of(node).pop(name)
         for name, value in state.items():

@@ -1,8 +1,8 @@
 """Records of the user's hooks that see outputs: logged values and metric states, the same on every worker.
 
 Concept: the user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on the worker that
-computed it. What they do there is *recorded* instead of done: calls of ``self.log``, what each torchmetrics object of
-the module gained, and side effects on its other attributes (:mod:`~lightning_recycle.session.hook_side_effects`). The
+computed it. What they do there is *recorded* instead of done: calls of ``self.log``, what each torchmetrics object
+gained, and side effects on other attributes of the module (:mod:`~lightning_recycle.session.hook_side_effects`). The
 records of all micro-batches of a step travel through the coordinator to all workers, and are *replayed* there in the
 order of the micro-batches. So every worker holds the complete metrics, whichever die, and callbacks take the same
 decisions everywhere.
@@ -11,11 +11,14 @@ Values that were logged are combined by ``reduce_fx``: the mean weighted by samp
 Metric states are combined by the reduction that each state declares (``dist_reduce_fx``); metrics that work on whole
 batches alone are refused with the remedy. A hook must not look at what it logged or at
 metrics of earlier micro-batches.
+
+Metrics are found wherever the module, the callbacks and the data module lead to, when recording begins and again for
+each epoch and evaluation. Other metrics, such as globals, count one worker's micro-batches: ``compute()`` refuses that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -30,6 +33,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects
+from lightning_recycle.session.user_objects import metric_parts
 from lightning_recycle.tensor_memory import on_device, pack_tensors, to_cpu, unpack_tensors
 
 __all__ = [
@@ -50,7 +54,7 @@ MetricStates: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class _MetricValue:
-    """Stands for a metric that was logged: where it is in the module."""
+    """Stands for a metric that was logged: its name in the module."""
 
     path: str
 
@@ -87,7 +91,7 @@ class Recording:
     Args:
         samples: the number of samples of the micro-batch.
         logs: (name, value, keyword arguments) of each ``self.log``.
-        metrics: the gains of each metric: its states after this micro-batch alone, by path in the module.
+        metrics: the gains of each metric: its states after this micro-batch alone, by path.
         result: the value that the hook returned.
         changes: side effects on other attributes of the module that reach all workers.
     """
@@ -110,6 +114,7 @@ class OutputRecorder:
         alone: whether a step has one micro-batch in all, so that nothing has to be put together.
         microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
         whole: whether this worker has the whole module.
+        shared: whether several workers run the hooks.
 
     Attributes:
         side_effects: side effects on attributes of the module that are no metrics.
@@ -117,18 +122,49 @@ class OutputRecorder:
     """
 
     def __init__(
-        self, module: RecordedModule, alone: bool = False, microbatches: int | None = None, whole: bool = True
+        self,
+        module: RecordedModule,
+        alone: bool = False,
+        microbatches: int | None = None,
+        whole: bool = True,
+        shared: bool = True,
     ) -> None:
-        self._module = module
+        self._module, self._shared = module, shared
+        self._found_for: tuple[Any, ...] = ()
         self.side_effects = HookSideEffects(module, alone, microbatches, whole)
         self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
         self._find_metrics()
 
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics whose gains are recorded."""
+        self._follow_metrics()
+        return list(self._metrics.values())
+
+    def find_again(self) -> None:
+        """Metrics are looked for before the next recording or replay: objects of this worker were replaced."""
+        self._found_for = ()
+
     def _find_metrics(self) -> None:
-        self._metrics = {name: m for name, m in self._module.named_modules() if isinstance(m, Metric)}
-        self._trackers = {name: m for name, m in self._module.named_modules() if isinstance(m, MetricTracker)}
+        parts = dict(self._module.named_modules())
+        self._logged = {name for name, part in parts.items() if isinstance(part, Metric)}
+        known = set(map(id, parts.values()))
+        found = metric_parts(self._module.trainer).items()
+        parts |= {path: part for path, part in found if id(part) not in known}
+        self._metrics = {path: part for path, part in parts.items() if isinstance(part, Metric)}
+        self._trackers = {path: part for path, part in parts.items() if isinstance(part, MetricTracker)}
         self._lengths = self._tracked()
-        _separate_metrics(self._module)
+        self._found_for = self._moment()
+        _separate_metrics(parts.values())
+
+    def _follow_metrics(self) -> None:
+        if self._tracked() != self._lengths or self._moment() != self._found_for:
+            self._find_metrics()
+
+    def _moment(self) -> tuple[Any, ...]:
+        """Differs in another epoch or loop, before which hooks may have made metrics."""
+        trainer = self._module.trainer
+        return trainer.state.fn, trainer.state.stage, trainer.current_epoch
 
     def _tracked(self) -> dict[str, int]:
         """How many metrics each tracker has; ``increment`` adds one."""
@@ -146,15 +182,16 @@ class OutputRecorder:
     def recording(self) -> Iterator[Recording]:
         """Records what happens in the block, in the object that the context yields."""
         module, recording = self._module, Recording()
-        if self._tracked() != self._lengths:
-            self._find_metrics()
+        self._follow_metrics()
         before = {path: metric_states(metric) for path, metric in self._metrics.items()}
         for metric in self._metrics.values():
             metric.reset()
         module.recorded_logs = []
         try:
-            with self.side_effects.noticed() as changes:
+            with self.side_effects.noticed() as changes, _updated_metrics() as updated:
                 yield recording
+            if self._shared:
+                self._refuse_shares(updated)
             recording.changes = tuple(changes)
             recording.logs = tuple(self._portable(*log) for log in module.recorded_logs)
             recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if _has_gained(m)}
@@ -168,6 +205,13 @@ class OutputRecorder:
             module.recorded_logs = None
             for path, metric in self._metrics.items():
                 set_metric_states(metric, before[path])
+
+    def _refuse_shares(self, updated: Iterable[Metric]) -> None:
+        """Lets :meth:`compute` of those of ``updated`` that are not found raise outside of recordings."""
+        found = set(map(id, self._metrics.values()))
+        for metric in updated:
+            if id(metric) not in found and not isinstance(metric.compute, _RefusedShare):
+                metric.compute = _RefusedShare(metric, self._module)  # type: ignore[method-assign]
 
     def dump(self, recording: Recording, samples: int) -> bytes:
         """The record of a block, for :meth:`replay`; empty if nothing was recorded."""
@@ -185,7 +229,7 @@ class OutputRecorder:
 
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         if isinstance(value, Metric):
-            path = next((path for path, metric in self._metrics.items() if metric is value), None)
+            path = next((path for path in self._logged if self._metrics[path] is value), None)
             if path is None:
                 raise ConfigurationError(
                     f"self.log({name!r}, {type(value).__name__}(...)): the metric must be an attribute of the module,"
@@ -214,8 +258,7 @@ class OutputRecorder:
             What the hooks returned.
         """
         ordered = [unpack_tensors(data) if data else _EMPTY for _, data in sorted(records.items())]
-        if self._tracked() != self._lengths:
-            self._find_metrics()
+        self._follow_metrics()
         device = self._module.device
         wanted = {
             value.path
@@ -226,8 +269,9 @@ class OutputRecorder:
         for path, metric in self._metrics.items():
             gained = [record.metrics[path] for record in ordered if path in record.metrics]
             if gained:
+                place = device if path in self._logged else metric.device  # nothing moves it with the module
                 add_states(
-                    metric, path, [on_device(states, device) for states in gained], keep_step_value=path in wanted
+                    metric, path, [on_device(states, place) for states in gained], keep_step_value=path in wanted
                 )
         self.side_effects.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
         by_name: dict[str, list[tuple[Any, float]]] = {}
@@ -379,9 +423,51 @@ def _in_a_row(parts: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------------- states of torchmetrics objects
 
 
-def _separate_metrics(module: nn.Module) -> None:
-    """Lets each metric of ``module`` have states of its own, and count its updates."""
-    for part in module.modules():
+_set_attribute = Metric.__setattr__
+_watching: list[dict[int, Metric]] = []
+
+
+def _set_watched(metric: Metric, name: str, value: Any) -> None:
+    if _watching and name == "_update_count" and value:
+        for updated in _watching:
+            updated[id(metric)] = metric
+    _set_attribute(metric, name, value)
+
+
+Metric.__setattr__ = _set_watched  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def _updated_metrics() -> Iterator[Iterable[Metric]]:
+    """Lists all metrics of the process that are updated in the block."""
+    updated: dict[int, Metric] = {}
+    _watching.append(updated)
+    try:
+        yield updated.values()
+    finally:
+        _watching[:] = [other for other in _watching if other is not updated]  # blocks may overlap
+
+
+class _RefusedShare:
+    """``compute`` of a metric that has counted the micro-batches of one worker alone; a step may still call it."""
+
+    def __init__(self, metric: Metric, module: RecordedModule) -> None:
+        self._metric, self._module, self._compute = metric, module, metric.compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._metric._update_count and not self._module.sees_one_microbatch:
+            kind = type(self._metric).__name__
+            raise ConfigurationError(
+                f"{kind}.compute(): this metric, which steps update, is a global or is kept where its worker's share"
+                " cannot be gathered, or was made in a step. Make it in __init__ and keep it as an attribute of the"
+                " module, itself or in a list, dict or object there."
+            )
+        return self._compute(*args, **kwargs)
+
+
+def _separate_metrics(parts: Iterable[nn.Module]) -> None:
+    """Lets each metric of ``parts`` have states of its own, and count its updates."""
+    for part in parts:
         if isinstance(part, Metric) and "update" not in vars(part):  # it came from another worker, without the counter
             part.__setstate__({})
         if isinstance(part, MetricCollection):  # metrics of a group share states

@@ -191,7 +191,7 @@ class Session:
         module, microbatches = self.module, self.run.data_grid.global_microbatches
         alone = microbatches == self.grid.num_workers == 1
         slots = microbatches if self.parts.keeps_between_steps else None
-        recorder = OutputRecorder(module, alone, slots, self.grid.stages == 1)
+        recorder = OutputRecorder(module, alone, slots, self.grid.stages == 1, self.grid.num_workers > 1)
         side_effects = recorder.side_effects
         self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
         self.collectives.is_in_step = lambda: module.recorded_logs is not None

@@ -110,7 +110,7 @@ class StateTransfer:
         stop_requests: StopRequests,
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
-        self._side_effects, self._executor = recorder.side_effects, executor
+        self._recorder, self._side_effects, self._executor = recorder, recorder.side_effects, executor
         self._averages, self._finetuning, self._stop_requests = averages, finetuning, stop_requests
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
@@ -145,6 +145,7 @@ class StateTransfer:
         graph, device = user_graph(self._trainer), self._context.device
         given = {name: tensor.to(device) for name, tensor in state.items()}
         graph.update(objects, device, {**graph.large, **weights_for(self._module, given)})
+        self._recorder.find_again()
 
     # ------------------------------------------------------------------ peers
 
@@ -209,6 +210,7 @@ class StateTransfer:
         trainer, module = self._trainer, self._module
         take_pruned_form(module, snapshot.weights)
         user_graph(trainer).update(snapshot.objects, self._context.device, self._large)
+        self._recorder.find_again()
         if not module.automatic_optimization:
             for name, parameter in module.named_parameters():
                 grad = snapshot.gradients.get(name)

@@ -234,6 +234,7 @@ class StageBuilder:
             context.forward_context,
             context.seed,
             context.grid.global_microbatches,
+            lambda: self._recorder.metrics,
         )
         state = ManualStepState(context.trainer)
         return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=steps.run, state=state)), steps

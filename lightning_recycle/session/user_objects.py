@@ -8,6 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
 
 from lightning_recycle.data.batching import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
@@ -21,7 +23,15 @@ from lightning_recycle.session.object_attributes import (
 from lightning_recycle.session.object_graph import ObjectGraph, Path
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = ["CallbackList", "callback_graph", "home_graph", "user_graph", "weights_by_name", "weights_for"]
+__all__ = [
+    "CallbackList",
+    "callback_graph",
+    "home_graph",
+    "metric_parts",
+    "user_graph",
+    "weights_by_name",
+    "weights_for",
+]
 
 
 def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
@@ -126,6 +136,17 @@ def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph
     }
     roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in wanted}
     return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
+
+
+def metric_parts(trainer: pl.Trainer) -> dict[Path, Metric | MetricCollection | MetricTracker]:
+    """The torchmetrics objects that the module, the callbacks or the data module lead to, and what has them inside."""
+    roots = {
+        "module": trainer.lightning_module,
+        **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
+        "datamodule": getattr(trainer, "datamodule", None),
+    }
+    anchors = {name: value for name, value in {**_anchors(trainer), **_callbacks(trainer)}.items() if name not in roots}
+    return ObjectGraph(roots, anchors).nodes_of(Metric, MetricCollection, MetricTracker)
 
 
 def _streams(loaders: Mapping[str, Any]) -> dict[str, Any]:
