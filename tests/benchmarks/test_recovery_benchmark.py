@@ -5,6 +5,7 @@ from overhead import MICROBATCHES, PIPELINES, STAGES, Size
 from recovery import random_fault, run
 
 from lightning_recycle.callbacks import FaultInjectionCallback
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning import Grid
 
 SIZE = Size("test", width=16, blocks=1, heads=2, context=8, batch_size=4, steps_per_turn=1)
@@ -12,7 +13,7 @@ SIZE = Size("test", width=16, blocks=1, heads=2, context=8, batch_size=4, steps_
 
 def test_random_faults_fit_the_grid_and_depend_on_the_seed_only():
     faults = [random_fault(random.Random(seed)) for seed in range(50)]
-    FaultInjectionCallback(faults).check(Grid(PIPELINES, STAGES, MICROBATCHES))
+    FaultInjectionCallback(faults).check(Positions(Grid(PIPELINES, STAGES, MICROBATCHES)))
     assert faults == [random_fault(random.Random(seed)) for seed in range(50)]
     assert {(f.pipeline, f.stage) for f in faults} == {(d, s) for d in range(PIPELINES) for s in range(STAGES)}
 

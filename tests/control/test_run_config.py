@@ -105,7 +105,7 @@ def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
             replace(WANTS, needs_launcher=("RecoveryOptions(move_workers=True)",)),
             r"\(move_workers=True\) needs a launching process",
         ),
-        (Overrides(2, 2), None, "was not told the grid"),
+        (Overrides(2, 2), None, "the coordinator was given none"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_why(given: Overrides, wants: RunRequest | None, words: str) -> None:

@@ -80,7 +80,7 @@ def test_a_coordinator_without_the_file_goes_on_from_what_the_workers_know(tmp_p
         run.end(*([2] if replaced else []))
         assert run.difference() < 1e-10
         record = run.records[-1].read_text()
-        assert "goes on from what they know" in record
+        assert "goes on from their reports" in record
         assert '"kind": "revived"' in record
         assert '"kind": "failure"' not in record
 
