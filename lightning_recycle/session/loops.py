@@ -13,6 +13,7 @@ loops count the next step, perhaps of the next epoch; a :class:`ProgressSnapshot
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ __all__ = [
     "share_of_batch",
     "tell_batch_sizes",
 ]
+
+log = logging.getLogger(__name__)
 
 _SAMPLER = "the state of a sampler"  # marks it among the states of loaders
 
@@ -235,7 +238,7 @@ class PipelineFitLoop(_FitLoop):
 
     runner: TrainingSteps
     _has_started = False
-    _seed_to_load: int | None = None
+    _batch_size_to_load: int | None
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: TrainingSteps) -> None:
@@ -254,7 +257,8 @@ class PipelineFitLoop(_FitLoop):
         loops = {"automatic_optimization": optimization, "manual_optimization": manual}
         epoch.__dict__.update({**vars(old_epoch), **loops})
         new = cls(trainer)
-        new.__dict__.update({**vars(old), "epoch_loop": epoch, "runner": runner})
+        own = {"epoch_loop": epoch, "runner": runner, "_batch_size_to_load": None}
+        new.__dict__.update({**vars(old), **own})
         trainer.fit_loop = new
 
     @property
@@ -303,9 +307,12 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Also the seed and the states of samplers, under names that Lightning's own loop does not read."""
+        """Also the seed, the size of a batch and the states of samplers, under names that Lightning's own loop does not
+        read.
+        """
         state: dict[str, Any] = super().on_save_checkpoint()
         state["seed"] = self.runner.seed.value
+        state["global_batch_size"] = self.runner.loaders.global_batch_size
         orders = [loader.order_state() for loader in addressed_loaders(self)]
         if any(orders):
             reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
@@ -316,7 +323,10 @@ class PipelineFitLoop(_FitLoop):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         states = [{_SAMPLER: order} for order in state_dict.get("sampler_states", [])]
-        self._seed_to_load = state_dict.get("seed")
+        if (seed := state_dict.get("seed")) is not None:
+            self.runner.resume_seed(seed)
+        before = state_dict.get("global_batch_size")
+        self._batch_size_to_load = None if before == self.runner.loaders.global_batch_size else before
         self._combined_loader_states_to_load = [*self._combined_loader_states_to_load, *states]
 
     @override
@@ -333,9 +343,7 @@ class PipelineFitLoop(_FitLoop):
         """
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         assert self._combined_loader is not None
-        if self._seed_to_load is not None:
-            self.runner.resume_seed(self._seed_to_load)
-            self._seed_to_load = None
+        self._compare_batch_sizes()
         orders = [state[_SAMPLER] for state in states if _SAMPLER in state]
         for source, order in zip(addressed_loaders(self), orders, strict=False):
             source.load_order_state(order)
@@ -343,6 +351,20 @@ class PipelineFitLoop(_FitLoop):
         for loader, state in zip(self._combined_loader.flattened, states, strict=False):
             if isinstance(loader, StreamLoader):
                 loader.load_state_dict(state)
+
+    def _compare_batch_sizes(self) -> None:
+        """Warns if the epoch of a checkpoint goes on with batches of another size."""
+        before, self._batch_size_to_load = self._batch_size_to_load, None
+        now, progress = self.runner.loaders.global_batch_size, self.epoch_loop.batch_progress
+        if not before or not now or before == now or not progress.current.ready or progress.is_last_batch:
+            return
+        if self.trainer.is_global_zero:
+            log.warning(
+                "The checkpoint is from the middle of an epoch with global batches of %d samples, and those of this run"
+                " have %d: it goes on after %d batches of its own size, so it repeats or leaves out samples. Choose a"
+                " batch_size whose product with the number of pipelines is %d.",
+                *(before, now, progress.current.ready, before),
+            )
 
     def enter_mid_epoch(self, state: dict[str, Any]) -> None:
         """Lets the batch that the counters have begun begin here once more; ``state``: that of the donor's loop."""

@@ -92,10 +92,11 @@ def train(
     model = WithDropout(0.5).double()
     L.seed_everything(seed, verbose=False)
     ckpt_path, seen = options.pop("ckpt_path", None), directory / f"seen-{seed}"
+    size = options.pop("size", GLOBAL_BATCH)
     callbacks = [ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1), Notes(seen)]
     run = trainer(*grid, faults, callbacks=callbacks, max_epochs=2, max_steps=-1, enable_checkpointing=True, **options)
     data = Noisy(*dataset(DATA).tensors)
-    run.fit(model, LOADERS[loader](data, GLOBAL_BATCH // grid[0]), ckpt_path=ckpt_path)
+    run.fit(model, LOADERS[loader](data, size // grid[0]), ckpt_path=ckpt_path)
     steps = {int(step): [int(n) for n in samples] for step, *samples in map(str.split, seen.open())}
     return model.state_dict(), [steps.get(step, []) for step in range(1, 2 * EPOCH + 1)], run
 
@@ -131,6 +132,19 @@ def test_a_run_resumes_with_another_seed_exactly(
     assert len(told) == 1
     assert f"seed {WRITER}" in told[0]
     assert f"seed {READER}" in told[0]
+    assert not any("global batches" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("step", "warns"), [(SAVED, True), (EPOCH, False)], ids=["in an epoch", "at its end"])
+def test_a_run_that_resumes_in_an_epoch_with_batches_of_another_size_is_warned(
+    step: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, "shuffled", WRITER)
+    caplog.clear()
+    train(tmp_path, "shuffled", READER, (1, 2), size=2 * GLOBAL_BATCH, ckpt_path=tmp_path / f"step={step}.ckpt")
+    told = [line for line in caplog.messages if "global batches" in line]
+    assert len(told) == warns
+    assert all(f"of {GLOBAL_BATCH} samples" in line and f"have {2 * GLOBAL_BATCH}" in line for line in told)
 
 
 def test_a_resumed_run_that_loses_a_stage_begins_again_with_the_same_seed(tmp_path: Path) -> None:
