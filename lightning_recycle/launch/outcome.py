@@ -86,16 +86,13 @@ def _workers(history: Sequence[Event], positions: Positions) -> str:
 
 
 def _backwards(history: Sequence[Event]) -> list[str]:
-    """Whether the newest plan splits backwards, if that was a choice, and why."""
+    """The effect of splitting backwards, if the newest plan does so by choice."""
     chosen = [event.details if event.kind == "chosen" else event.details.get("backward") for event in history]
     newest = next((facts for facts in reversed(chosen) if facts), None)
-    if newest is None:
+    if newest is None or not newest["split"]:
         return []
-    wins = newest["wins"]
-    effect = f"{100 * abs(wins):.1f} % {'shorter' if wins > 0 else 'longer'}" if wins else "no shorter"
-    verdict = "split in two" if newest["split"] else "not split"
-    cost = f"splitting takes {100 * newest['cost']:.1f} % more computing time"
-    return [f"The backward pass is {verdict}: {cost}, and makes a step {effect}."]
+    cost, wins = 100 * newest["cost"], 100 * (newest["wins"] or 0.0)
+    return [f"The backward pass is split in two, for {cost:.1f} % more computing time and {wins:.1f} % shorter steps."]
 
 
 def _lost(history: Sequence[Event]) -> dict[str, float]:

@@ -245,7 +245,7 @@ def prepare(
         )
     if grid.pipelines == 1:
         log.warning(
-            "%d device(s) in %d stage(s) give each stage one worker: the run survives no failure."
+            "With devices=%d and %d stages each stage has one worker: the run survives no failure."
             " Use at least devices=%d.",
             grid.stages,
             grid.stages,

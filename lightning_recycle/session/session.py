@@ -267,7 +267,7 @@ class Session:
         if self.collectives.is_leader:
             log.warning(
                 "The checkpoint was written with seed %d, and this run was given seed %d: it goes on with seed %d, so"
-                " that it reads the rest of the epoch in the same order and draws the same.",
+                " that it reads the rest of the epoch in the same order and draws the same random numbers.",
                 *(seed, mine.own, seed),
             )
         mine.resumed = seed

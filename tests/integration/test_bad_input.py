@@ -162,7 +162,7 @@ def test_wrong_modules_are_refused_by_name(model: Any, words: list[str]) -> None
 
 def test_a_run_that_can_lose_no_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
     trainer(1, 2, max_steps=1).fit(Regression().double(), DataLoader(dataset(), batch_size=12))
-    assert "2 device(s) in 2 stage(s) give each stage one worker" in caplog.text
+    assert "With devices=2 and 2 stages each stage has one worker" in caplog.text
 
 
 def test_missing_checkpoints_are_refused() -> None:

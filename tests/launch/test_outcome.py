@@ -93,13 +93,11 @@ def test_many_causes_are_cut_short() -> None:
     assert len(lines) == 8
 
 
-def test_why_backwards_are_split_or_not_is_told() -> None:
+def test_the_effect_of_split_backwards_is_told() -> None:
     fused = {"split": False, "cost": 0.101, "wins": -0.07, "fused_seconds": 1.0, "split_seconds": 1.07}
     history = [*BEGIN, event("chosen", 12.0, 1, **fused), event("step", 12.5, 1, loss=0.1)]
-    line = "The backward pass is not split: splitting takes 10.1 % more computing time, and makes a step 7.0 % longer."
-    assert summary(history, POSITIONS)[1:] == [line]
+    assert summary(history, POSITIONS)[1:] == []
     split = {**fused, "split": True, "wins": 0.2}
     history += [event("resumed", 13.0, 1, backward=split), event("step", 13.5, 2, loss=0.1)]
-    line = summary(history, POSITIONS)[-1]
-    assert line.startswith("The backward pass is split in two: splitting takes 10.1 % more computing time, and makes")
-    assert line.endswith("a step 20.0 % shorter.")
+    line = "The backward pass is split in two, for 10.1 % more computing time and 20.0 % shorter steps."
+    assert summary(history, POSITIONS)[-1] == line

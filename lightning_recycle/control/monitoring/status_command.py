@@ -223,7 +223,7 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
             except NoRun:
                 break
             live.update(_rendered(status), refresh=True)
-    print("The run is over.")
+    print("The run is over." if live.console.is_terminal else "\nThe run is over.")
     return 0
 
 
