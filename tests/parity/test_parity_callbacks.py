@@ -165,6 +165,8 @@ COMPARED_IN_CHECKPOINTS = ("epoch", "global_step", "state_dict", "optimizer_stat
 def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: same.Runs, name: str) -> None:
     one, grid = (torch.load(run.root / name, weights_only=False) for run in runs)
     assert one.keys() == grid.keys()
+    own = grid["loops"]["fit_loop"]["state_dict"]  # beside what Lightning's own loop has
+    assert all(isinstance(own.pop(name), int) for name in ("seed", "global_batch_size"))
     for key in set(COMPARED_IN_CHECKPOINTS) & one.keys():
         same.assert_same(one[key], grid[key], where=key)
     assert one["hyper_parameters"] == grid["hyper_parameters"] == {"lr": 0.4}

@@ -28,6 +28,7 @@ class Recorder:
         self.aborted: list[int] = []
         self.called = threading.Event()
         self.sums = self.messages = None
+        self.parts = (0, 1)
         self.device = torch.device("cpu")
 
     def report_progress_to(self, on_progress: Any) -> None:
