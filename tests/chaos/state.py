@@ -110,7 +110,7 @@ def _of_one_process(trainer: pl.Trainer) -> State:
             "global_step": trainer.global_step,
             "current_epoch": trainer.current_epoch,
             "should_stop": trainer.should_stop,
-            "loops": trainer.fit_loop.state_dict(),
+            "loops": _of_lightning(trainer.fit_loop.state_dict()),
         },
         "metrics": {
             "callback": _own(trainer.callback_metrics),
@@ -121,12 +121,20 @@ def _of_one_process(trainer: pl.Trainer) -> State:
     }
 
 
+def _of_lightning(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """The state of a fit loop without what the strategy adds for runs that resume."""
+    for name in ("seed", "global_batch_size"):
+        fit_loop["state_dict"].pop(name, None)
+    return fit_loop
+
+
 def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, checkpoints: Path | None = None) -> State:
     """What a training left in this process and in ``directory`` (and ``checkpoints``, if they were elsewhere)."""
     folder = directory / CHECKPOINTS if checkpoints is None else checkpoints
     final = torch.load(directory / _FINAL, weights_only=False)
     final["callbacks"] = _states(final["callbacks"])
     final.pop("pytorch-lightning_version")
+    _of_lightning(final["loops"]["fit_loop"])
     final.pop("lightning_recycle_objects", None)  # what users keep in their objects, for a run that begins again
     workers = sorted((directory / WORKERS).iterdir())
     state: State = {
