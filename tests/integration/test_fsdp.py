@@ -9,8 +9,10 @@ from typing import Any
 
 import lightning as L
 import pytest
+import sharded
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from sharded import Kill, dataset
 from support.blocks import WIDTH, blocks
 from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
@@ -18,12 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
 
 from lightning_recycle import PipelineModule
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.planning import Op
 
 STEPS, BATCH = 4, 4  # samples of a part in a step
 
@@ -61,47 +62,10 @@ class Ordinary(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Piped(PipelineModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.given = list(blocks())
-
-    def configure_pipeline(self) -> nn.Sequential:
-        return nn.Sequential(*self.given)
-
+class Piped(sharded.Piped):
     def configure_model(self) -> None:
-        super().configure_model()
+        PipelineModule.configure_model(self)
         shard(self.layers, self.device_mesh)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Kill(L.Callback):
-    """Kills the first process of ``rank`` before its operation number ``operation`` of ``step``."""
-
-    def __init__(self, rank: int, step: int, operation: int) -> None:
-        self.rank, self.step, self.operation, self.seen = rank, step, operation, 0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
-            strategy.executor.before_operation.append(self.count)
-
-    def count(self, step: int, _: Op) -> None:
-        if step == self.step:
-            if self.seen == self.operation:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.seen += 1
-
-
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(96, WIDTH, generator=generator, dtype=torch.double) for _ in range(2))
-    return TensorDataset(x, y)
 
 
 def fit(module: L.LightningModule, grid: tuple[int, int, int, int], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
