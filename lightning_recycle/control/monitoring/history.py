@@ -233,14 +233,14 @@ class History:
             host,
             pid,
         )
+        level = logging.DEBUG if kind == "step" else logging.INFO
+        if _events.isEnabledFor(level):  # logged first: who sees the event finds it in the log
+            fields = plain(event)
+            _events.log(level, "%s", json.dumps(fields), extra={"event": fields})
         self.events.append(event)
         self.digest.add(event, len(state.roster.live), bool(state.roster.joining))
         if kind == "step":
             self._count_step()
-        level = logging.DEBUG if kind == "step" else logging.INFO
-        if _events.isEnabledFor(level):
-            fields = plain(event)
-            _events.log(level, "%s", json.dumps(fields), extra={"event": fields})
 
     def _count_step(self) -> None:
         self._steps_kept += 1
