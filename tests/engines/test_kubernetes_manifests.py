@@ -55,7 +55,10 @@ def test_whoever_is_selected_exists() -> None:
         for rule in policy["spec"]["ingress"]:
             labels += [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
     assert labels
-    for wanted in labels:
+    (spot,) = of_kind("Job")
+    further = spot["spec"]["template"]["metadata"]["labels"]
+    assert further in labels
+    for wanted in [label for label in labels if label != further]:
         assert wanted[NAME] == of_kind("JobSet")[0]["metadata"]["name"]
         assert wanted.get(JOB, "workers") in jobs()
 
@@ -90,11 +93,15 @@ def test_the_probes_ask_for_pages_that_the_coordinator_has_where_it_has_them() -
 
 
 def test_the_network_policy_lets_pass_what_is_needed_and_no_more() -> None:
-    (policy,) = of_kind("NetworkPolicy")
-    allowed = {(rule["port"], rule.get("endPort", rule["port"])) for rule in policy["spec"]["ingress"][0]["ports"]}
+    def allowed(name: str) -> set[tuple[int, int]]:
+        (policy,) = (one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == name)
+        return {(rule["port"], rule.get("endPort", rule["port"])) for rule in policy["spec"]["ingress"][0]["ports"]}
+
     ports = port_range(environment("workers", FIELDS, KEY))
     assert ports is not None
-    assert allowed == {(29400, 29400), (ports[0], ports[-1])}
+    of_workers = {(ports[0], ports[-1])}
+    assert allowed("recycle") == allowed("recycle-from-spot") == {(29400, 29400)} | of_workers
+    assert allowed("recycle-spot") == of_workers
 
 
 def test_the_exit_statuses_are_those_of_the_package() -> None:
@@ -119,6 +126,15 @@ def test_a_disruption_costs_one_worker_at_a_time_and_there_is_time_to_leave() ->
     )
     assert least == 8 - 1  # of 8 workers; the ninth is a spare
     assert workers["template"]["spec"]["terminationGracePeriodSeconds"] >= 60
+
+
+def test_workers_on_spot_nodes_are_those_of_the_jobset_and_their_number_changes() -> None:
+    (spot,) = of_kind("Job")
+    spec = spot["spec"]
+    usual, further = jobs()["workers"], spec["template"]["spec"]
+    assert further["containers"] == usual["template"]["spec"]["containers"]
+    assert spec["podFailurePolicy"] == usual["podFailurePolicy"]
+    assert "completions" not in spec  # a Job with completions does not run more pods than are left to complete
 
 
 def test_the_key_of_the_example_is_refused() -> None:
