@@ -346,16 +346,20 @@ class NaiveRecycle(Naive):
     def start(self):
         return self.afresh()
 
+    @property
+    def grid(self):
+        return self.model.grid
+
     def problem(self, vacancies):
         policy, model = self.policy, self.model
-        gone = normalized_failures(model.grid, vacancies)
-        return Problem(model.grid, model.costs(), gone, policy.technique, model.in_flight_limit())
+        gone = normalized_failures(self.grid, vacancies)
+        return Problem(self.grid, model.costs(), gone, policy.technique, model.in_flight_limit())
 
     def spread(self, count):
         return distribution(self.problem((0,) * self.model.stages), count, self.policy.effort)
 
     def afresh(self):
-        grid = self.model.grid
+        grid = self.grid
         workers = sorted(self.live)[: grid.num_workers]
         if len(workers) < grid.stages:
             return None
@@ -364,18 +368,21 @@ class NaiveRecycle(Naive):
         return self.running(dict(zip(workers, places, strict=True)))
 
     def running(self, places):
-        model, policy = self.model, self.policy
         counts = Counter(place.stage for place in places.values())
-        vacancies = tuple(model.pipelines - counts[stage] for stage in range(model.stages))
-        usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches), 0.0, 0.0
-        step = usual
+        step = self.step(tuple(self.grid.lanes - counts[stage] for stage in range(self.model.stages)))
+        return Way(places, step[0], self.model.global_batch, step[1], step[2])
+
+    def step(self, vacancies):
+        """Seconds, extra seconds of the first one, overlap."""
+        model, policy = self.model, self.policy
+        step = usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches), 0.0, 0.0
         if any(vacancies) or not (policy.schedule == "1f1b" or policy.fault_free == "1f1b"):
             step = tuple(planned_step(self.problem(vacancies), policy.effort))
             step = step if any(vacancies) else min(usual, step)
-        return Way(places, step[0], model.global_batch, step[1], step[2])
+        return step
 
     def answer(self, way, woken):
-        grid, before = self.model.grid, self.layout or {}
+        grid, before = self.grid, self.layout or {}
         held = {worker: place for worker, place in before.items() if worker in self.live}
         lost_stage = {place.stage for place in held.values()} != set(range(grid.stages))
         failed = len(held) < len(before)
@@ -407,6 +414,35 @@ class NaiveRecycle(Naive):
         transfer = max(sent.values(), default=0) * self.one_copy()
         pauses = self.regrouping(len(self.live), failed, transfer)
         return Answer(self.running(held), pauses, "step" if failed else "now")
+
+
+class NaiveElastic(NaiveRecycle):
+    """Elastic: places for more workers of each stage than the batch has pipelines."""
+
+    @property
+    def grid(self):
+        grid = self.model.grid
+        most = min(self.policy.max_pipelines or 2 * grid.pipelines, grid.pipelines * grid.microbatches)
+        return replace(grid, lanes=max(most, grid.pipelines))
+
+    def spread(self, count):
+        grid = self.grid
+        workers = grid.num_workers - count
+        used = max(grid.pipelines, -(-workers // grid.stages))
+        fewer = replace(self.problem((0,) * grid.stages), grid=replace(grid, lanes=used))
+        found = distribution(fewer, used * grid.stages - workers, self.policy.effort)
+        return tuple(grid.lanes - used + gone for gone in found)
+
+    def step(self, vacancies):
+        model = self.model
+        held = [self.grid.lanes - gone for gone in vacancies]
+        lanes = max(*held, model.pipelines)  # the others are nowhere in the plan
+        grid = replace(model.grid, lanes=lanes)
+        gone = normalized_failures(grid, tuple(lanes - count for count in held))
+        problem = Problem(grid, model.costs(), gone, self.policy.technique, model.in_flight_limit())
+        step = tuple(planned_step(problem, self.policy.effort))
+        usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches), 0.0, 0.0
+        return min(usual, step) if held == [model.pipelines] * model.stages else step
 
 
 class NaiveElasticLayers(NaiveRecycle):
@@ -600,6 +636,7 @@ class NaiveOobleck(Naive):
 
 NAIVE = {
     "Bamboo": NaiveBamboo,
+    "Elastic": NaiveElastic,
     "ElasticLayers": NaiveElasticLayers,
     "Merge": NaiveMerge,
     "Spares": NaiveMerge,

@@ -27,6 +27,8 @@ POLICIES = [
     sim.DropReplica(**COMMON, schedule="planned", checkpoint="sharded", checkpoint_every=70.0),
     sim.Oobleck(**COMMON),
     sim.Oobleck(**COMMON, **SYNC, schedule="planned", memory_factor=1000.0),  # pipelines of at least 3 workers
+    sim.Elastic(**COMMON),
+    sim.Elastic(**COMMON, schedule="1f1b", max_pipelines=3),
     sim.ElasticLayers(**COMMON),
     sim.ElasticLayers(**COMMON, **SLOW, schedule="1f1b", share=0.05),  # copying takes a while
     sim.Bamboo(**COMMON, **SLOW),
