@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/simulation.py             # everything, hours on one core
     .venv/bin/python benchmarks/simulation.py same day    # some of: same auto ideal spares checkpoints layers
-                                                          #          ablation day
+                                                          #          ablation spot day
 
 Every row is one policy. The only things that differ are who does a dead worker's work, and how fast that is. The
 paper's own table, with systems as published, is printed by ``calibration.py``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from lightning_recycle.simulation import (
     Cause,
     Cluster,
     DropReplica,
+    Elastic,
     ElasticLayers,
     FailedFraction,
     FailureRate,
@@ -69,6 +71,7 @@ POLICIES: dict[str, type[Policy]] = {
     "Bamboo": Bamboo,
 }
 SEEDS = range(20)
+_MEDIUM = get_model("gpt3_medium")
 RIVALS = ("re-routing (ReCycle)", "... and moving layers", "merge", "drop the replica", "Oobleck")
 """Policies that come near ``Auto`` anywhere."""
 
@@ -326,6 +329,40 @@ def ablation_table() -> Iterable[Table]:
     yield table
 
 
+ON_DEMAND, SPOT = 1.0, 0.3  # prices of a GPU-hour
+SPOT_NODES = (4, 8, 16)
+SPOT_POLICIES: dict[str, type[Policy]] = {
+    "elastic, the batch stays": Elastic,
+    "re-routing (ReCycle)": Recycle,
+    "drop the replica, the batch shrinks": DropReplica,
+    "restart": Restart,
+}
+
+
+def spot_table() -> Iterable[Table]:
+    """What a sample costs on spot nodes that come and go, against as many nodes on demand that never fail."""
+    chosen = [scene for scene in scenes() if isinstance(scene.source, TraceReplay)]
+    for nodes in SPOT_NODES:
+        model = get_model("gpt3_medium", pipelines=nodes // 2, throughput=None, efficiency=_MEDIUM.efficiency)
+        table = new_table(
+            f"Cost of a sample on up to {nodes} spot nodes at {SPOT:g} of the price on demand, relative to that on"
+            f" {nodes} nodes on demand. {assumptions(model)}",
+            "policy", *(scene.name for scene in chosen),
+        )  # fmt: skip
+        usual = ON_DEMAND * model.gpus / (model.global_batch / model.fault_free_seconds()) / 3600
+        half = get_model("gpt3_medium", pipelines=nodes // 4, throughput=None, efficiency=_MEDIUM.efficiency)
+        runs = [(label, model, kind(schedule="planned"), 0) for label, kind in SPOT_POLICIES.items()]
+        runs.insert(1, ("... of half as many pipelines", half, Elastic(schedule="planned"), nodes // 2))
+        for label, own, policy, extra in runs:
+            costs = []
+            for scene in chosen:
+                cluster = Cluster.of(own, extra_nodes=extra, price=SPOT)
+                result = simulate(own, cluster, policy, scene.source, scene.duration)
+                costs.append(result.cost / result.samples / usual if result.samples else math.inf)
+            table.add_row(label, *(f"{cost:.3f}" for cost in costs))
+        yield table
+
+
 def day_table() -> Iterable[Table]:
     model = get_model("megatron_145_6b")
     table = new_table(
@@ -363,6 +400,7 @@ SECTIONS: dict[str, Callable[[], Iterable[Table]]] = {
     "checkpoints": checkpoint_table,
     "layers": layers_table,
     "ablation": ablation_table,
+    "spot": spot_table,
     "day": day_table,
 }
 

@@ -70,6 +70,7 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         model,
         gpus_per_node=config["cluster"]["gpus_per_node"],
         extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
+        price=config["cluster"]["price"],
     )
     random = not policy.ignores_failures and not isinstance(failures, (Scripted, TraceReplay))
     first, count = whole("", "first_seed", config["first_seed"]), whole("", "seeds", config["seeds"], 1)
@@ -157,6 +158,7 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
         "ettr": statistics.fmean(result.ettr for result in found.results),
         "mfu": statistics.fmean(result.mfu for result in found.results),
         "node_failures": found.failures,
+        "cost": statistics.fmean(result.cost for result in found.results),
         "note": _note(found.results),
         "losses": _means(result.losses() for result in found.results),
         "fractions": _means(result.accounting.fractions() for result in found.results),
@@ -193,6 +195,7 @@ def _asked(scenario: Scenario) -> dict[str, Any]:
             "nodes": cluster.nodes,
             "gpus_per_node": cluster.gpus_per_node,
             "gpus": cluster.gpus,
+            "price": cluster.price,
         },
         "policy": _described(scenario.policy),
         "failures": _described(scenario.failures),

@@ -40,6 +40,7 @@ from lightning_recycle.files import write_atomically
 from lightning_recycle.visualize.report.records import (
     EXPERIMENT_FILE,
     assumptions_text,
+    cost_of,
     duration_text,
     failures_text,
     policy_text,
@@ -206,6 +207,8 @@ def _summary(result: Result) -> Table:
         ("goodput, ETTR, MFU", f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}"),
     ):
         table.add_row(name, value)
+    if (cost := cost_of(result)) is not None:
+        table.add_row("cost of 1,000 samples", f"{cost:.4g}")
     if result["note"]:
         table.add_row("note", f"nothing was trained: {result['note']}")
     return table

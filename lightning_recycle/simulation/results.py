@@ -129,6 +129,7 @@ class SimulationResult:
         bubble_free_throughput: samples/s of one GPU that computes F, B and W all the time.
         flops_per_sample: floating-point operations of a sample, without those that are done again.
         peak_flops: of one GPU, per second.
+        price: of a GPU and hour.
     """
 
     model: str
@@ -144,6 +145,7 @@ class SimulationResult:
     bubble_free_throughput: float = 0.0
     flops_per_sample: float = 0.0
     peak_flops: float = 1.0
+    price: float = 0.0
 
     @property
     def throughput(self) -> float:
@@ -183,6 +185,12 @@ class SimulationResult:
         return self.throughput * self.flops_per_sample / (self.peak_flops * self.gpus)
 
     @property
+    def cost(self) -> float:
+        """Of all GPUs while their nodes are up, whatever they do."""
+        up = self.accounting.total - self.accounting.failed
+        return self.price * up / TICKS_PER_SECOND / 3600
+
+    @property
     def failures(self) -> int:
         """Number of node failures; a node may fail more than once."""
         return sum(len(event.nodes) for event in self.events if event.kind == "failure")
@@ -211,6 +219,7 @@ class SimulationResult:
         data["goodput"] = self.goodput
         data["ettr"] = self.ettr
         data["mfu"] = self.mfu
+        data["cost"] = self.cost
         data["losses"] = dict(self.losses())
         return data
 

@@ -329,6 +329,7 @@ def simulate(
         bubble_free_throughput=model.global_batch / model.useful_gpu_seconds,
         flops_per_sample=sum(model.transformer.flops()),
         peak_flops=model.device.peak_flops,
+        price=cluster.price,
         accounting=account(run.spans, cluster.gpus),
         intervals=tuple(map(_interval, run.spans)),
         events=tuple(run.events),

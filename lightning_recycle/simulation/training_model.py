@@ -452,18 +452,20 @@ class Cluster:
     """``nodes`` nodes with ``gpus_per_node`` GPUs each, and a link for each worker (the model's ``network_bandwidth``).
 
     When one GPU fails, its node is taken out until it is repaired, as schedulers do. Use ``gpus_per_node=1`` where
-    single GPUs fail.
+    single GPUs fail. ``price`` is that of a GPU and hour, in any currency; a node is paid for while it is up.
     """
 
     nodes: int
     gpus_per_node: int = 1
+    price: float = 0.0
 
     def __post_init__(self) -> None:
         whole("Cluster", "nodes", self.nodes, 1)
         whole("Cluster", "gpus_per_node", self.gpus_per_node, 1)
+        at_least("Cluster", "price", self.price)
 
     @classmethod
-    def of(cls, model: TrainingModel, *, gpus_per_node: int = 1, extra_nodes: int = 0) -> Cluster:
+    def of(cls, model: TrainingModel, *, gpus_per_node: int = 1, extra_nodes: int = 0, price: float = 0.0) -> Cluster:
         """The nodes that the model's fault-free grid needs, plus ``extra_nodes``.
 
         Raises:
@@ -474,7 +476,7 @@ class Cluster:
                 f"Cluster(gpus_per_node={gpus_per_node}): {model.name} needs {model.gpus} GPUs, "
                 "not a whole number of nodes."
             )
-        return cls(model.gpus // gpus_per_node + whole("Cluster", "extra_nodes", extra_nodes), gpus_per_node)
+        return cls(model.gpus // gpus_per_node + whole("Cluster", "extra_nodes", extra_nodes), gpus_per_node, price)
 
     @property
     def gpus(self) -> int:

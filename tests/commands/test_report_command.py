@@ -22,7 +22,7 @@ from lightning_recycle.visualize.report.sections import averaged
 
 pytestmark = pytest.mark.long
 
-SECTIONS = ["intervals", "causes", "traces", "fractions", "runs"]
+SECTIONS = ["intervals", "causes", "traces", "costs", "fractions", "runs"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
@@ -201,6 +201,16 @@ def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> No
 def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
     cut = Counter(section for tag, attributes, section in page.elements if attributes.get("class") == "tick cut")
     assert cut == {"intervals": 4, "fractions": 2}
+
+
+def test_a_sample_costs_what_the_nodes_cost_while_they_were_up(page: Page, records: list[dict[str, Any]]) -> None:
+    expected = []
+    for record in records:
+        if record["cluster"]["price"]:
+            up = sum(record["gpu_seconds"].values()) - record["gpu_seconds"]["failed"]
+            expected.append(1000 * 0.3 * up / 3600 / (record["throughput"] * record["duration"]))
+    assert len(expected) == 3
+    assert sorted(page.values("costs", "cost")) == pytest.approx(sorted(expected))
 
 
 def test_the_page_of_an_interrupted_experiment_says_how_much_is_there(folder: Path, tmp_path: Path) -> None:

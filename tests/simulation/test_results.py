@@ -13,6 +13,7 @@ POLICIES = [
     sim.Recycle(effort=0, schedule="1f1b", checkpoint="memory"),
     sim.Recycle(effort=0, normalization=False, fault_free="1f1b", checkpoint="memory", checkpoint_every="young"),
     sim.Recycle(adaptive=False, split_backward=False, staggered=False),
+    sim.Elastic(effort=0),
     sim.ElasticLayers(effort=0),
     sim.Auto(effort=0),
     sim.Auto(effort=0, schedule="1f1b", checkpoint="memory"),
@@ -47,7 +48,7 @@ def check_failures(data) -> None:
     chosen = model(pipelines, stages)
     extra = 2 if isinstance(policy, sim.Spares) else data.draw(st.sampled_from([0, 3]))
     gpus_per_node = data.draw(st.sampled_from([size for size in (1, 2) if chosen.gpus % size == 0]))
-    cluster = sim.Cluster.of(chosen, gpus_per_node=gpus_per_node, extra_nodes=extra)
+    cluster = sim.Cluster.of(chosen, gpus_per_node=gpus_per_node, extra_nodes=extra, price=3.6)
     broken = data.draw(outages(cluster.nodes))
     result = sim.simulate(chosen, cluster, policy, sim.Scripted(broken), DURATION)
     account = result.accounting
@@ -56,6 +57,7 @@ def check_failures(data) -> None:
     # Failed time is known from the outages alone.
     down = 0 if policy.ignores_failures else sum(failed_ticks(node, broken) for node in range(cluster.nodes))
     assert account.failed == down * gpus_per_node
+    assert result.cost == pytest.approx(1e-3 * (cluster.gpus * DURATION - account.failed / 1e9))
 
 
 def check_the_sums(result: sim.SimulationResult, chosen: sim.TrainingModel, cluster: sim.Cluster) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "Variants",
     "assumptions_text",
     "by",
+    "cost_of",
     "duration_text",
     "error",
     "failures_text",
@@ -50,7 +51,7 @@ EXPERIMENT_FILE = "experiment.json"
 """In the folder of an experiment, with the number of results it is to have."""
 _PARTS = (
     "command", "model", "cluster", "policy", "failures", "duration", "throughput", "fault_free_throughput", "ratio",
-    "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "node_failures", "note",
+    "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "cost", "node_failures", "note",
     "losses", "fractions", "gpu_seconds", "runs", "timeline",
 )  # fmt: skip
 _MARKERS = {
@@ -223,6 +224,12 @@ def assumptions_text(result: Record) -> str:
     network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
     again = ", activations recomputed" if model["recompute"] else ""
     return f"global batch {model['global_batch']:,}, micro-batch {model['microbatch']}; {mfu}; {network}{again}"
+
+
+def cost_of(result: Record) -> float | None:
+    """Of 1,000 samples; None where GPUs have no price or nothing was trained."""
+    samples = result["throughput"] * result["duration"]
+    return 1000 * float(result["cost"]) / samples if result["cost"] and samples else None
 
 
 def _rate(rate: float) -> str:

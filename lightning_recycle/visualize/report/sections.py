@@ -30,6 +30,7 @@ from lightning_recycle.visualize.report.records import (
     Variants,
     assumptions_text,
     by,
+    cost_of,
     duration_text,
     error,
     failures_text,
@@ -110,7 +111,7 @@ class Section:
 
 def sections_of(records: Sequence[Record]) -> list[Section]:
     """The sections for which there are results, in their order."""
-    makers = (_by_interval, _gpu_time, _traces, _failed_fractions, _all_runs)
+    makers = (_by_interval, _gpu_time, _traces, _costs, _failed_fractions, _all_runs)
     return [section for make in makers if (section := make(records)) is not None]
 
 
@@ -347,6 +348,30 @@ def _traces(records: Sequence[Record]) -> Section | None:
     ]
     lead = "Nodes come and go as they did in a public cloud: availability above, throughput below."
     return Section("traces", "Trace replay", lead, parts)
+
+
+def _costs(records: Sequence[Record]) -> Section | None:
+    """Runs whose GPUs have a price, by what fails."""
+    own = [record for record in records if cost_of(record) is not None]
+    if not own:
+        return None
+    variants = Variants(own)
+    heads = list(by(own, failures_text))
+    rows: list[list[Cell | str]] = []
+    for scene, runs in by(own, _priced).items():
+        for series in variants.all:
+            found = {failures_text(run): cost_of(run) for run in runs if variants.of(run) is series}
+            if found:
+                rows.append([scene, series.name, *(_num(found.get(head), 4, "cost") for head in heads)])
+    lead = "Nodes are paid for while they are up, whatever they do; prices are those of a GPU-hour."
+    table = Table("Cost of 1,000 samples", ["model", "policy", *heads], rows, left=2)
+    return Section("costs", "What a sample costs", lead, [table])
+
+
+def _priced(record: Record) -> str:
+    model, cluster = record["model"], record["cluster"]
+    grid = f"{model['pipelines']} x {model['stages']}, batch {model['global_batch']:,}"
+    return f"{model_text(model['name'])}, {grid}, {cluster['gpus']} GPUs at {cluster['price']:g}"
 
 
 def _replayed(title: str, runs: dict[str, Record], variants: Variants) -> Picture:
