@@ -114,7 +114,9 @@ class FakePlanner:
 class ControlPlane:
     """A coordinator with the workers that a test gives it."""
 
-    def __init__(self, grid: Grid = GRID, planner: Any = None, of_position: int = 1, **options: Any) -> None:
+    def __init__(
+        self, grid: Grid = GRID, planner: Any = None, of_position: int = 1, grows: bool = False, **options: Any
+    ) -> None:
         self.processes = {rank: FakeProcess() for rank in range(grid.num_workers * of_position)}
         patient = dict.fromkeys(("heartbeat_timeout", "report_timeout"), PATIENCE)
         self.planner = FakePlanner(grid) if planner is None else planner
@@ -127,9 +129,9 @@ class ControlPlane:
             }
         )
         setup = pack("for who is started by hand")
-        start: Any = self._start_worker if all_options.recovery.max_restarts else None
+        start: Any = self._start_worker if all_options.recovery.max_restarts or grows else None
         self.coordinator = Coordinator(
-            grid, self.planner, all_options, start_worker=start, setup=setup, members=of_position
+            grid, self.planner, all_options, start_worker=start, setup=setup, members=of_position, grows=grows
         )
         self.columns = grid.stages * of_position
         self.started: list[tuple[int, int, int]] = []

@@ -154,6 +154,23 @@ def test_replacements_are_started_for_the_lost_as_often_as_allowed() -> None:
         assert len(plane.events("failure")) == 1, "who was never let in is no failure"
 
 
+def test_where_a_run_grows_a_worker_that_left_has_a_successor_that_replaces_none() -> None:
+    """Those that are lost have none, as none may be replaced."""
+    with ControlPlane(grows=True) as plane:
+        members = plane.members()
+        results(run_to(2, members))
+        members[3].client.request_leave()
+        plane.until(lambda: has_boundary(plane))
+        running = run_to(3, members)
+        plane.until(lambda: plane.started == [(3, 1, 3)])
+        results(running[:3])
+        assert [event.worker for event in plane.events("growing")] == [(1, 1)]
+        die(plane, members[2])
+        results(run_to(4, members[:2]))
+        assert plane.started == [(3, 1, 3)]
+        assert plane.events("restarting") == []
+
+
 def test_a_replacement_that_does_not_become_ready_in_time_is_given_up_for_the_next_one() -> None:
     with ControlPlane(recovery=RecoveryOptions(max_restarts=10, start_timeout=1.0)) as plane:
         members = plane.members()

@@ -89,7 +89,8 @@ class Coordinator:
         journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
         takes_results: whether somebody takes the results from the outcome of the run.
         members: the processes of each position of the grid.
-        grows: whether ``start_worker`` finds devices for positions that no worker had at the start, however late.
+        grows: whether ``start_worker`` finds devices for positions that no worker had at the start, or that a worker
+            left on purpose, however late.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -163,6 +164,7 @@ class Coordinator:
         self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
         self._started: dict[int, WorkerProcess] = {}  # the first at each position that were started here
         self._grows = grows
+        self._left: set[int] = set()  # positions that are empty because their worker was asked to leave
         self._last_call = 0.0  # when no further worker of the first roster is expected
         self._end_wanted = False
         self._unconfirmed: dict[int, messages.Confirm] = {}
@@ -476,10 +478,10 @@ class Coordinator:
             if (
                 self._has_candidate(rank)
                 or any(self._wrong[one] >= _WRONG_STATES for one in self._state.positions.expand({rank}))
-                or not self._vacancies.may_start(rank, now, is_first=rank not in self._started)
+                or not self._vacancies.may_start(rank, now, is_first=self._is_first(rank))
             ):
                 continue
-            has_been_held = rank in self._started
+            has_been_held = not self._is_first(rank)
             if (self.options.recovery.max_restarts and has_been_held) or (self._grows and not has_been_held):
                 self._history.add("restarting" if has_been_held else "growing", self._state, rank)
                 self._vacancies.start(rank, is_first=not has_been_held)
@@ -491,6 +493,10 @@ class Coordinator:
                     self._vacancies.start(rank, on=self.grid.rank(mover))
                     self._watch.expect(rank, now)
                     return
+
+    def _is_first(self, rank: int) -> bool:
+        """Whether a worker at ``rank`` would replace none that was lost."""
+        return rank not in self._started or (self._grows and rank in self._left)
 
     def _on_messages(self, rank: int) -> None:
         """Handles what a worker's inbox holds. A bad message costs its sender, and no other worker."""
@@ -786,6 +792,8 @@ class Coordinator:
                 self._plans.layout_is(self._state.layout.cuts)
         if record.kind in ("left", "moved", "released") and record.rank is not None:
             self._dismiss(record.rank)
+        if record.rank is not None:
+            (self._left.add if record.kind == "left" else self._left.discard)(record.rank)
         if record.kind == "layers_moved":
             self._plans.relaid(record.details["cuts"])
         if record.kind == "resumed" and not self._history.has_steps:
