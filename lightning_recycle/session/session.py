@@ -227,6 +227,7 @@ class Session:
         if not self.parts.optimizes_itself:  # otherwise the plugin sees all there is
             plugin = trainer.strategy.precision_plugin
             plugin.clip_grad_by_norm = steps.clip_grad_by_norm  # type: ignore[method-assign]
+            plugin.clip_grad_by_value = steps.clip_grad_by_value  # type: ignore[method-assign]
         steps.executor = self.executor
         steps.seed, steps.resume_seed = context.run_seed, self.resume_seed
         steps.transfer = transfer = StateTransfer(

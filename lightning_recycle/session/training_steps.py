@@ -294,6 +294,14 @@ class TrainingSteps:
         if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
             foreach_mul_([local_part(grad) for grad in grads], scale)
 
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips each value, in shards where there are any: ``torch.nn.utils.clip_grad_value_`` fails for sharded and
+        plain gradients together.
+        """
+        for parameter in self._trainer.strategy.precision_plugin.main_params(optimizer):
+            if parameter.grad is not None:
+                local_part(parameter.grad).clamp_(-clip_val, clip_val)
+
     def forget_newest(self) -> None:
         """The layers of this worker have changed: no optimizer steps again."""
         self._newest_step = OptimizerStep()

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -121,7 +122,11 @@ def fit(module: L.LightningModule, grid: tuple[int, int, int], *callbacks: L.Cal
 
 
 def plain_loop(
-    pipelines: int, clip: float | None = None, steps: int = STEPS, layers: nn.Sequential | None = None
+    pipelines: int,
+    clip: float | None = None,
+    steps: int = STEPS,
+    layers: nn.Sequential | None = None,
+    clips: Callable[..., Any] = nn.utils.clip_grad_norm_,
 ) -> nn.Sequential:
     layers, data = blocks() if layers is None else layers, dataset()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
@@ -131,7 +136,7 @@ def plain_loop(
         optimizer.zero_grad()
         (layers(x) - y).square().mean().backward()
         if clip is not None:
-            nn.utils.clip_grad_norm_(layers.parameters(), clip)
+            clips(layers.parameters(), clip)
         optimizer.step()
     return layers
 

@@ -26,7 +26,7 @@ from sharded import (
 )
 from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
@@ -117,10 +117,12 @@ def test_layers_of_an_ordinary_module_are_cut_into_stages_after_they_are_sharded
 
 
 @pytest.mark.long
-def test_gradients_are_clipped_by_the_norm_of_all_members() -> None:
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped_by_the_norm_of_all_members_or_by_value(algorithm: str) -> None:
     module = Ordinary()
-    fit(module, (2, 1, 2), Kill(3, 2, 1), gradient_clip_val=0.1)
-    assert error(module, plain_loop(2, clip=0.1)) < TOLERANCE
+    clips = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[algorithm]
+    fit(module, (2, 1, 2), Kill(3, 2, 1), gradient_clip_val=0.1, gradient_clip_algorithm=algorithm)
+    assert error(module, plain_loop(2, clip=0.1, clips=clips)) < TOLERANCE
 
 
 @pytest.mark.long
