@@ -34,6 +34,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -81,7 +82,8 @@ class SaveAndEnd(Callback):
         ends: whether the run ends after this batch.
         preemption: what signals to this worker ask for.
         requeue: has the job run again; called on one worker, again on another one if that dies.
-        complete: waits for the checkpoints that were asked for.
+        waiting_for_saves: within its block all wait for checkpoints, first of all for those that were asked for: there
+            is no later step after which one that is lost could be asked for again.
     """
 
     def __init__(
@@ -91,9 +93,9 @@ class SaveAndEnd(Callback):
         ends: Callable[[], bool],
         preemption: Preemption,
         requeue: Callable[[], None],
-        complete: Callable[[], None],
+        waiting_for_saves: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._complete = complete
+        self._waiting_for_saves = waiting_for_saves
         self._save_on_signal = save_on_signal
         self._collectives = collectives
         self._ends = ends
@@ -104,18 +106,19 @@ class SaveAndEnd(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if not self._ends():
             return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if saves_on_exception(callback):
-                callback.on_exception(trainer, pl_module, SIGTERMException())
-        path = self._collectives.broadcast(self._path(trainer))  # a number in it is found by looking into the folder
-        if path is not None:
-            trainer.save_checkpoint(path)
+        with self._waiting_for_saves():
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if saves_on_exception(callback):
+                    callback.on_exception(trainer, pl_module, SIGTERMException())
+            # A number in it is found by looking into the folder.
+            path = self._collectives.broadcast(self._path(trainer))
+            if path is not None:
+                trainer.save_checkpoint(path)
 
     def end(self, trainer: pl.Trainer) -> None:
         """Ends this worker, with all others, if the run is to end after this step."""
         if not self._ends():
             return
-        self._complete()
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
         wanted = self._collectives.decide(self._preemption.requeue_wanted, all_agree=False)

@@ -303,7 +303,7 @@ class Session:
             self.steps.ends_after_batch,
             self._preemption,
             self._requeue,
-            self.checkpoints.complete,
+            self.checkpoints.waited_for,
         )
         callbacks.append(self.steps.ending)
 

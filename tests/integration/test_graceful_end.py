@@ -158,9 +158,11 @@ def test_a_worker_dies_meanwhile(tmp_path: Path) -> None:
     check_resumed("hpc", tmp_path)
 
 
-def test_the_leader_dies_while_it_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_the_leader_dies_while_it_writes(background: bool, tmp_path: Path) -> None:
     hooked = Fault("kill", 0, 1, at="checkpoint")
-    interrupt(tmp_path, send(signal.SIGTERM), 143, faults=[hooked], strategy={"save_on_signal": True})
+    strategy = {"save_on_signal": True, "background": background}
+    interrupt(tmp_path, send(signal.SIGTERM), 143, faults=[hooked], strategy=strategy)
     check_resumed("hpc", tmp_path)
 
 
