@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.activity import ActivityRecorder
@@ -116,6 +117,7 @@ class ControlClient(ActivityRecorder):
         self.complete_saves: Callable[[], None] | None = None
         self._completes = False  # a checkpoint, after the run
         self._parcels: dict[tuple[int, int, str], messages.Payload | None] = {}  # by batch, sender and key
+        self._posted: Callable[[], Mapping[int, Any]] = dict  # the answer to what was posted last
         self.returns = 0  # how often it has found another coordinator; parcels are lost with the old one
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
@@ -380,9 +382,22 @@ class ControlClient(ActivityRecorder):
         """
         if self.joining:
             return {self.rank: payload}
-        message = self.member.arrive(name, pack(payload))
-        self.send(message)
-        return self._hiding_failures(lambda interruptible: self._await_answer(message, interruptible))
+        self._posted()
+        arrival = self.member.arrive(name, pack(payload))
+        self.send(arrival)
+        return self._hiding_failures(lambda interruptible: self._await_answer(arrival, interruptible))
+
+    def post(self, name: str, payload: Any = None) -> Callable[[], Mapping[int, Any]]:
+        """As :meth:`arrive`, without waiting: what it returns waits for the answer, and hides failures until then. So
+        does the next control collective, as a coordinator that is started again is told of the newest only.
+        """
+        self._posted()
+        arrival = self.member.arrive(name, pack(payload))
+        self.send(arrival)
+        self._posted = cache(
+            lambda: self._hiding_failures(lambda interruptible: self._await_answer(arrival, interruptible, leads=False))
+        )
+        return self._posted
 
     def _hiding_failures(self, wait: Callable[[bool], _T]) -> _T:
         """Result of ``wait`` (interruptible); carries out the regroups that are announced meanwhile."""
@@ -403,13 +418,14 @@ class ControlClient(ActivityRecorder):
             Interrupted: when a generation was announced before the answer came: nobody has one. Recompute ``payload``
                 and arrive again.
         """
+        self._posted()
         message = self.member.arrive_in_generation(name, pack(payload))
         self.send(message)
         return self._await_answer(message, interruptible=True)
 
-    def _await_answer(self, arrival: messages.Arrive, interruptible: bool) -> dict[int, Any]:
+    def _await_answer(self, arrival: messages.Arrive, interruptible: bool, leads: bool = True) -> dict[int, Any]:
         what = f"collective {arrival.name!r}"
-        answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
+        answer = self._wait(lambda: self.member.answer(arrival.number, leads), what, interruptible=interruptible)
         return unpack_all(answer.payloads)
 
     # ------------------------------------------------------------------ beside the training

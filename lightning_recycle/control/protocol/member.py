@@ -355,10 +355,12 @@ class Member:
         """As :meth:`arrive`, for this generation only: the collective stays the next one until it is answered."""
         return messages.Arrive(self.rank, self.next_collective, name, payload, self.generation, self.begun)
 
-    def answer(self, number: int) -> messages.Answer | None:
-        """The answer to collective ``number``; returned only once."""
+    def answer(self, number: int, leads: bool = True) -> messages.Answer | None:
+        """The answer to collective ``number``; returned only once. ``leads``: whether its leader is the newest; a
+        generation that began since the answer came may have another one.
+        """
         found = self._answers.pop(number, None)
         if found is not None:
-            self.leader = found.leader
+            self.leader = found.leader if leads else self.leader
             self.next_collective = max(self.next_collective, number + 1)
         return found
