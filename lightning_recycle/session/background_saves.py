@@ -6,10 +6,12 @@ the same functions: messages between holders (:class:`HolderGroup`) replace the 
 *writer*, which gives the checkpoint its name.
 
 All checkpoints of one boundary are a *batch*, and share the copies. There is one batch at a time: the next one, and the
-end of the training, wait for it. Its outcome is agreed on by a control collective, so all workers take up what follows
-from it (the record of ``ModelCheckpoint``, deletions, links, messages to loggers) at the same boundary. It is given up
-if a holder is lost, as no other worker can make that version any more, or if the coordinator is started again while
-parts are under way.
+end of the training, wait for it. At the boundary no worker waits for others: each works out the holders from the roster
+and what all know. In each step after it all post what they know of the batch when they begin, and have the answers when
+they have applied it. So all take up what follows from it (the record of ``ModelCheckpoint``, deletions, links, messages
+to loggers) after the same step. It is given up if a holder is lost, as no other worker can make that version any more;
+if a loss at the boundary made workers choose different holders; or if the coordinator is started again while parts are
+under way.
 
 Contract: no wait of a thread outlives the worker that it waits for; whatever a thread meets becomes the outcome of its
 checkpoint. Only a member of the run names a file.
@@ -347,10 +349,19 @@ class Batch:
                 self.group.fail(why)
 
     def report(self) -> BatchReport:
-        """This worker's report to all."""
+        """This worker's report to all.
+
+        Raises:
+            BaseException: what the user's code has raised.
+        """
+        is_written, group = self.is_written, self.group
+        if is_written:
+            for error in [request.error for request in self.requests if request.error is not None]:
+                raise error
         failures = tuple(request.failure for request in self.requests)
         paths = tuple(request.path for request in self.requests)
-        return BatchReport(self.group.is_leader, self.is_written, self.version, paths, failures, tuple(self.actions))
+        holders = (*group.ranks, group.writer)
+        return BatchReport(group.is_leader, holders, is_written, self.version, paths, failures, tuple(self.actions))
 
 
 def _given_up(path: str, why: str) -> WriteFailure:
@@ -363,6 +374,7 @@ class BatchReport:
 
     Args:
         writes: whether it is the writer.
+        holders: who is to write.
         is_written: whether it has done its part.
         version: the number of steps.
         paths: the checkpoints.
@@ -371,6 +383,7 @@ class BatchReport:
     """
 
     writes: bool
+    holders: tuple[int, ...]
     is_written: bool
     version: int
     paths: tuple[str, ...]
@@ -391,6 +404,7 @@ class BackgroundSaves:
         on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
         actions: what may follow when a checkpoint is complete, by name. Called on all workers with whether it is
             complete, and :attr:`Action.arguments`.
+        is_pending: whether a batch was begun whose outcome is not known yet; the same on all workers.
     """
 
     def __init__(
@@ -405,6 +419,9 @@ class BackgroundSaves:
         self.on_failures: Callable[[int, Mapping[str, WriteFailure]], None] = lambda version, failures: None
         self.actions: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
+        self.is_pending = False
+        self._loads: Mapping[int, int] = {}
+        self._posted: Callable[[], Mapping[int, Any]] | None = None
         self._old_copies: StateCopies | None = None
         self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
 
@@ -414,15 +431,14 @@ class BackgroundSaves:
         """The batch of the boundary after ``version`` steps; None if the one before is not complete. All call it."""
         if self.batch is not None and self.batch.version == version:
             return self.batch
-        found = self._agree(self._patience)
-        if self.batch is not None:
+        self._agree(self._patience)
+        if self.is_pending:
             return None
         collectives = self._collectives
         collectives.settle()
-        loads = {rank: load for rank, (load, _) in found.items()}
-        positions = collectives.positions
+        positions, live = collectives.positions, collectives.live_workers
         ranks = [
-            min((load, rank) for rank, load in loads.items() if positions.stage(rank) == stage)[1]
+            min((self._loads.get(rank, 0), rank) for rank in live if positions.stage(rank) == stage)[1]
             for stage in range(collectives.grid.stages)
         ]
         writer = ranks[-1]
@@ -433,7 +449,7 @@ class BackgroundSaves:
             collectives.client, positions, collectives.client.member.next_collective, tuple(ranks), writer
         )
         self.batch = Batch(version, group, StateCopies(self._old_copies))
-        self._old_copies = None
+        self.is_pending, self._old_copies = True, None
         return self.batch
 
     @property
@@ -469,6 +485,29 @@ class BackgroundSaves:
 
     # ------------------------------------------------------------------ the batch before
 
+    def post(self) -> None:
+        """Early in a step: lets all others know what this worker knows of the batch, if there is one. They have posted
+        theirs when this one has applied the step, as all have begun it.
+        """
+        if self.is_pending and self._posted is None:
+            self._posted = self._collectives.client.post("checkpoint", self._known())
+
+    @property
+    def has_posted(self) -> bool:
+        """Whether this worker has, in the current step."""
+        return self._posted is not None
+
+    def take_up(self) -> None:
+        """After a step: takes up what follows from the batch, if it was complete when all began the step."""
+        self.post()  # if a recovery has applied the step in this worker
+        if self._posted is not None:
+            posted, self._posted = self._posted, None
+            self._hear(posted())
+
+    def enter(self, is_pending: bool) -> None:
+        """This worker enters a running training; ``is_pending``: of its donor."""
+        self.is_pending, self._posted = is_pending, None
+
     def complete(self, wait: bool = True) -> None:
         """Takes up what follows from the batch, if it is complete; all workers call it.
 
@@ -483,28 +522,33 @@ class BackgroundSaves:
         while self.batch is not None and not self.batch.is_written and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
-    def _agree(self, patience: float | None) -> Mapping[int, tuple[int, BatchReport | None]]:
-        """The load of each worker, and what it knew of the batch."""
-        collectives, batch = self._collectives, self.batch
+    def _agree(self, patience: float | None) -> None:
+        """At a boundary: waits for the batch, for ``patience`` seconds or without limit, and for all others."""
+        batch = self.batch
+        if not self.is_pending:
+            return
         if batch is not None and not batch.is_written and patience != 0.0:
             end = None if patience is None else time.monotonic() + patience
-            collectives.client.await_thread(
+            self._collectives.client.await_thread(
                 lambda: batch.is_written or (end is not None and time.monotonic() > end), "writing a checkpoint"
             )
-        report = None if batch is None else batch.report()
-        if batch is not None and batch.is_written:
-            for error in [request.error for request in batch.requests if request.error is not None]:
-                raise error
-        found = collectives.gather_all("checkpoint", (self._load(), report))
+        self._hear(self._collectives.gather_all("checkpoint", self._known()))
+
+    def _known(self) -> tuple[int, BatchReport | None]:
+        """What this worker lets all others know: its load, and its report."""
+        return self._load(), None if self.batch is None else self.batch.report()
+
+    def _hear(self, found: Mapping[int, tuple[int, BatchReport | None]]) -> None:
+        self._loads = {rank: load for rank, (load, _) in found.items()}
         reports = [one for _, (_, one) in sorted(found.items()) if one is not None]
-        if not reports:
-            self.batch = None
-            return found
         writer = next((one for one in reports if one.writes), None)
+        if len({one.holders for one in reports}) > 1:  # some did not know of a loss yet when they chose them
+            writer = None
         if writer is not None and not writer.is_written:
-            return found
-        self._end(reports[0], writer)
-        return found
+            return
+        self.is_pending = False
+        if reports:
+            self._end(reports[0], writer)
 
     def _end(self, known: BatchReport, writer: BatchReport | None) -> None:
         """All know the outcome of the batch, those that came since it began, too."""

@@ -405,6 +405,17 @@ class Checkpoints:
             self._not_written(WriteFailure(busy, is_refusal=False))
         return batch
 
+    def post(self) -> None:
+        """Called early in a step; see :meth:`BackgroundSaves.post`."""
+        if (background := self.in_background) is not None:
+            background.post()
+
+    def take_up(self) -> None:
+        """Called after a step; see :meth:`BackgroundSaves.take_up`."""
+        if (background := self.in_background) is not None:
+            with self._stalling():
+                background.take_up()
+
     def complete(self, wait: bool = True) -> None:
         """Takes up what follows from checkpoints that were asked for, if they are complete; all workers call it."""
         if (background := self.in_background) is not None:

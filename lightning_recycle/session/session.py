@@ -245,6 +245,8 @@ class Session:
                 patience=wanted.signal_timeout,
             )
             self.client.complete_saves = background.await_thread
+            transfer.background = background
+            self.executor.before_operation.append(steps.before_operation)
         self.checkpoints = steps.checkpoints = Checkpoints(
             self.parts,
             self.collectives,

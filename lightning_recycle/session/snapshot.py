@@ -25,6 +25,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.session.background_saves import BackgroundSaves
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.interruption import StopRequests
@@ -63,6 +64,7 @@ class WorkerSnapshot:
         averages: the states of StochasticWeightAveraging.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
+        is_saving: whether a checkpoint is being written in the background.
         side_effects: side effects of hooks and steps on the module's attributes.
         gradients: those that a module that optimizes by itself has left, by parameter.
         generators: the states of the generators from which hooks draw.
@@ -80,6 +82,7 @@ class WorkerSnapshot:
     averages: list[dict[str, Any]]
     stop_agreed: bool
     next_collective: int
+    is_saving: bool
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
@@ -97,6 +100,9 @@ class StateTransfer:
         averages: the averages of the stage's weights that callbacks keep.
         finetuning: callbacks that freeze parameters and train them later.
         stop_requests: the agreement about ``trainer.should_stop``.
+
+    Attributes:
+        background: writes checkpoints while the training goes on, if that is wanted.
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class StateTransfer:
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
         self._joined_with: WorkerSnapshot | None = None
+        self.background: BackgroundSaves | None = None
 
     def begin_training(self, restored: ObjectPack | None) -> None:
         """Before the first step; ``restored``: the users' objects, if the run begins again."""
@@ -152,6 +159,8 @@ class StateTransfer:
     def take(self) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
+        # It has begun this step already if the newcomer, which is to take part, could not get its state at once.
+        has_posted = self.background is not None and self.background.has_posted
         named = [] if module.automatic_optimization else module.named_parameters()
         return WorkerSnapshot(
             objects=user_graph(trainer).pack(self._large_data.unchanged()),
@@ -164,7 +173,8 @@ class StateTransfer:
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
             averages=self._averages.states(),
             stop_agreed=self._stop_requests.agreed,
-            next_collective=self._context.client.member.next_collective,
+            next_collective=self._context.client.member.next_collective - has_posted,
+            is_saving=self.background is not None and self.background.is_pending,
             side_effects=self._side_effects.state(),
             gradients={name: parameter.grad for name, parameter in named if parameter.grad is not None},
             generators=generator_states(),
@@ -204,6 +214,8 @@ class StateTransfer:
         self._executor.accumulated.load_state(snapshot.accumulated)
         self._side_effects.load_state(snapshot.side_effects)
         self._context.client.member.joining = False
+        if self.background is not None:
+            self.background.enter(snapshot.is_saving)
 
     def _restore(self, snapshot: WorkerSnapshot) -> None:
         """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""

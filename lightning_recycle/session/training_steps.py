@@ -20,6 +20,7 @@ from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restor
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
+from lightning_recycle.planning.grid import Op
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
@@ -104,6 +105,7 @@ class TrainingSteps:
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
         self._seen_steps = 0
+        self._running = -1  # the step that Lightning's loop is in
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         double = any(p.dtype is torch.float64 for p in parts.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -140,6 +142,7 @@ class TrainingSteps:
         scaler, side_effects = scaler_of(self._trainer), self._recorder.side_effects
 
         def apply_with_hooks(result: StepResult) -> None:
+            self.checkpoints.post()
             side_effects.rewind()
             self._warn_of_writes(marks)
             self._newest_loss = result.loss
@@ -151,6 +154,7 @@ class TrainingSteps:
                 self._checks.announce(number + 1)
 
         number, self._handle = self.executor.version, handle
+        self._running = number
         watches = self._seen_steps < _WATCHED_STEPS and side_effects.written is None and self._parts_step_by_schedule
         self._seen_steps += 1
         marks = untrained_marks(self._module) if watches else {}
@@ -159,6 +163,8 @@ class TrainingSteps:
         side_effects.begin_step()
         with self._module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
+        self._running = -1
+        self.checkpoints.take_up()
         self.after_step = result.after_step
         if self.layers is not None:
             self.layers.applied()
@@ -181,6 +187,10 @@ class TrainingSteps:
                 "is" if len(written) == 1 else "are",
             )
             self._seen_steps = _WATCHED_STEPS
+
+    def before_operation(self, step: int, _: Op) -> None:
+        if step == self._running:  # otherwise it is computed for others once more
+            self.checkpoints.post()
 
     def settle(self) -> None:
         self.executor.settle_newest()
