@@ -402,8 +402,8 @@ class BackgroundSaves:
 
     Attributes:
         on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
-        actions: what may follow when a checkpoint is complete, by name. Called on all workers with whether it is
-            complete, and :attr:`Action.arguments`.
+        actions: what may follow when a checkpoint is complete, by name. Called on all workers with why it is not, or
+            None, and :attr:`Action.arguments`.
         is_pending: whether a batch was begun whose outcome is not known yet; the same on all workers.
     """
 
@@ -565,6 +565,7 @@ class BackgroundSaves:
         }
         failed = {path: failure for path, failure in failures.items() if failure is not None}
         for action in known.actions:
-            self.actions[action.name](failed.keys().isdisjoint(action.paths), *action.arguments)
+            failure = next((failed[path] for path in action.paths if path in failed), None)
+            self.actions[action.name](failure, *action.arguments)
         if failed:
             self.on_failures(known.version, failed)

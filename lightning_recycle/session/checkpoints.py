@@ -112,6 +112,7 @@ class Checkpoints:
     Attributes:
         restored_objects: if the run begins again, what ``objects`` returned, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
+        ask_again: asks for checkpoints once more that were given up because a worker was lost.
         is_training: whether the training has begun and is not over.
         stall_seconds: how long checkpoints have held up this worker so far, apart from collecting the state.
     """
@@ -129,6 +130,7 @@ class Checkpoints:
     background: BackgroundSaves | None = None
     restored_objects: ObjectPack | None = None
     restored_steps: int = 0
+    ask_again: Callable[[], None] = lambda: None
     is_training: bool = False
     stall_seconds: float = 0.0
     _unwinding: bool = False
@@ -136,8 +138,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.background is not None:
             self.background.on_failures = self._not_completed
-            self.background.actions["link"] = lambda is_complete, *paths: self.link(*paths) if is_complete else None
-            self.background.actions["remove"] = lambda is_complete, path: self.remove(path) if is_complete else None
+            self.background.actions["link"] = lambda failure, *paths: None if failure else self.link(*paths)
+            self.background.actions["remove"] = lambda failure, path: None if failure else self.remove(path)
 
     @property
     def module(self) -> pl.LightningModule:
@@ -421,11 +423,19 @@ class Checkpoints:
         if (background := self.in_background) is not None:
             with self._stalling():
                 background.complete(wait)
+            if wait:
+                with self._waiting():
+                    self.ask_again()
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
         """All wait for the checkpoints that are asked for within the block."""
         self.complete()
+        with self._waiting():
+            yield
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         before, self.is_training = self.is_training, False
         try:
             yield

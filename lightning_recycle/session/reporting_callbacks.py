@@ -37,6 +37,7 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.background_saves import BackgroundSaves
+from lightning_recycle.session.checkpoint_files import WriteFailure
 from lightning_recycle.session.checkpoints import Checkpoints
 
 __all__ = [
@@ -275,12 +276,15 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
     callbacks = _model_checkpoints(trainer)
     for number, callback in enumerate(callbacks):
         for name in _SAVES:
-            setattr(callback, name, partial(_save_or_undo, callback, number, checkpoints, getattr(callback, name)))
+            save = getattr(callback, name)
+            setattr(callback, name, partial(_save_or_undo, callback, (number, name), checkpoints, save))
         setattr(callback, _LINK, link)
         if checkpoints.background is not None and not _writes_itself(callback):
             setattr(callback, _WRITE, partial(_ask, callback, number, checkpoints))
     if checkpoints.background is not None:
-        checkpoints.background.actions["record"] = partial(_take_up, callbacks)
+        given_up: list[tuple[Any, ...]] = []
+        checkpoints.ask_again = partial(_ask_again, trainer, callbacks, given_up)
+        checkpoints.background.actions["record"] = partial(_take_up, callbacks, given_up)
         checkpoints.background.actions["notify"] = partial(_notify, trainer, callbacks)
 
 
@@ -292,11 +296,15 @@ def leave_saves_alone(trainer: pl.Trainer) -> None:
 
 
 def _save_or_undo(
-    callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, save: Callable[..., None], *arguments: Any
+    callback: ModelCheckpoint,
+    saves: tuple[int, str],
+    checkpoints: Checkpoints,
+    save: Callable[..., None],
+    *arguments: Any,
 ) -> None:
     if _writes_itself(callback) and checkpoints.in_background is not None:
         with checkpoints.waited_for():
-            _save_or_undo(callback, number, checkpoints, save, *arguments)
+            _save_or_undo(callback, saves, checkpoints, save, *arguments)
         return
     background = checkpoints.in_background
     if not checkpoints.begin_batch():  # before the callback compares with what it remembers
@@ -306,7 +314,7 @@ def _save_or_undo(
         with checkpoints.noticed(), nullcontext() if background is None else background.deferring():
             save(*arguments)
             if background is not None:
-                _put_off(callback, number, background, record)
+                _put_off(callback, (*saves, arguments[-1]), background, record)
     except CheckpointError:
         if checkpoints.raises:
             raise
@@ -324,11 +332,15 @@ def _record(callback: ModelCheckpoint) -> dict[str, Any]:
     return {**record, "best_k_models": dict(record["best_k_models"])}  # the callback changes it in place
 
 
-def _put_off(callback: ModelCheckpoint, number: int, background: BackgroundSaves, before: dict[str, Any]) -> None:
-    """The callback remembers what it did before it saved, until that is complete."""
+def _put_off(
+    callback: ModelCheckpoint, call: tuple[Any, ...], background: BackgroundSaves, before: dict[str, Any]
+) -> None:
+    """The callback remembers what it did before it saved, until that is complete. ``call``: its number, the method that
+    saves, and the metrics.
+    """
     after = _record(callback)
     changed = {name: value for name, value in after.items() if not _is_same(value, before[name])}
-    background.follow_first("record", number, {name: before[name] for name in changed}, changed)
+    background.follow_first("record", call, {name: before[name] for name in changed}, changed)
     for name, value in before.items():
         if name not in _OF_ITS_STEP:
             setattr(callback, name, value)
@@ -352,16 +364,32 @@ def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, train
 
 
 def _take_up(
-    callbacks: list[ModelCheckpoint], is_complete: bool, number: int, before: dict[str, Any], after: dict[str, Any]
+    callbacks: list[ModelCheckpoint],
+    given_up: list[tuple[Any, ...]],
+    failure: WriteFailure | None,
+    call: tuple[Any, ...],
+    before: dict[str, Any],
+    after: dict[str, Any],
 ) -> None:
-    callback = callbacks[number]
-    for name, value in (after if is_complete else before).items():
+    callback = callbacks[call[0]]
+    for name, value in (before if failure else after).items():
         if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
             setattr(callback, name, value)
+    if failure is not None and not failure.is_refusal and call[1] != "on_exception":
+        given_up.append(call)
 
 
-def _notify(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], is_complete: bool, number: int) -> None:
-    if is_complete and trainer.is_global_zero:
+def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], given_up: list[tuple[Any, ...]]) -> None:
+    """Saves what was given up because a worker was lost, except for callbacks that have saved after this step."""
+    calls = [call for call in given_up if callbacks[call[0]]._last_global_step_saved != trainer.global_step]
+    given_up.clear()
+    for number, name, metrics in calls:
+        now = callbacks[number]._monitor_candidates(trainer)
+        getattr(callbacks[number], name)(trainer, {**metrics, "epoch": now["epoch"], "step": now["step"]})
+
+
+def _notify(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], failure: WriteFailure | None, number: int) -> None:
+    if failure is None and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.after_save_checkpoint(proxy(callbacks[number]))
 

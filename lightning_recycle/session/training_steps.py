@@ -196,6 +196,7 @@ class TrainingSteps:
         self.executor.settle_newest()
 
     def end_step(self) -> None:
+        self.checkpoints.ask_again()
         self.ending.end(self._trainer)
 
     def ends_after_batch(self) -> bool:

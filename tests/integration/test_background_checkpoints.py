@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from support.growth import happened
@@ -49,6 +49,15 @@ class CompleteOnly(L.Callback):
 
 def record_of(run: L.Trainer) -> list[dict[str, Any]]:
     return [callback.state_dict() for callback in run.checkpoint_callbacks]
+
+
+def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
+    """Waits until this worker has done its part in a checkpoint."""
+    strategy: Any = trainer.strategy
+    background = strategy.session.checkpoints.background
+    deadline = time.monotonic() + PATIENCE
+    while background.batch is not None and not background.batch.is_written and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @FORMATS
@@ -121,6 +130,34 @@ def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
         max_steps=LENGTH)  # fmt: skip
 
 
+@FORMATS
+def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_step(
+    sharded: bool, tmp_path: Path
+) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
+    waits = LambdaCallback(on_train_batch_start=wait_until_written)
+    run = exact_fit(
+        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=4, at="checkpoint")],
+        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=[saving, CompleteOnly(), waits],
+        enable_checkpointing=True, strategy={"save_distributed_checkpoint": sharded, "background": True},
+    )  # fmt: skip
+    assert [event.step for event in happened(run, "checkpoint_given_up")] == [4]
+    assert [event.step for event in happened(run, "saved")] == [5, 8]
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=5.ckpt", "step=8.ckpt"]
+    assert damage(tmp_path / "step=5.ckpt") is None
+
+
+def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=LENGTH)
+    exact_fit(
+        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=LENGTH, at="checkpoint")],
+        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=[saving],
+        enable_checkpointing=True, strategy={"background": True},
+    )  # fmt: skip
+    assert os.listdir(tmp_path) == [f"step={LENGTH}.ckpt"]
+    assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
+
+
 # ---------------------------------------------------------------------- storage that is slow, or full
 
 
@@ -128,11 +165,7 @@ class FullDisk(L.Callback):
     """While checkpoints of steps 6 and 8 are written no file of a worker can grow beyond four kilobytes."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        background = strategy.session.checkpoints.background
-        deadline = time.monotonic() + PATIENCE
-        while background.batch is not None and not background.batch.is_written and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until_written(trainer)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if 5 <= trainer.global_step < 8 else most, most))
 
@@ -203,6 +236,8 @@ class LeavesOut(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step in (2, 4, 8):
+            if trainer.global_step == 8:
+                wait_until_written(trainer)
             trainer.save_checkpoint(Path(trainer.default_root_dir) / f"{trainer.global_step}.ckpt")
 
 
