@@ -27,6 +27,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -41,13 +42,13 @@ from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import temporary_path
 from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
 from lightning_recycle.session.collectives import WorkerCollectives
-from lightning_recycle.session.optimizer_states import copied
+from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory
 from lightning_recycle.torch_internals import version_of
 
 __all__ = ["Action", "BackgroundSaves", "Batch", "HolderGroup", "SaveRequest", "StateCopies"]
 
-_PIECE = 1 << 20  # bytes of a part in one message: what else the connection carries waits for it
+_PIECE = 1 << 20  # bytes that are copied at once, or sent in one message: what else the connection carries waits
 _WINDOW = 4  # pieces under way
 _FAILED = "failed"
 _LOOK_SECONDS = 0.01
@@ -59,7 +60,8 @@ _LOW_PRIORITY = 19  # of a thread, as for nice
 
 class StateCopies:
     """Copies of the tensors of one step boundary, on the CPU. Memory of copies that are not needed any more is used
-    again.
+    again. Large tensors that only STEP writes are copied after the boundary, piece by piece, by the thread that writes
+    them, and at the latest by the training before its next STEP.
 
     Args:
         old: the copies of an earlier boundary, which nobody reads any more.
@@ -69,37 +71,70 @@ class StateCopies:
         self._memory: dict[Any, Tensor] = {} if old is None else old._by_place
         self._by_place: dict[Any, Tensor] = {}
         self._made: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
+        self._owed: deque[tuple[Tensor, Tensor, int]] = deque()  # pieces: original, copy, the original's version
+        self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
 
-    def take(self, value: Any, place: tuple[Any, ...] = ()) -> Any:
+    def take(self, value: Any, place: tuple[Any, ...] = (), until_step: bool = False) -> Any:
         """A copy of ``value``. A tensor that was copied already, and not written since, has the same copy.
 
         Args:
             value: a tensor, or dicts, lists and tuples with tensors; anything else is copied deeply.
             place: the place of ``value`` in the state, where its copy was at an earlier boundary.
+            until_step: whether nothing writes large tensors before the next STEP, so that :meth:`finish` copies them.
         """
         if isinstance(value, Tensor):
-            return self._copy(value, place)
+            return self._copy(value, place, until_step)
         if isinstance(value, Mapping):
-            return {key: self.take(item, (*place, key)) for key, item in value.items()}
+            return {key: self.take(item, (*place, key), until_step) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self.take(item, (*place, number)) for number, item in enumerate(value))
+            return type(value)(self.take(item, (*place, n), until_step) for n, item in enumerate(value))
         return deepcopy(value)
+
+    def finish(self) -> bool:
+        """Makes the copies that are left, together with the other thread; returns when all are made, and whether they
+        are of the boundary: None of the originals was written before.
+        """
+        while True:
+            with self._changed:
+                if not self._owed:
+                    self._changed.wait_for(lambda: not self._under_way)
+                    return not self._is_torn
+                original, copy, version = self._owed.popleft()
+                self._under_way += 1
+            try:
+                with torch.no_grad():
+                    copy.copy_(original)
+            finally:
+                with self._changed:
+                    self._is_torn = self._is_torn or version_of(original) != version
+                    self._under_way -= 1
+                    self._changed.notify_all()
 
     def forget_originals(self) -> None:
         """The boundary is over: what is copied from now on is of another one."""
         self._made.clear()
 
-    def _copy(self, tensor: Tensor, place: tuple[Any, ...]) -> Tensor:
+    def _copy(self, tensor: Tensor, place: tuple[Any, ...], until_step: bool) -> Tensor:
         if not has_plain_memory(tensor) or tensor.is_inference():  # which has no version
             return tensor.detach().clone().cpu()
         key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         known = self._made.get(key)
         if known is None:
-            with torch.no_grad():
-                copy: Tensor = copied(tensor.detach(), self._memory.pop(place, None))
-            known = self._made[key] = (tensor, copy)
+            known = self._made[key] = (tensor, self._new_copy(tensor, self._memory.pop(place, None), until_step))
         self._by_place[place] = known[1]
         return known[1]
+
+    @torch.no_grad()
+    def _new_copy(self, tensor: Tensor, old: Tensor | None, until_step: bool) -> Tensor:
+        if not (until_step and tensor.nbytes >= _PIECE and tensor.is_contiguous()):
+            copy: Tensor = copied(tensor.detach(), old)
+            return copy
+        copy = old if old is not None and fits(old, tensor) and old.is_contiguous() else torch.empty_like(tensor)
+        size = _PIECE // tensor.itemsize
+        pieces = zip(tensor.detach().view(-1).split(size), copy.view(-1).split(size), strict=True)
+        with self._changed:
+            self._owed.extend((*piece, version_of(tensor)) for piece in pieces)
+        return copy
 
 
 # ---------------------------------------------------------------------- holders
@@ -325,8 +360,6 @@ class Batch:
             return self._thread is None
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
         while True:
             with self._lock:
                 if self._written == len(self.requests):
@@ -337,6 +370,9 @@ class Batch:
                 self._written += 1
             assert request.write is not None
             try:
+                if not self.copies.finish():
+                    raise GivenUp("the optimizer's state was changed between two steps")
+                self._yield()
                 request.failure = request.write()
                 continue
             except GivenUp as error:
@@ -347,6 +383,12 @@ class Batch:
             request.failure = _given_up(request.path, why)
             with contextlib.suppress(Exception):
                 self.group.fail(why)
+
+    @staticmethod
+    def _yield() -> None:
+        """From now on this thread has the lowest priority. The training may wait for copies, but not for files."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
 
     def report(self) -> BatchReport:
         """This worker's report to all.
@@ -484,6 +526,11 @@ class BackgroundSaves:
         self._deferred[-1][1].insert(0, (name, arguments))
 
     # ------------------------------------------------------------------ the batch before
+
+    def finish_copies(self) -> None:
+        """STEP is about to write what is still to be copied."""
+        if self.batch is not None:
+            self.batch.copies.finish()
 
     def post(self) -> None:
         """Early in a step: lets all others know what this worker knows of the batch, if there is one. They have posted

@@ -412,6 +412,11 @@ class Checkpoints:
         if (background := self.in_background) is not None:
             background.post()
 
+    def finish_copies(self) -> None:
+        """Called before STEP writes parameters and optimizer states."""
+        if self.background is not None:
+            self.background.finish_copies()
+
     def take_up(self) -> None:
         """Called after a step; see :meth:`BackgroundSaves.take_up`."""
         if (background := self.in_background) is not None:
@@ -475,7 +480,7 @@ class Checkpoints:
         weights = {kind: checkpoint[kind] for kind in kinds}
         if self.sharded:
             weights = self._own_weights(weights)
-        states = checkpoint.get("optimizer_states", [])
+        states, only_step = checkpoint.get("optimizer_states", []), self.module.automatic_optimization
         checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
         optimizers = [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers][: len(states)]
         objects = None
@@ -484,7 +489,7 @@ class Checkpoints:
             objects = [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *copies.take(list(pack.tensors))]
         return _StagePart(
             copies.take(weights, ("weights",)),
-            [copies.take(state, ("optimizer", index)) for index, state in enumerate(states)],
+            [copies.take(state, ("optimizer", index), only_step) for index, state in enumerate(states)],
             [group_names(self.module, optimizer) for optimizer in optimizers],
             objects,
             dict(self.copies),

@@ -23,6 +23,7 @@ __all__ = [
     "GroupNames",
     "OptimizerState",
     "copied",
+    "fits",
     "group_names",
     "merge_optimizer_states",
     "merged_names",
@@ -253,15 +254,15 @@ class OptimizerState:
             group.update({**copied(options), "params": before["params"]})
 
 
+def fits(old: Any, value: Tensor) -> bool:
+    """Whether ``old`` is a tensor into which ``value`` can be copied."""
+    return isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device)
+
+
 def copied(value: Any, old: Any = None) -> Any:
     """A copy of ``value`` and its tensors, in the memory of ``old`` where that fits."""
     if isinstance(value, Tensor):
-        fits = isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (
-            value.shape,
-            value.dtype,
-            value.device,
-        )
-        return old.copy_(value) if fits else value.detach().clone()
+        return old.copy_(value) if fits(old, value) else value.detach().clone()
     if isinstance(value, Mapping):
         known = old if isinstance(old, Mapping) else {}
         return {key: copied(item, known.get(key)) for key, item in value.items()}

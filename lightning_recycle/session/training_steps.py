@@ -143,6 +143,7 @@ class TrainingSteps:
 
         def apply_with_hooks(result: StepResult) -> None:
             self.checkpoints.post()
+            self.checkpoints.finish_copies()
             side_effects.rewind()
             self._warn_of_writes(marks)
             self._newest_loss = result.loss

@@ -1,10 +1,12 @@
-"""Copies for checkpoints that are written in the background."""
+"""Copies for checkpoints that are written in the background, and how their outcome is agreed on."""
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from lightning_recycle.session.background_saves import StateCopies
+from lightning_recycle.session.background_saves import Action, BackgroundSaves, BatchReport, StateCopies
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
@@ -49,3 +51,73 @@ def test_tensors_without_a_version_or_plain_memory_are_copied() -> None:
     copy = StateCopies().take({"frozen": frozen, "sparse": sparse})
     assert copy["frozen"].tolist() == [1.0, 1.0]
     assert copy["sparse"].to_dense().tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+LARGE = 1 << 20  # elements of four bytes
+
+
+def test_large_tensors_that_only_step_writes_are_copied_later_by_whoever_comes_first() -> None:
+    state = {n: torch.full((LARGE,), float(n)) for n in range(8)}
+    copies = StateCopies()
+    copy = copies.take(state, ("optimizer",), until_step=True)
+    writer = threading.Thread(target=copies.finish)
+    writer.start()
+    assert copies.finish()
+    for tensor in state.values():  # STEP
+        tensor.add_(100)
+    writer.join()
+    assert copies.finish()
+    assert all(torch.equal(copy[n], torch.full((LARGE,), float(n))) for n in state)
+
+
+def test_it_is_noticed_when_one_was_written_before_it_was_copied() -> None:
+    state, small = torch.zeros(LARGE), torch.zeros(3)
+    copies = StateCopies()
+    copy = copies.take({"large": state, "small": small}, until_step=True)
+    small.add_(1)  # was copied at once
+    assert copies.finish()
+    assert copy["small"].tolist() == [0.0] * 3
+    copies = StateCopies()
+    copies.take({"large": state}, until_step=True)
+    state.add_(1)
+    assert not copies.finish()
+
+
+class Followed:
+    """A worker's :class:`BackgroundSaves` with a batch that is pending, and what followed from it."""
+
+    def __init__(self) -> None:
+        unused: Any = SimpleNamespace()
+        self.saves = BackgroundSaves(unused, lambda: 1, leader_writes=True, patience=1.0)
+        self.saves.is_pending = True
+        self.failures: list[Any] = []
+        self.saves.actions["record"] = lambda failure: self.failures.append(failure and failure.text)
+
+    def hear(self, *reports: BatchReport | None) -> None:
+        self.saves._hear({rank: (1, report) for rank, report in enumerate(reports)})
+
+
+def report(holders: tuple[int, ...], writes: bool = False, is_written: bool = True) -> BatchReport:
+    return BatchReport(writes, holders, is_written, 4, ("a.ckpt",), (None,), (Action("record", ("a.ckpt",), ()),))
+
+
+def test_what_follows_is_known_to_a_worker_that_joined_meanwhile() -> None:
+    worker = Followed()
+    worker.hear(report((0, 1, 1)), report((0, 1, 1), writes=True, is_written=False), None)
+    assert worker.saves.is_pending
+    worker.hear(report((0, 1, 1)), report((0, 1, 1), writes=True), None)
+    assert not worker.saves.is_pending
+    assert worker.failures == [None]
+
+
+def test_a_batch_whose_holders_were_chosen_before_and_after_a_loss_is_given_up() -> None:
+    worker = Followed()
+    worker.hear(report((0, 1, 1)), report((0, 3, 3)), report((0, 3, 3), writes=True, is_written=False))
+    assert not worker.saves.is_pending
+    assert ["given up" in text for text in worker.failures] == [True]
+
+
+def test_a_batch_whose_writer_was_lost_is_given_up() -> None:
+    worker = Followed()
+    worker.hear(report((0, 1, 1)), None)
+    assert ["the worker that wrote it was lost" in text for text in worker.failures] == [True]
