@@ -149,6 +149,7 @@ class Run:
         members: the processes of each position.
         quorum: whether the run begins before all workers have come.
         lanes: whether there are more lanes than pipelines.
+        posts: whether all post something in each step.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Run:
         members: int = 1,
         quorum: bool = False,
         lanes: bool = False,
+        posts: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -173,7 +175,7 @@ class Run:
         self.grid = self.chance.choice(GRIDS)
         if strays:  # somebody must be right
             self.grid = random.Random(f"grid {seed}").choice([grid for grid in GRIDS if grid.pipelines > 2])
-        self.members = members
+        self.members, self.posts = members, posts
         if members > 1:
             some = [grid for grid in GRIDS_OF_MEMBERS if not strays or grid.pipelines > 2]
             self.grid = random.Random(f"grid {seed}").choice(some)
@@ -1161,6 +1163,7 @@ def check_histories(
     members: int = 1,
     quorum: bool = False,
     lanes: bool = False,
+    posts: bool = False,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -1177,6 +1180,7 @@ def check_histories(
         members: the processes of each position.
         quorum: whether the run begins before all workers have come.
         lanes: whether there are more lanes than pipelines.
+        posts: whether all post something in each step.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
@@ -1184,7 +1188,7 @@ def check_histories(
     met: Counter[str] = Counter()
     for seed in seeds:
         options = {"ends": ends, "stops": stops, "kills": kills, "plans_late": plans_late, "layouts": layouts}
-        options |= {"checks": checks, "strays": strays, "quorum": quorum, "lanes": lanes}
+        options |= {"checks": checks, "strays": strays, "quorum": quorum, "lanes": lanes, "posts": posts}
         run = Run(seed, loses_file=loses_file, members=members, **options)
         try:
             met[type(run.run()).__name__] += 1

@@ -79,6 +79,7 @@ class Network(Protocol):
 
     grid: Grid
     members: int
+    posts: bool
     gathers: bool
     commits: bool
     tied: bool
@@ -458,8 +459,8 @@ class SimulatedWorker:
             self.posted = None
 
     def post(self, number: int) -> None:
-        """BackgroundSaves.post, as if a checkpoint were always pending."""
-        if self.posted is None and self.network.members == 1:
+        """BackgroundSaves.post, where a checkpoint is always pending."""
+        if self.posted is None and self.network.posts:
             self.posted = self.member.arrive(f"posted in step {number}", number)
             self.send(self.posted)
 

@@ -140,6 +140,14 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histor
     assert bool(met["StopVerdict told again"]) == stops
 
 
+@pytest.mark.parametrize("kills", [False, True])
+@over(SAMPLE)
+def test_what_is_posted_in_each_step_is_answered(histories: range, kills: bool) -> None:
+    met = check_histories(histories, posts=True, kills=kills)
+    assert met["Finished"] > len(histories) / 2
+    assert met["rejoined"]
+
+
 @pytest.mark.parametrize("also", ["stops", "layouts", "checks", "strays"])
 @over(SAMPLE)
 def test_every_promise_holds_when_what_the_coordinator_wrote_is_lost_with_it(histories: range, also: str) -> None:
