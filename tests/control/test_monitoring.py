@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -290,7 +291,7 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
     with shown(plane, http=False):
         assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
         assert status_command.main([]) == 0
-        assert "train.py  2 x 2 x 1" in capsys.readouterr().out
+        assert re.match(r"train.py  2 x 2 x 1  \w+  generation 0  step -  4 of 4 workers ", capsys.readouterr().out)
         assert status_command.main(["--json", str(os.getpid())]) == 0
         assert json.loads(capsys.readouterr().out)["generation"] == 0
         with shown(plane, "other.py", http=False):
@@ -298,12 +299,39 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
             listed = capsys.readouterr().out
             assert "train.py" in listed
             assert "other.py" in listed
+        with shown(None, "not_yet.py", http=False), shown(None, "nor_yet.py", http=False):
+            for target in status_command._targets(str(os.getpid()))[1:]:
+                with pytest.raises(status_command.NoRun, match=f"^process {os.getpid()}: No run is going on"):
+                    target.ask()
         with shown(None, "not_yet.py", http=False):
             assert status_command.main([]) == 0
             output = capsys.readouterr()
             assert "train.py  2 x 2 x 1" in output.out
             assert not output.err
     assert not runtime.exists()
+
+
+def test_lines_of_a_pipe_are_whole_and_the_last_one_stands_alone(
+    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{'a long name ' * 9}of a script"
+    plane.members()
+    answers = [1, 1]
+    with shown(plane, name, http=False):
+        ask = status_command._Target.ask
+
+        def ends_soon(target: Any) -> dict[str, Any]:
+            if not answers:
+                raise status_command.NoRun("over")
+            answers.pop()
+            return ask(target)
+
+        monkeypatch.setattr(status_command._Target, "ask", ends_soon)
+        assert status_command.main(["--watch", "0.01"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(name in line and line.endswith("s") for line in lines) == 2
+    assert lines[-1] == "The run is over."
+    assert all(line == line.rstrip() for line in lines)
 
 
 def test_what_a_killed_process_left_is_removed(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:

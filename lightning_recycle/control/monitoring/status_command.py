@@ -13,6 +13,7 @@ time of two blinks: it only asks and shows.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import socket
@@ -30,6 +31,7 @@ __all__ = ["main"]
 
 _SECONDS = 5.0  # for an answer
 _MOST_BYTES = 64 << 20
+_MOST_COLUMNS = 1000  # where the output is no terminal
 _MOST_ROWS = 64  # of positions; beyond, those that train are one row
 _COLORS = {"live": "green", "starting": "blue", "joining": "cyan", "suspected": "yellow", "lost": "red"}
 _PHASES = {"training": "green", "starting": "blue", "recovering": "red", "joining": "cyan", "over": "dim"}
@@ -47,7 +49,9 @@ class _Target:
     address: tuple[str, int] = ("", 0)
 
     def __str__(self) -> str:
-        return str(self.path) if self.path is not None else f"http://{self.address[0]}:{self.address[1]}/"
+        if self.path is not None:
+            return f"process {self.path.name.partition('-')[0]}"
+        return f"http://{self.address[0]}:{self.address[1]}/"
 
     def ask(self) -> dict[str, Any]:
         """The status.
@@ -160,7 +164,6 @@ def _targets(address: str | None) -> list[_Target]:
 
 def _list(targets: Sequence[_Target], as_json: bool) -> int:
     """Several runs: one line each; returns the exit status."""
-    from rich.console import Console
     from rich.table import Table
 
     found, gone = [], []
@@ -185,11 +188,11 @@ def _list(targets: Sequence[_Target], as_json: bool) -> int:
             _text(status["name"]),
             _grid(status),
             _text(status["phase"], _PHASES.get(status["phase"], "")),
-            f"{status['step']:,}",
+            _step(status["step"]),
             _workers(status),
             _duration(status["time"] - status["began"]),
         )
-    Console().print(table)
+    _print(table)
     print("Show one of them with: recycle-status PROCESS")
     return 0 if found else 1
 
@@ -198,32 +201,46 @@ def _show(status: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(status), flush=True)
         return
+    _print(_rendered(status))
+
+
+def _print(what: Any) -> None:
+    """Prints to the terminal; to a pipe or a file, in lines of any length."""
     from rich.console import Console
 
-    Console().print(_rendered(status))
+    console = Console()
+    if console.is_terminal:
+        console.print(what)
+        return
+    unfolded = Console(width=_MOST_COLUMNS)
+    with unfolded.capture() as captured:
+        unfolded.print(what)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
 def _watch(target: _Target, seconds: float, as_json: bool) -> int:
-    status = target.ask()
-    if as_json:
-        while True:
-            _show(status, True)
-            time.sleep(seconds)
-            try:
-                status = target.ask()
-            except NoRun:
-                return 0
+    from rich.console import Console
     from rich.live import Live
 
-    with Live(_rendered(status), auto_refresh=False) as live:
+    status, console = target.ask(), Console()
+    with contextlib.ExitStack() as stack:
+        live: Live | None = None
+        if console.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
         while True:
+            if live is None:
+                _show(status, as_json)
+            else:
+                live.update(_rendered(status), refresh=True)
             time.sleep(seconds)
             try:
                 status = target.ask()
             except NoRun:
                 break
-            live.update(_rendered(status), refresh=True)
-    print("The run is over." if live.console.is_terminal else "\nThe run is over.")
+            if live is None and not as_json:
+                print()
+    if not as_json:
+        print("The run is over.")
     return 0
 
 
@@ -236,7 +253,7 @@ def _rendered(status: Mapping[str, Any]) -> Any:
     head.append(_printable(status["name"]) or "run", "bold")
     head.append(f"  {_grid(status)}  ")
     head.append(status["outcome"] or status["phase"], _PHASES.get(status["phase"], ""))
-    head.append(f"  generation {status['generation']}  step {status['step']:,}")
+    head.append(f"  generation {status['generation']}  step {_step(status['step'])}")
     if status["loss"] is not None:
         head.append(f"  loss {status['loss']:.4g}")
     head.append(f"  {_workers(status)} workers  since {_duration(now - status['began'])}")
@@ -291,7 +308,7 @@ def _positions(status: Mapping[str, Any]) -> Any:
             _text(row["host"] or "-"),
             str(row["pid"] or "-"),
             f"#{row['incarnation']}",
-            f"{row['step']:,}" if row["step"] >= 0 else "-",
+            _step(row["step"]),
             f"{row['peak_bytes'] / 1e9:.3g} GB" if row.get("peak_bytes") else "-",
             _text(doing),
         )
@@ -306,6 +323,11 @@ def _shares(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         for cause, spent in sums.items():
             if spent / total >= 0.0005:
                 yield f"{cause} {100 * spent / total:.1f} %"
+
+
+def _step(step: int) -> str:
+    """A step's number; a dash before the first step."""
+    return f"{step:,}" if step >= 0 else "-"
 
 
 def _grid(status: Mapping[str, Any]) -> str:
