@@ -55,7 +55,13 @@ def find_metrics(trainer: L.Trainer) -> Path:
 
 
 def show_report(
-    trainer: L.Trainer, directory: Path, console: Console, units_per_pipeline: int, loss_unit: str, unit: str
+    trainer: L.Trainer,
+    directory: Path,
+    console: Console,
+    units_per_pipeline: int,
+    loss_unit: str,
+    unit: str,
+    title: str = "Report",
 ) -> Losses | None:
     """Print the report of a run and write its results; returns its losses, if any were logged.
 
@@ -66,6 +72,7 @@ def show_report(
         units_per_pipeline: What a step processes in each pipeline, counted in ``unit``.
         loss_unit: Unit of the training loss.
         unit: Unit of what is processed.
+        title: Title of the report.
     """
     history = getattr(trainer.strategy, "history", [])
     schedules = getattr(trainer.strategy, "schedules", [])
@@ -73,7 +80,7 @@ def show_report(
     metrics = find_metrics(trainer)
     losses = summarize_losses(read_losses(metrics), failures[0].step if failures else None)
     units = units_per_pipeline * (schedules[0].grid.pipelines if schedules else 1)
-    console.rule("Report")
+    console.rule(title)
     phases = find_phases(history, schedules)
     console.print(render(losses, failures, phases, units, loss_unit=loss_unit, unit=unit))
     weights = directory / "model.pt"
@@ -83,15 +90,15 @@ def show_report(
     return losses
 
 
-_sweep: list[tuple[list[str], float | None]] = []
-"""Overrides and result of each job of this process, for the table at the end of a sweep."""
+_sweep: list[tuple[list[str], str, float | None]] = []
+"""Overrides of each job of this process, its result and the result's name, for the table at the end of a sweep."""
 
 
-def run_job(job: Callable[[DictConfig], float | None], config: DictConfig) -> float | None:
+def run_job(job: Callable[[DictConfig], float | None], config: DictConfig, result_name: str) -> float | None:
     """``job(config)``; bad input ends the program. To be called in the function that ``hydra.main`` decorates."""
     with bad_input_ends(_name()):
         result = job(config)
-        _sweep.append((list(HydraConfig.get().overrides.task), result))
+        _sweep.append((list(HydraConfig.get().overrides.task), result_name, result))
         return result
 
 
@@ -106,9 +113,10 @@ def run_as_command(application: Callable[[], object]) -> None:
 
 
 def _render_sweep() -> Table:
-    table = Table("job", "what differs", "result", title="Sweep", title_justify="left")
-    common = set.intersection(*(set(overrides) for overrides, _ in _sweep))
-    for number, (overrides, result) in enumerate(_sweep):
+    names = " or ".join(dict.fromkeys(name for _, name, _ in _sweep))
+    table = Table("job", "what differs", "result", title=f"Sweep; result: {names}", title_justify="left")
+    common = set.intersection(*(set(overrides) for overrides, _, _ in _sweep))
+    for number, (overrides, _, result) in enumerate(_sweep):
         differs = " ".join(override for override in overrides if override not in common)
         table.add_row(str(number), differs, "-" if result is None else f"{result:.4f}")
     return table

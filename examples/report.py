@@ -21,6 +21,7 @@ from lightning_recycle.planning import Schedule
 from lightning_recycle.visualize import save_gantt, save_trace
 
 __all__ = [
+    "WINDOW",
     "Failure",
     "Losses",
     "Phase",
@@ -31,6 +32,9 @@ __all__ = [
     "summarize_losses",
     "write_pictures",
 ]
+
+WINDOW = 5
+"""Steps whose mean loss is shown."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,12 @@ def read_losses(path: Path, column: str = "train_loss") -> dict[int, float]:
         return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
 
 
-def summarize_losses(losses: Mapping[int, float], failed_step: int | None = None, window: int = 5) -> Losses | None:
-    """First and last loss, and around ``failed_step``; means of up to ``window`` steps. None without any loss."""
+def summarize_losses(
+    losses: Mapping[int, float], failed_step: int | None = None, window: int = WINDOW
+) -> Losses | None:
+    """Loss of the first step; means of up to ``window`` steps around ``failed_step`` and at the end. None without any
+    loss.
+    """
     if not losses:
         return None
     steps = sorted(losses)
@@ -171,7 +179,8 @@ def render(
     """
     tables: list[RenderableType] = []
     if losses:
-        table = Table("first step", "before the failure", "after it", "last", title=f"Loss ({loss_unit})")
+        names = ("first step", f"{WINDOW} steps before the failure", f"{WINDOW} after it", f"last {WINDOW}")
+        table = Table(*names, title=f"Mean loss ({loss_unit})")
         values = (losses.first, losses.before_failure, losses.after_failure, losses.last)
         table.add_row(*("-" if value is None else f"{value:.3f}" for value in values))
         tables.append(table)

@@ -4,6 +4,7 @@
     python examples/train_gpt.py faults=kill_leader trainer.max_steps=100
     python examples/train_gpt.py experiment=demo                  # with and without failure, rejoin, restart: a table
     python examples/train_gpt.py strategy=single_device           # the same module in one process
+    python examples/train_gpt.py sample.length=200                # with a text by the trained model; half a minute more
     python examples/train_gpt.py -m planner=heuristic,highs faults=none,kill_one,mtbf  # a sweep, a folder for each job
 
 The configuration is in ``conf/``. A run writes metrics.csv, model.pt and pictures of its schedules to its output
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from comparison import compare, render_comparison
 from hydra_job import build_trainer, prepare, run_as_command, run_job, show_report
+from report import WINDOW
 
 __all__ = ["main", "train"]
 
@@ -31,7 +33,7 @@ def train(config: DictConfig) -> float | None:
     if config.compare:
         runs = compare(config, directory, console)
         reported = next((run for run in runs if run.name == "failure"), runs[0])
-        loss = _show(config, reported.trainer, reported.directory, console)
+        loss = _show(config, reported.trainer, reported.directory, console, f"Report of the run: {reported.name}")
         console.print(render_comparison([run.measured for run in runs]))
         return loss
     model = instantiate(config.model)
@@ -44,16 +46,18 @@ def train(config: DictConfig) -> float | None:
     return _show(config, trainer, directory, console)
 
 
-def _show(config: DictConfig, trainer: L.Trainer, directory: Path, console: Console) -> float | None:
+def _show(
+    config: DictConfig, trainer: L.Trainer, directory: Path, console: Console, title: str = "Report"
+) -> float | None:
     tokens = config.data.batch_size * config.data.context
-    losses = show_report(trainer, directory, console, tokens, loss_unit="nats per byte", unit="tokens")
+    losses = show_report(trainer, directory, console, tokens, loss_unit="nats per byte", unit="tokens", title=title)
     return losses.last if losses else None
 
 
 @hydra.main(version_base=None, config_path="pkg://lightning_recycle.conf", config_name="train_gpt")
 def main(config: DictConfig) -> float | None:
     """The command line."""
-    return run_job(train, config)
+    return run_job(train, config, f"mean loss of the last {WINDOW} steps")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def _show_validation(trainer: L.Trainer, console: Console) -> None:
 @hydra.main(version_base=None, config_path="pkg://lightning_recycle.conf", config_name="train_vision")
 def main(config: DictConfig) -> float | None:
     """The command line."""
-    return run_job(train, config)
+    return run_job(train, config, config.objective)
 
 
 if __name__ == "__main__":
