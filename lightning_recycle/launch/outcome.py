@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pickle
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import StackSummary, TracebackException
@@ -21,7 +22,13 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.errors import ReCycleError, StageLostError, WorkerStartError
+from lightning_recycle.errors import (
+    ConfigurationError,
+    ReCycleError,
+    StageLostError,
+    UnsupportedFeatureError,
+    WorkerStartError,
+)
 from lightning_recycle.pickling import MainPickler, dumps
 
 __all__ = ["WorkerTraceback", "dump_exception", "error_of", "from_users_code", "summary"]
@@ -64,7 +71,7 @@ def _memory(history: Sequence[Event]) -> str:
     if not peaks:
         return ""
     most, stage = max(peaks)
-    return f" with at most {most / 1e9:.3g} GB of memory (stage {stage})"
+    return f", the largest with {most / 1e9:.3g} GB of memory (stage {stage})"
 
 
 def _loss(steps: Sequence[Event]) -> str:
@@ -177,6 +184,7 @@ def _exception_from(crash: Crash, positions: Positions) -> BaseException:
             error = pickle.loads(crash.exception)
         except Exception as reason:  # a class whose pickle does not load: only its text is left
             log.debug("The worker's exception could not be loaded: %s", reason)
+    has_remedy = isinstance(error, (ConfigurationError, UnsupportedFeatureError))  # its message is enough
     if isinstance(error, SystemExit):
         worker = positions.name(crash.rank)
         if not error.code:  # this process would report success, without a result
@@ -188,7 +196,8 @@ def _exception_from(crash: Crash, positions: Positions) -> BaseException:
             log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)
     if error is None:
         error = ReCycleError(crash.summary)
-    error.__cause__ = WorkerTraceback(positions.name(crash.rank), crash.traceback)
+    if not (has_remedy and all(file.startswith(_PACKAGE) for file in _FILES.findall(crash.traceback))):
+        error.__cause__ = WorkerTraceback(positions.name(crash.rank), crash.traceback)
     return error
 
 
@@ -292,6 +301,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _PACKAGES = (lightning.fabric, lightning.pytorch, torch)
 _LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in _PACKAGES]
 _STAGE = f"{_PACKAGE}{os.sep.join(('runtime', 'stage', 'stage.py'))}"
+_FILES = re.compile(r'^  File "(.+?)", line', re.MULTILINE)
 _INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
 
 

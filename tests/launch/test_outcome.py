@@ -28,9 +28,9 @@ def test_a_quiet_run_is_one_line() -> None:
 
 def test_the_most_memory_is_told_with_its_stage() -> None:
     history = [*BEGIN, event("memory", 13.0, peak_bytes=(3_214_000_000, None, 12_500_000_000))]
-    assert summary(history, POSITIONS)[0].endswith("4 workers with at most 12.5 GB of memory (stage 2).")
+    assert summary(history, POSITIONS)[0].endswith("4 workers, the largest with 12.5 GB of memory (stage 2).")
     history.append(event("memory", 19.0, peak_bytes=(13_000_000_000, 1, 2)))  # after the loss of a stage
-    assert summary(history, POSITIONS)[0].endswith("4 workers with at most 13 GB of memory (stage 0).")
+    assert summary(history, POSITIONS)[0].endswith("4 workers, the largest with 13 GB of memory (stage 0).")
 
 
 def test_a_run_without_a_step_has_no_lines() -> None:
