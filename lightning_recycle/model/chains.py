@@ -121,8 +121,8 @@ def _found(module: nn.Module, num_stages: int) -> list[str]:
     if not sizes:
         raise ConfigurationError(
             f"{kind} cannot be cut into pipeline_parallel_size={num_stages} stages: it has no nn.Sequential or"
-            f" nn.ModuleList of at least {num_stages} entries with parameters. {_REMEDY}. A PipelineModule can be cut"
-            " anywhere."
+            f" nn.ModuleList of at least {num_stages} layers (those without parameters count, too). {_REMEDY}. A"
+            " PipelineModule can be cut anywhere."
         )
     largest = max(sizes, key=lambda path: sizes[path])
     others = [path for path in sizes if path != largest]

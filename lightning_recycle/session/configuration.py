@@ -185,10 +185,11 @@ class Options(OptionGroup):
         if stages is None:
             stages = 2 if can_be_cut and num_workers % 2 == 0 and num_workers >= 4 else 1
         if num_workers % stages:
-            divisors = [s for s in range(1, num_workers + 1) if num_workers % s == 0]
+            fitting = [str(s) for s in range(1, num_workers // 2 + 1) if num_workers % s == 0] or ["1"]
             raise ConfigurationError(
                 f"{num_workers} devices cannot be divided into pipelines of pipeline_parallel_size={stages} stages."
-                f" Use a number of devices that is a multiple of {stages}, or pipeline_parallel_size from {divisors}."
+                f" Use {2 * stages} devices or another multiple of {stages}, or pipeline_parallel_size="
+                f"{' or '.join(fitting)}."
             )
         microbatches = self.num_microbatches
         if microbatches is None:

@@ -89,8 +89,8 @@ class StepLoaders:
         loader = kind(dataloader, grid, worker.pipeline, seed, prefetch=reads, **steps)
         if loader.left_out:
             rank_zero_warn(
-                f"Each epoch of the training leaves out {loader.left_out}. Give it drop_last=True if that is"
-                " what you want."
+                f"Each epoch of the training leaves out {loader.left_out}. If that is what you want, give the"
+                " DataLoader drop_last=True."
             )
         return loader
 

@@ -82,7 +82,7 @@ def test_layers_of_a_sequence_get_the_whole_of_a_tuple() -> None:
             None,
             ["AutoEncoder", "several places", "'encoder' (60 parameters)", "'decoder' (80 parameters)"],
         ),
-        (Alone, None, ["Alone", "no nn.Sequential or nn.ModuleList of at least 2 entries", "PipelineModule"]),
+        (Alone, None, ["Alone", "no nn.Sequential or nn.ModuleList of at least 2 layers", "PipelineModule"]),
         (Alone, "three", ["layers='three'", "Alone has no submodule", "It has one, two", "__init__"]),
         (Alone, "one", ["names 1 layer of Alone, fewer than pipeline_parallel_size=2 stages: one"]),
         (Alone, ["one", "same"], ["one and same of Alone are the same module"]),
