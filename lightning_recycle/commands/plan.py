@@ -73,10 +73,10 @@ def plan_and_show(config: DictConfig) -> float:
         result = results[-1]
         console.print(_comparison([_row(each) for each in results], "Plan library", by_stage=True))
     _sweep.append(_row(result))
-    console.print(_single(result, _sweep[-1]))
+    unit = "s" if "path" in settings["costs"] else "slots"
+    console.print(_single(result, _sweep[-1], unit))
     if result.warning is not None:
         errors.print(f"warning: {result.warning}", markup=False)
-    unit = "s" if "path" in settings["costs"] else "slots"
     written = []
     if output is not None and settings["format"] == "csv":
         save_torch_csv(output, result.schedule)
@@ -160,8 +160,8 @@ class _Row:
     """The planner that was asked."""
     found_by: str
     """The planner whose plan it is."""
-    solver: str
-    """What the solver did."""
+    solver: str | None
+    """What the solver did, if the planner has one."""
     grid: str
     failures: tuple[int, ...]
     """Failed workers of each stage."""
@@ -219,8 +219,8 @@ def _baselines(problem: Problem) -> tuple[float, float]:
     return one_f_one_b(usual).period, heuristic(zero_bubble).period
 
 
-def _single(result: PlanResult, numbers: _Row) -> Table:
-    """One plan, one number per line."""
+def _single(result: PlanResult, numbers: _Row, unit: str) -> Table:
+    """One plan, one number per line; times in ``unit``."""
     problem = result.schedule.problem
     table = Table("", "", show_header=False, title="Plan", title_justify="left")
     failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
@@ -231,14 +231,12 @@ def _single(result: PlanResult, numbers: _Row) -> Table:
     again = sum(len(result.schedule.recomputed(w)) for w in result.schedule.live_workers) if may_repeat else 0
     for name, value in (
         ("pipelines x stages x micro-batches", numbers.grid),
-        ("failed", f"{len(problem.failed)}: {failed}{more}" if problem.failed else "none"),
+        ("failed (pipeline, stage)", f"{failed}{more}" if problem.failed else "none"),
         ("technique", ", ".join(["adaptive", *switches])),
-        ("planner", f"{numbers.planner}, {numbers.seconds:.2f} s"),
-        ("found by", numbers.found_by),
-        ("solver", numbers.solver),
-        ("period", f"{numbers.period:g}"),
-        ("makespan", f"{numbers.makespan:g}"),
-        ("lower bound", f"{numbers.lower_bound:g}"),
+        ("planner", _planner(numbers)),
+        ("period", f"{numbers.period:g} {unit}"),
+        ("makespan", f"{numbers.makespan:g} {unit}"),
+        ("lower bound of the period", f"{numbers.lower_bound:g} {unit}"),
         ("gap", f"{_percent(numbers.gap)} ({numbers.status})"),
         ("peak memory", f"{_short(numbers.peaks)} micro-batches" + (f" of {_short(limits)}" if limits else "")),
         *([("peak memory, bytes", _bytes(result.schedule))] if problem.memory is not None else []),
@@ -248,6 +246,14 @@ def _single(result: PlanResult, numbers: _Row) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def _planner(numbers: _Row) -> str:
+    """The planner, what its solver did, and the planner whose plan it is if that is another one."""
+    text = f"{numbers.planner}, {numbers.seconds:.2f} s"
+    if numbers.solver is not None:
+        text += f"; solver: {numbers.solver}"
+    return text if numbers.found_by == numbers.planner else f"{text}; found by {numbers.found_by}"
 
 
 def _comparison(rows: Sequence[_Row], title: str, *, by_stage: bool = False) -> Table:
@@ -286,11 +292,11 @@ def _failures(counts: Sequence[int]) -> str:
     return ", ".join(f"{count} in {stage}" for stage, count in enumerate(counts) if count) or "0"
 
 
-def _solver(result: PlanResult) -> str:
+def _solver(result: PlanResult) -> str | None:
     use = result.solver
     if use.calls:
-        return f"{use.calls} calls, {use.seconds:.2f} s"
-    return f"not asked: {use.reason}" if use.reason else "none"
+        return f"{use.calls} call{'' if use.calls == 1 else 's'}, {use.seconds:.2f} s"
+    return f"not asked: {use.reason}" if use.reason else None
 
 
 def _bytes(schedule: Schedule) -> str:
