@@ -205,7 +205,8 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
     It obeys words on its standard input, and no signals: SLURM sends those that are for the workers to every process of
     a task, and the coordinator is needed until they have saved what they are to save.
     """
-    command = (sys.executable, "-c", _PROGRAM, "--listen", shown(place.address), "--obey")
+    shows = ["--terminal"] if sys.stderr.isatty() else []
+    command = (sys.executable, "-c", _PROGRAM, "--listen", shown(place.address), "--obey", *shows)
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     return ProcessCommand("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 

@@ -238,6 +238,19 @@ def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
         assert address in second.cmdline()
 
 
+def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal() -> None:
+    terminal, end = os.openpty()
+    command = [*PROGRAM, *shell("exec sleep 100")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=end) as process:
+        try:
+            found = wait_for(lambda: coordinator_of(process), PATIENCE)
+            assert "--terminal" in found.cmdline()
+        finally:
+            process.kill()
+    os.close(terminal)
+    os.close(end)
+
+
 def test_a_coordinator_that_cannot_listen_ends_everything() -> None:
     with running("--coordinator", "192.0.2.1:29400", *shell("exec sleep 100")) as process:
         _, errors = process.communicate(timeout=PATIENCE)
@@ -268,3 +281,4 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
     expected = plain_loop(model, dataset(GLOBAL_BATCH * steps), steps)
     assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
     assert '"kind": "failure"' in errors
+    assert "Waiting for workers" not in errors.partition("The run finished.")[2]

@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     monitor = Monitor("recycle-coordinator", awaits_runs=True)
     try:
-        install_if_wanted()
+        if not install_if_wanted() and (options.terminal or sys.stderr.isatty()):
+            logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         http = _shown_at(options.http)
         given = _given(options)
         given.check()
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         print(f"listening on {shown(reception.listener.address)}", flush=True)
         while options.runs is None or len(finished) < options.runs:
-            log.info("Waiting for workers at %s.", shown(reception.listener.address))
+            if not (finished and options.obey):  # then its parent is about to end it
+                log.info("Waiting for workers at %s.", shown(reception.listener.address))
             try:
                 if not serving.meet():
                     continue
@@ -130,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal | None:
     """Journal of the coordinator; none if it listens at a port that another one would not have."""
     if state == "none" or (state is None and not address[1]):
-        log.info("This coordinator writes nothing down: its end is that of the run.")
+        log.info("This coordinator keeps no state: if it dies, the run ends.")
         return None
     journal = Journal(default_path(address) if state is None else Path(state), key)
     log.info("Its state is in %s.", journal.path)
@@ -244,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="end with the process that started this one, and take commands from standard input, not signals",
     )
+    parser.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)  # its log is shown in one
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser
 

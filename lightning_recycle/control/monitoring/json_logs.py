@@ -77,8 +77,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(plain(line))
 
 
-def install_if_wanted() -> None:
-    """Makes the logs of this process lines of JSON if ``RECYCLE_LOG`` is ``json``.
+def install_if_wanted() -> bool:
+    """Makes the logs of this process lines of JSON if ``RECYCLE_LOG`` is ``json``; returns whether it is.
 
     Raises:
         ConfigurationError: if it is something else.
@@ -87,7 +87,7 @@ def install_if_wanted() -> None:
     if wanted not in ("json", "text"):
         raise ConfigurationError(f"RECYCLE_LOG={wanted!r}: use json for lines of JSON, or text, the default.")
     if wanted == "text":
-        return
+        return False
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.StreamHandler())
@@ -99,6 +99,7 @@ def install_if_wanted() -> None:
     package = logging.getLogger("lightning_recycle")
     if package.level == logging.NOTSET:
         package.setLevel(logging.INFO)
+    return True
 
 
 def plain(value: Any) -> Any:
