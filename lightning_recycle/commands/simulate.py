@@ -69,7 +69,8 @@ def simulate_and_show(config: DictConfig) -> float:
         raise ConfigurationError("an experiment is for recycle-report: give output=FOLDER for its results.")
     if config.get("experiment"):
         return _experiment(OmegaConf.to_container(config.experiment), given, folder, console)  # type: ignore[arg-type]
-    result, written = _simulated(config, given, folder)
+    with Console(stderr=True).status("Planning and simulating"):  # nothing where that is no terminal
+        result, written = _simulated(config, given, folder)
     if job.mode is RunMode.MULTIRUN:
         console.print(f"{job.job.num:>4}  {_line(result)}", soft_wrap=True, highlight=False, markup=False)
     else:
@@ -160,7 +161,8 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
         progress = f"{number + 1:>4}/{len(points)}  {point.name:<10} {_line(result)}"
         console.print(progress, soft_wrap=True, highlight=False, markup=False)
     console.print(f"\nwrote {len(points)} results to {folder}", soft_wrap=True, highlight=False, markup=False)
-    console.print(f"recycle-report {shlex.quote(str(folder))} -o report.html", soft_wrap=True, highlight=False)
+    command = f"recycle-report {shlex.quote(str(folder))} -o report.html"
+    console.print(f"To see them as a page: {command}", soft_wrap=True, highlight=False, markup=False)
     return float(len(points))
 
 
@@ -169,7 +171,8 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
 
 def _line(result: Result) -> str:
     """A result on a line, for sweeps."""
-    outcome = result["note"] or f"{result['throughput']:.2f} samples/s ({result['ratio']:.3f})"
+    figures = f"{result['throughput']:.2f} samples/s, {100 * result['ratio']:.1f} % of fault-free 1F1B"
+    outcome = result["note"] or figures
     return f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}: {outcome}"
 
 

@@ -1,9 +1,9 @@
 """The page that ``recycle-report`` makes: one self-contained HTML file, for light and dark, for desktop and phone.
 
 Concept: ``page.html.j2`` writes the sections one below the other, and has the style sheet and the script. The page
-begins with its conclusion, three sentences from results that are comparable: where everything but the policy is the
-same (model, batch, cluster, failures, duration and schedule). They say which policy is fastest, what re-routing adds,
-and what the schedule alone is worth.
+begins with its conclusion, sentences from results that are comparable: where everything but the policy is the same
+(model, batch, cluster, failures, duration and schedule). They say which policy is fastest, what re-routing adds and,
+if it is not the fastest, what it is for, and what the schedule alone is worth.
 
 Contract: the page loads nothing; the same results give the same page except for the date in its footer. Every number
 is computed from the results.
@@ -31,8 +31,13 @@ _NARROW = 0.005
 Scenes = Mapping[str, Mapping[tuple[str, str], Record]]
 """By everything but the policy: results by (policy, schedule)."""
 
-_PLANNED = ("Recycle", "Elastic", "ElasticLayers", "Auto")
-"""Policies whose own schedule is planned."""
+_RE_ROUTING = ("Recycle", "Elastic", "ElasticLayers", "Auto")
+"""Policies that re-route; their own schedule is planned."""
+
+_USE = (
+    "Re-routing keeps the batch and leaves every layer in its place; the policies elastic_layers and auto also move"
+    " layers where that is faster."
+)
 
 
 def render_report(records: Sequence[Record], title: str = "ReCycle simulation report", missing: int = 0) -> str:
@@ -76,7 +81,7 @@ def _count(count: int, one: str) -> str:
 
 
 def _conclusion(records: Sequence[Record]) -> str:
-    """Three sentences; empty where nothing was trained."""
+    """A few sentences; empty where nothing was trained."""
     scenes = _scenes(records)
     return " ".join((_leaders(scenes), _re_routing(scenes), _schedule(scenes))) if scenes else ""
 
@@ -114,10 +119,12 @@ def _leaders(scenes: Scenes) -> str:
     parts: list[str] = []
     for name, count in leads.most_common():
         part = f"in {count}" if parts else f"is fastest in {count} of {_count(total, 'comparison')}"
-        part += f" (it ran in {entered[name]})" if entered[name] < total else ""
+        part += f" (of the {entered[name]} in which it ran)" if entered[name] < total else ""
         parts.append(f"{POLICIES.get(name, name)} {part}")
     close = f"{narrow} of these leads {'is' if narrow == 1 else 'are'} below half a point"
-    return f"With the same schedule for all, {', '.join(parts)}; {close}."
+    point = "a point is 1 % of the throughput of fault-free 1F1B"
+    text = f"With the same schedule for all, {', '.join(parts)}; {close} ({point})."
+    return text if leads.most_common()[0][0] in _RE_ROUTING else f"{text} {_USE}"
 
 
 def _re_routing(scenes: Scenes) -> str:
@@ -143,7 +150,7 @@ def _schedule(scenes: Scenes) -> str:
         100 * (record["ratio"] - found[name, "1f1b"]["ratio"])
         for found in scenes.values()
         for (name, schedule), record in found.items()
-        if schedule == "planned" and (name, "1f1b") in found and name not in _PLANNED
+        if schedule == "planned" and (name, "1f1b") in found and name not in _RE_ROUTING
         if record["throughput"]
     ]
     if not gains:

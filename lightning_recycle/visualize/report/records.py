@@ -159,6 +159,8 @@ def setting_text(name: str, value: Any) -> str:
     if (name, value) in _VALUES:
         return _VALUES[name, value]
     shown = str(value)
+    if name == "effort":
+        return f"planner effort {value:,}" if value else "plans without a search"
     if isinstance(value, bool):
         return f"{'with' if value else 'without'} {name.replace('_', ' ')}"
     if name in _DURATIONS and isinstance(value, (int, float)):

@@ -296,16 +296,16 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
                 begin += part
             shown.append((series.name, segments))
             row: list[Cell | str] = [model_text(model), f"{batch:,}", failures, series.name]
-            row += [_num(run["gpu_seconds"][cause], 0, cause) for cause in _CAUSES]
-            rows.append([*row, _num(sum(run["gpu_seconds"].values()), 0)])
+            row += [_num(100 * run["fractions"][cause], 1, cause) for cause in _CAUSES]
+            rows.append([*row, _num(sum(run["gpu_seconds"].values()) / 3600, 0)])
         ticks = tuple((place / 4, f"{25 * place} %") for place in range(5))
         title = f"{model_text(model)}, {f'batch {batch:,}, ' if batches > 1 else ''}{failures}"
         pictures.append(row_chart(title, shown, Axis("of all GPU time", 0.0, 1.0, ticks)))
-    columns = ["model", "batch", "failures", "policy", *_CAUSES, "all"]
+    columns = ["model", "batch", "failures", "policy", *_CAUSES, "GPU-hours"]
     parts: list[Part] = [
         Legend([*_CAUSES.values()], bars=True),
         Charts(pictures),
-        Table("GPU-seconds of a run, by cause", columns, rows, left=4),
+        Table("GPU time of a run by cause, %", columns, rows, left=4),
         Paragraph(
             "Useful: computing samples that count, once. Bubble: waiting within a step. Idle: alive, not part of "
             "training. Redone: lost steps, and what is computed twice. Reconfiguring: pauses. Failed: down."
