@@ -1,14 +1,15 @@
-"""That the imitation of NCCL gets its users into the troubles that NCCL does: each known trap is a test of it."""
+"""That the imitation of NCCL gets its users into the troubles that NCCL does: each known trap is a test of it, but for
+those that a mutation in test_nccl_histories.py needs to be noticed.
+"""
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator
 
 import pytest
 import torch
-from support.fake_nccl import FakeComm, FakeDevice, FakeStream, HangError, LocalNetwork
+from support.fake_nccl import FakeComm, FakeDevice, FakeStream, LocalNetwork
 from torch import Tensor
 
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
@@ -64,23 +65,6 @@ def connect_first(members: Members, comms: list[FakeComm]) -> None:
     receiver.device.receive(receiver, received, sender.rank, receiver.device.current)
     members.run()
     assert torch.equal(received, NUMBERS)
-
-
-def test_a_payload_arrives_in_whatever_order_things_happen() -> None:
-    for seed in range(50):
-        two, rng, received = Members(2), random.Random(seed), empty()
-        comms = two.connect(0, 1)
-        for rank in rng.sample((0, 1), 2):
-            device = two.devices[rank]
-            if rank == 0:
-                device.send(comms[0], NUMBERS, 1, device.current)
-            else:
-                device.receive(comms[1], received, 0, device.current)
-            for _ in range(rng.randint(0, 5)):
-                rng.choice(two.devices).step(rng)
-        two.run()
-        assert torch.equal(received, NUMBERS)
-        assert not two.violations
 
 
 def test_a_send_is_done_only_with_its_receive_and_occupies_its_stream(two: Members) -> None:
@@ -223,59 +207,6 @@ def test_receives_of_two_senders_in_two_orders_wait_in_a_circle() -> None:
     assert not any(end.query() for end in kept)
 
 
-def test_a_destroy_after_the_others_abort_never_returns(two: Members) -> None:
-    ours, theirs = two.connect(0, 1)
-    two.devices[0].abort(ours)
-    with pytest.raises(HangError):
-        two.devices[1].destroy(theirs)
-
-
-def test_an_abort_waits_for_kernels_of_others_which_are_aborted_too_late(two: Members) -> None:
-    """https://github.com/pytorch/pytorch/issues/119797"""
-    for in_a_group in (False, True):
-        two = Members(2)
-        there, back = two.connect(0, 1), two.connect(1, 0)
-        connect_first(two, there)
-        left, right = two.devices
-        left.send(there[0], NUMBERS, 1, left.create())
-        two.run()
-        if in_a_group:
-            left.group_start()
-            left.abort(back[1])
-            left.abort(there[0])
-            left.group_end()
-            assert not two.violations
-        else:
-            with pytest.raises(HangError):
-                left.abort(back[1])
-        del right
-
-
-def test_a_batch_is_not_launched_before_all_of_its_peers_have_called(three: Members) -> None:
-    comms = three.connect(0, 1, 2)
-    received = [empty(), empty()]
-    root, first, second = three.devices
-    root.group_start()
-    root.send(comms[0], NUMBERS, 1, root.current)
-    root.send(comms[0], NUMBERS, 2, root.current)
-    root.group_end()
-    first.receive(comms[1], received[0], 0, first.current)
-    three.run()
-    assert received[0].tolist() == [-1] * 10, "the second is missing, who perhaps waits for the first"
-    second.receive(comms[2], received[1], 0, second.current)
-    three.run()
-    assert all(torch.equal(tensor, NUMBERS) for tensor in received)
-
-
-def test_a_tensor_that_is_gone_when_its_kernel_runs_is_noticed(two: Members) -> None:
-    ours, theirs = two.connect(0, 1)
-    received = empty()
-    two.devices[0].send(ours, NUMBERS + 1, 1, two.devices[0].current)
-    two.devices[1].receive(theirs, received, 0, two.devices[1].current)
-    two.run()
-    assert two.violations == ["a kernel ran after its tensor was freed"]
-
-
 def test_transfers_of_different_size_are_noticed(two: Members) -> None:
     ours, theirs = two.connect(0, 1)
     received = empty()
@@ -316,15 +247,6 @@ def test_a_sum_is_the_same_on_all_members_and_begins_when_all_have_called(three:
     comms[2].device.all_reduce(comms[2], tensors[2], comms[2].device.current)
     three.run()
     assert all(torch.equal(tensor, NUMBERS * 111) for tensor in tensors)
-
-
-def test_a_broadcast_is_the_tensor_of_its_root(three: Members) -> None:
-    comms = three.connect(0, 1, 2)
-    tensors = [NUMBERS + rank for rank in range(3)]
-    for comm, tensor in zip(comms, tensors, strict=True):
-        comm.device.broadcast(comm, tensor, 1, comm.device.current)
-    three.run()
-    assert all(torch.equal(tensor, NUMBERS + 1) for tensor in tensors)
 
 
 @pytest.mark.parametrize("peer_dies", [False, True])
@@ -405,14 +327,3 @@ def test_members_that_call_different_collectives_are_noticed(two: Members, other
         two.devices[1].broadcast(comms[1], tensors[1], 0, two.devices[1].current)
     two.run()
     assert set(two.violations) == {"members of a communicator have called different collectives"}
-
-
-def test_a_tensor_that_is_gone_before_its_kernel_is_aborted_is_noticed(two: Members) -> None:
-    comms = two.connect(0, 1)
-    connect_first(two, comms)
-    left = two.devices[0]
-    left.send(comms[0], mine := NUMBERS.clone(), 1, left.current)
-    two.run()
-    del mine
-    left.abort(comms[0])
-    assert two.violations == ["a kernel ran after its tensor was freed"]

@@ -2,9 +2,9 @@
 
 What is imitated: there are no tags, a transfer belongs to the next one of the other side on the same communicator. A
 transfer is a kernel: it occupies its stream until it is done, what is behind it waits, and it does nothing before the
-other side's has started. Kernels of one communicator run in the order of their launches, on whatever streams. Those of
-a group are one kernel. Communicators begin in the background, and so does the first transfer between two members, which
-is on its stream only when both have called. The same holds for sums and broadcasts, which all members must call in one
+other side's has started. Kernels of one communicator run in the order of their launches, on whatever streams; groups
+are for aborts. Communicators begin in the background, and so does the first transfer between two members, which is on
+its stream only when both have called. The same holds for sums and broadcasts, which all members must call in one
 order, with one size. A device has room for some kernels at a time; further ones do not start. A transfer whose other
 side has aborted, or died, hangs until it is aborted itself, and then leaves half of the data. An abort waits for the
 device, that is, for the kernels of all communicators that are not aborted yet; a destroy waits for the others' destroy.
@@ -150,9 +150,9 @@ class FakeStream:
 
 
 class _Work:
-    """What a kernel does with one tensor."""
+    """What a kernel does with its tensor."""
 
-    lane: Lane  # those of one kernel that have one are done one after the other
+    lane: Lane
     done = False
 
     def __init__(self, comm: FakeComm, tensor: Tensor) -> None:
@@ -296,17 +296,16 @@ class _Collective(_Work):
 
 
 class _Kernel:
-    def __init__(self, comm: FakeComm, parts: Sequence[_Work]) -> None:
-        self.comm, self.parts = comm, parts
+    def __init__(self, comm: FakeComm, work: _Work) -> None:
+        self.comm, self.work = comm, work
         self.previous = comm.newest
         comm.newest = self
         self.started = self.done = False
 
     def touch(self) -> None:
-        """Sees to it that all of its memory is there."""
-        for part in self.parts:
-            if not part.done:
-                part._memory()
+        """Sees to it that its memory is there."""
+        if not self.work.done:
+            self.work._memory()
 
     def proceed(self) -> bool:
         if self.comm.aborted:  # with half of the data, perhaps
@@ -318,13 +317,8 @@ class _Kernel:
             return False
         self.previous = None
         moved, self.started = not self.started, True
-        busy: set[Lane] = set()
-        for part in self.parts:
-            if not part.done and part.lane not in busy:
-                moved |= part.proceed()
-            if not part.done:
-                busy.add(part.lane)
-        self.done = all(part.done for part in self.parts)
+        moved |= self.work.proceed()
+        self.done = self.work.done
         return moved
 
 
@@ -355,8 +349,8 @@ class FakeComm:
         inbox = self._inboxes.get((peer, lane))
         return inbox.popleft() if inbox else None
 
-    def launch(self, parts: Sequence[_Work], stream: FakeStream) -> None:
-        self._launching = (_Kernel(self, parts), stream)
+    def launch(self, work: _Work, stream: FakeStream) -> None:
+        self._launching = (_Kernel(self, work), stream)
         self._connect()
 
     def _connect(self) -> bool:
@@ -365,7 +359,7 @@ class FakeComm:
             return False
         kernel, stream = self._launching
         moved = False
-        greetings = [greeting for part in kernel.parts for greeting in part.greetings]
+        greetings = kernel.work.greetings
         for peer, told, heard in greetings:
             if (peer, told) not in self._greeted:
                 self._greeted.add((peer, told))
@@ -410,7 +404,7 @@ class FakeDevice:
         self.is_lost = False
         self.computing = FakeStream(self)
         self.streams.append(self.computing)
-        self._group: list[tuple[FakeComm, _Work | None, FakeStream | None]] | None = None
+        self._group: list[FakeComm] | None = None  # those that are aborted together
         self._threaded = threaded
         self._stirred = threading.Event()
         self._is_stopped = False
@@ -544,16 +538,14 @@ class FakeDevice:
     def broadcast(self, comm: FakeComm, tensor: Tensor, root: int, stream: FakeStream) -> None:
         self._call(comm, _Collective(comm, tensor, root), stream)
 
-    def _call(self, comm: FakeComm, part: _Work, stream: FakeStream) -> None:
+    def _call(self, comm: FakeComm, work: _Work, stream: FakeStream) -> None:
         with self.lock:
             self.check()
             if comm.in_progress or comm.aborted or comm.error is not None:
                 self.violate("a call on a communicator that is in progress, aborted, or in error")
                 raise NcclError("invalid usage")
-            if self._group is not None:
-                self._group.append((comm, part, stream))
-            else:
-                comm.launch([part], stream)
+            assert self._group is None
+            comm.launch(work, stream)
         self.stir()
 
     def group_start(self) -> None:
@@ -562,15 +554,8 @@ class FakeDevice:
 
     def group_end(self) -> None:
         with self.lock:
-            group, self._group = self._group, None
-            assert group is not None
-            kernels: dict[int, tuple[FakeComm, list[_Work], FakeStream]] = {}
-            for comm, part, stream in group:
-                if part is not None and stream is not None:
-                    kernels.setdefault(id(comm), (comm, [], stream))[1].append(part)
-            for comm, parts, stream in kernels.values():
-                comm.launch(parts, stream)
-            if any(part is None for _, part, _ in group):
+            aborted, self._group = self._group, None
+            if aborted:
                 self._await_device("an abort")
         self.stir()
 
@@ -589,10 +574,10 @@ class FakeDevice:
                         comm.wires[peer].put(((-1, -1), "aborted"))
             comm.meeting.close()
             self.comms.remove(comm)
-            if self._group is not None:
-                self._group.append((comm, None, None))
-            else:
+            if self._group is None:
                 self._await_device("an abort")
+            else:
+                self._group.append(comm)
         self.stir()
 
     def destroy(self, comm: FakeComm) -> None:
