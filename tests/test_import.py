@@ -26,6 +26,7 @@ def run(code: str, *arguments: str) -> str:
 def test_planning_and_control_plane_load_neither_torch_nor_lightning() -> None:
     modules = [
         "lightning_recycle.planning",
+        "lightning_recycle.visualize",
         "lightning_recycle.errors",
         "lightning_recycle.control.protocol.membership",
         "lightning_recycle.control.coordinator.coordinator",
@@ -35,9 +36,10 @@ def test_planning_and_control_plane_load_neither_torch_nor_lightning() -> None:
     ]
     code = """
 import importlib, sys
+heavy = {'torch', 'lightning', 'numpy', 'torchmetrics', 'matplotlib'}
 for module in sys.argv[1:]:
     importlib.import_module(module)
-    print(module, sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'lightning', 'numpy', 'torchmetrics'}))
+    print(module, sorted({m.split('.')[0] for m in sys.modules} & heavy))
 """
     assert run(code, *modules).splitlines() == [f"{module} []" for module in modules]
 
