@@ -1,5 +1,7 @@
-"""Runs a command as a user does, several calls in one process: each then costs a tenth of a second."""
+"""Runs commands as a user does, all of them in one process: a call then costs a tenth of a second."""
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -7,21 +9,23 @@ import sys
 from pathlib import Path
 
 _DRIVER = """
-import contextlib, importlib, io, json, sys
-module, name = sys.argv[1:3]
-main = importlib.import_module(module).main
-answers = []
-for arguments in json.load(sys.stdin):
-    sys.argv = [name, *arguments]
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    answers.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(answers))
-sys.exit("torch was imported" if "torch" in sys.modules else 0)
+import contextlib, importlib, io, json, os, sys
+for request in sys.stdin:
+    module, name, directory, calls = json.loads(request)
+    os.chdir(directory)
+    main = importlib.import_module(module).main
+    answers = []
+    for arguments in calls:
+        sys.argv = [name, *arguments]
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code or 0
+        answers.append([code, out.getvalue(), err.getvalue()])
+    assert "torch" not in sys.modules, "torch was imported"
+    print(json.dumps(answers), flush=True)
 """
 
 _MODULES = {
@@ -33,19 +37,28 @@ _MODULES = {
 Answer = tuple[int, str, str]
 
 
+@functools.cache
+def _driver() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+    atexit.register(process.communicate)  # it ends with its input
+    return process
+
+
 def run_all(command: str, directory: Path, *calls: list[str]) -> list[Answer]:
     """Exit code, output and errors of each call; fails when any of them has imported torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", _DRIVER, _MODULES[command], command],
-        input=json.dumps(calls),
-        capture_output=True,
-        text=True,
-        cwd=directory,
-        env={**os.environ, "COLUMNS": "160"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [tuple(answer) for answer in json.loads(done.stdout)]
+    driver = _driver()
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    print(json.dumps([_MODULES[command], command, str(directory), calls]), file=driver.stdin, flush=True)
+    answers = driver.stdout.readline()
+    assert answers, "the process has ended; its traceback is above"
+    return [tuple(answer) for answer in json.loads(answers)]
 
 
 def run(command: str, directory: Path, *arguments: str) -> str:
