@@ -8,11 +8,11 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.waiting import wait_for
 
 from lightning_recycle.control.monitoring.json_logs import JsonFormatter
 from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
@@ -93,12 +93,12 @@ def test_a_record_keeps_its_text_level_origin_and_traceback(kept: Kept) -> None:
     assert all((line["rank"], line["generation"]) == (3, 5) for line in kept.lines)
 
 
-def log_many(logs: Any, count: int, is_through: Any) -> None:
+def log_many(logs: Any, count: int, is_through: Any, is_written: Any) -> None:
     logger = logger_of_worker(logs)
     for number in range(count):
         logger.info("%d %s", number, "x" * 1000)
     is_through.set()
-    time.sleep(2)  # the handler goes on
+    is_written.wait(100)
     logger.info("last")
 
 
@@ -106,10 +106,17 @@ def test_a_handler_that_hangs_holds_up_no_worker_and_lost_records_are_counted(
     kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept.may_write.clear()
-    is_through, count = CONTEXT.Event(), 20_000
-    goes_on = threading.Thread(target=lambda: is_through.wait(100) and kept.may_write.set())
+    is_through, is_written, count = CONTEXT.Event(), CONTEXT.Event(), 20_000
+
+    def go_on() -> None:
+        if is_through.wait(100):
+            kept.may_write.set()
+        wait_for(lambda: len(kept.records) > 100)  # there is room for more
+        is_written.set()
+
+    goes_on = threading.Thread(target=go_on)
     goes_on.start()
-    run(log_many, count, is_through)
+    run(log_many, count, is_through, is_written)
     goes_on.join()
     texts = kept.texts
     numbers = [int(text.split()[0]) for text in texts if text.endswith("x")]
@@ -122,7 +129,7 @@ def test_a_handler_that_hangs_holds_up_no_worker_and_lost_records_are_counted(
 
 def log_until_killed(logs: Any) -> None:
     logger = logger_of_worker(logs)
-    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     for number in range(10**9):
         logger.info("%d %s", number, "x" * 5000)
 
