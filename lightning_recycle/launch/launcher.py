@@ -131,7 +131,12 @@ class SupervisorLauncher:
 
     def _launch(self, run: PreparedRun, signals: EndSignals) -> Any:
         """Runs the workers, again after the loss of a stage if that is wanted; brings their results home."""
-        policy = RestartPolicy(run.setup.positions, run.options.recovery.restarts_from_checkpoint)
+        policy, restarts = RestartPolicy(run.setup.positions, run.options.recovery), run.setup.may_restart
+        if restarts and run.options.recovery.on_stage_lost == "auto":
+            rank_zero_info(
+                "Should all workers of a stage be lost, the run starts again from its newest checkpoint;"
+                " RecoveryOptions(on_stage_lost='raise') ends it instead."
+            )
         for number in itertools.count():
             outcome = self._attempt(run, number, signals)
             if isinstance(outcome, Finished):
@@ -140,8 +145,7 @@ class SupervisorLauncher:
                 log.warning("%s: %s", signals.received.name, self._how_it_ended(outcome))
                 self._said_how_it_ended = True
                 raise signals.error()
-            restarts = run.options.recovery.on_stage_lost == "restart" and run.call.fits and signals.received is None
-            if not isinstance(outcome, StageLost) or not restarts:
+            if not isinstance(outcome, StageLost) or not restarts or signals.received is not None:
                 raise error_of(outcome, run.setup.positions, self.history)
             run = self._restarted(run, policy, outcome)
 
@@ -177,14 +181,16 @@ class SupervisorLauncher:
         positions = run.setup.positions
         checkpoint = newest_saved(self.history, run.call.trainer.strategy.checkpoint_io)
         saved = max((event.step for event in self.history if event.kind == "saved"), default=0)
-        next_grid = policy.next_grid(None if checkpoint is None else saved, devices_left(run))
-        if isinstance(next_grid, str):
-            raise error_of(outcome, positions, self.history, next_grid)
-        again = f"The run starts again from {checkpoint} with {next_grid.pipelines} pipelines"
+        start = policy.next_start(None if checkpoint is None else saved, devices_left(run))
+        if isinstance(start, str):
+            raise error_of(outcome, positions, self.history, start)
+        again = f"The run starts again from {checkpoint} with {start.workers} workers of each stage"
         log.warning("%s", error_of(outcome, positions, self.history, again))
         # weights_only: this run wrote the file itself.
-        setup = replace(run.setup, grid=next_grid, weights_only=False, has_run=True, restarts=True)
-        return replace(run, call=run.call.from_checkpoint(checkpoint), setup=setup)
+        setup = replace(run.setup, grid=start.grid, weights_only=False, has_run=True, restarts=True)
+        recovery = replace(run.options.recovery, min_pipelines=start.least)
+        options = replace(run.options, recovery=recovery)
+        return replace(run, call=run.call.from_checkpoint(checkpoint), setup=setup, options=options)
 
     def _note_missing_weights(self, trainer: pl.Trainer, one_stage: bool) -> None:
         """Remembers, and warns, if the trained weights have stayed in the workers."""

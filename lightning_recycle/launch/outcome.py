@@ -151,8 +151,9 @@ def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then:
             )
         if then is None:
             then = (
-                "Start again from the newest checkpoint, or let RecoveryOptions(on_stage_lost='restart') do so, and use"
-                " more pipelines (more devices, or a smaller pipeline_parallel_size) to survive more failures"
+                "Start again from the newest checkpoint, as a run with a ModelCheckpoint does by itself unless"
+                " RecoveryOptions(on_stage_lost='raise'), and use more pipelines (more devices, or a smaller"
+                " pipeline_parallel_size) to survive more failures"
             )
         return StageLostError(
             f"All {positions.grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters"

@@ -4,7 +4,8 @@ The checkpoint is chosen and checked once, so that all workers read the same fil
 undamaged one; a damaged one is named in a warning. A damaged checkpoint that the user named, or the best one, is an
 error. Paths that are not on this machine's file systems, and files of the user's own CheckpointIO, are taken unchecked.
 
-A restart does not depend on the processes that are still alive: a new one starts on every device that the engine has. A
+A restart does not depend on the processes that are still alive: a new one starts on every device that the engine has.
+Where devices are missing, positions are vacant, as in a run that begins with fewer workers. A
 loss that comes back before the run has written a newer checkpoint would come back forever, so the number of such
 restarts is bounded.
 """
@@ -16,6 +17,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.messages import SavePhase
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import CheckpointError
@@ -40,7 +43,7 @@ from lightning_recycle.session.lightning_internals import (
     sets_checkpoint_path,
 )
 
-__all__ = ["RestartPolicy", "newest_saved", "settle_checkpoint"]
+__all__ = ["RestartPolicy", "Start", "newest_saved", "settle_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -199,21 +202,31 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
 # ---------------------------------------------------------------------- restarts
 
 
+@dataclass(frozen=True)
+class Start:
+    """A start of a run: its grid, the workers of each stage that there are, and those that are enough to begin."""
+
+    grid: Grid
+    workers: int
+    least: int
+
+
 class RestartPolicy:
     """Decides about the restarts of one run.
 
     Args:
-        positions: those that the run began with; no restart has more pipelines.
-        max_restarts: how many restarts there may be without a newer checkpoint in between.
+        positions: those that the run began with.
+        recovery: the workers with which it begins, and how many restarts there may be without a newer checkpoint in
+            between.
     """
 
-    def __init__(self, positions: Positions, max_restarts: int) -> None:
-        self._positions, self._max_restarts = positions, max_restarts
+    def __init__(self, positions: Positions, recovery: RecoveryOptions) -> None:
+        self._positions, self._recovery = positions, recovery
         self._newest = -1
         self._without_progress = 0
 
-    def next_grid(self, saved_step: int | None, devices: int) -> Grid | str:
-        """Returns the grid of the next start, or why there is none.
+    def next_start(self, saved_step: int | None, devices: int) -> Start | str:
+        """Returns the next start, or why there is none.
 
         Args:
             saved_step: the step of the newest checkpoint that the run has written; None if no checkpoint can be read.
@@ -221,31 +234,26 @@ class RestartPolicy:
         """
         if saved_step is None:
             return (
-                "on_stage_lost='restart' needs a checkpoint of this run that is whole, and there is none:"
+                "a restart needs a checkpoint of this run that is whole, and there is none:"
                 " ModelCheckpoint(every_n_train_steps=...) writes them more often"
             )
         if saved_step > self._newest:
             self._newest, self._without_progress = saved_step, 0
-        if self._without_progress >= self._max_restarts:
+        if self._without_progress >= self._recovery.restarts_from_checkpoint:
             return (
                 f"it has been restarted {self._without_progress} times from the checkpoint of step {saved_step} without"
                 " reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
                 " more often"
             )
-        grid = _largest_grid(self._positions.grid, devices // self._positions.members)
-        if grid is None:
+        grid, workers = self._positions.grid, devices // self._positions.columns
+        if not workers:
             return (
-                f"{devices} of the {self._positions.num_workers} devices are left, too few for"
-                f" {self._positions.columns} workers of a pipeline with the same global batch"
+                f"{devices} of the {self._positions.num_workers} devices are left, too few for the"
+                f" {self._positions.columns} workers of a pipeline"
             )
         self._without_progress += 1
-        return grid
-
-
-def _largest_grid(grid: Grid, places: int) -> Grid | None:
-    """The grid with as many pipelines as ``places`` allow that computes the same global micro-batches, if any."""
-    most = min(places // grid.stages, grid.pipelines)
-    for pipelines in range(most, 0, -1):
-        if grid.global_microbatches % pipelines == 0:
-            return Grid(pipelines, grid.stages, grid.global_microbatches // pipelines)
-    return None
+        if self._positions.members > 1 and workers < grid.pipelines:  # none of their positions is vacant at the start
+            workers = max(n for n in range(1, workers + 1) if grid.global_microbatches % n == 0)
+            grid = Grid(workers, grid.stages, grid.global_microbatches // workers)
+        workers = min(workers, grid.lanes)
+        return Start(grid, workers, min(workers, self._recovery.least(grid.pipelines)))

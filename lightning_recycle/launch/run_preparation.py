@@ -264,6 +264,7 @@ def prepare(
         call.arguments.get("weights_only"),
         outsiders=listens,
         has_run=has_run,
+        may_restart=outside is None and call.fits and _may_restart(trainer, options.recovery.on_stage_lost),
         staggered=options.planning.technique.staggered and (not call.fits or steps_alone(trainer, parts, stages)),
         gathering=Gathering(gathered, FILE_BYTES if local else LARGE_BYTES, local),
         mesh_sizes=options.mesh_sizes,
@@ -288,6 +289,11 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
             f"devices={devices} hold {held} pipelines of {grid.stages} stages, and the run begins with {least}: use"
             f" devices={least * grid.stages}{fewer}."
         )
+
+
+def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
+    """Whether a run begins again from its newest checkpoint when a stage is lost."""
+    return on_stage_lost == "restart" or (on_stage_lost == "auto" and bool(trainer.checkpoint_callbacks))
 
 
 def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCallback:

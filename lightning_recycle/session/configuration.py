@@ -257,6 +257,8 @@ class RunSetup:
         outsiders: whether there may be workers whose process goes on afterwards: all workers then exchange the whole
             model in the end.
         has_run: whether this Trainer has had workers before.
+        may_restart: whether it begins again from its newest checkpoint when a stage is lost; then checkpoints hold what
+            users keep in their objects.
         restarts: whether it begins again, after the loss of a stage.
         staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
             must know something of each other first.
@@ -272,6 +274,7 @@ class RunSetup:
     profiles: bool = False
     outsiders: bool = False
     has_run: bool = False
+    may_restart: bool = False
     restarts: bool = False
     staggered: bool = True
     gathering: Gathering = field(default_factory=Gathering)

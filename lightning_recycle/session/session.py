@@ -256,7 +256,7 @@ class Session:
             raises=self.options.checkpoints.on_checkpoint_error == "raise",
             weights_only=self.run.weights_only,
             reach=self.reach,
-            objects=transfer.pack_objects if self.options.recovery.on_stage_lost == "restart" else None,
+            objects=transfer.pack_objects if self.run.may_restart else None,
             take_objects=transfer.load_objects if self.run.restarts else None,
             background=background,
         )

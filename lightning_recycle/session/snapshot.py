@@ -127,7 +127,7 @@ class StateTransfer:
         """Before the first step; ``restored``: the users' objects, if the run begins again."""
         if restored is not None:
             self.load_objects(restored, {})
-        if self._context.grid.lanes > 1 or self._context.options.recovery.on_stage_lost == "restart":
+        if self._context.grid.lanes > 1 or self._context.run.may_restart:
             self._note_objects()
 
     def _note_objects(self) -> None:

@@ -151,7 +151,7 @@ def test_experiments_are_changes_to_several_groups() -> None:
     assert (rejoin.strategy.recovery.max_restarts, composed().strategy.recovery.max_restarts) == (10, 0)
     assert spot.faults.trace
     assert spot.strategy.recovery.max_restarts == 100
-    assert spot.strategy.recovery.on_stage_lost == "restart"
+    assert spot.strategy.recovery.on_stage_lost == "auto"
     assert spot.trainer.enable_checkpointing
 
 

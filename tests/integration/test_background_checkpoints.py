@@ -309,7 +309,7 @@ def test_a_checkpoint_that_is_being_written_is_completed_when_a_stage_is_lost(re
     run = trainer(
         1, 2, [Fault("kill", pipeline=0, stage=0, step=6)], max_steps=7, enable_checkpointing=True,
         callbacks=[saving, NotesClient(begun)],
-        strategy={**options, **({"on_stage_lost": "restart"} if restarts else {})},
+        strategy={**options, "on_stage_lost": "restart" if restarts else "raise"},
     )  # fmt: skip
     loader = DataLoader(dataset(GLOBAL_BATCH * LENGTH), batch_size=GLOBAL_BATCH)
     with contextlib.nullcontext() if restarts else pytest.raises(StageLostError):

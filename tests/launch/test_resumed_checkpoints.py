@@ -1,45 +1,61 @@
-"""Which grid a run starts again on after the loss of a stage, and when it does not."""
+"""With which grid and workers a run starts again after the loss of a stage, and when it does not."""
 
 import pytest
 
+from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.launch.resume import RestartPolicy
+from lightning_recycle.launch.resume import RestartPolicy, Start
 from lightning_recycle.planning.grid import Grid
 
 GRID = Grid(4, 2, 3)
 POSITIONS = Positions(GRID)
+LANES = Positions(Grid(4, 2, 3, lanes=6))
+RECOVERY = RecoveryOptions()
 
 
-@pytest.mark.parametrize(("devices", "pipelines"), [(9, 4), (8, 4), (7, 3), (6, 3), (5, 2), (2, 1)])
-def test_the_grid_has_the_pipelines_that_the_devices_allow(devices: int, pipelines: int) -> None:
-    grid = RestartPolicy(POSITIONS, 10).next_grid(4, devices)
-    assert grid == Grid(pipelines, 2, 12 // pipelines)
+@pytest.mark.parametrize(("devices", "workers"), [(9, 4), (8, 4), (7, 3), (6, 3), (5, 2), (2, 1)])
+def test_the_run_begins_on_the_same_grid_with_the_workers_that_there_are(devices: int, workers: int) -> None:
+    assert RestartPolicy(POSITIONS, RECOVERY).next_start(4, devices) == Start(GRID, workers, least=workers)
 
 
-def test_pipelines_divide_the_micro_batches() -> None:
-    assert RestartPolicy(Positions(Grid(4, 1, 1)), 10).next_grid(4, 3) == Grid(2, 1, 2)
+@pytest.mark.parametrize(("devices", "workers", "least"), [(14, 6, 4), (12, 6, 4), (11, 5, 4), (8, 4, 4), (4, 2, 2)])
+def test_lanes_beyond_the_pipelines_are_used_if_there_are_devices(devices: int, workers: int, least: int) -> None:
+    assert RestartPolicy(LANES, RECOVERY).next_start(4, devices) == Start(LANES.grid, workers, least)
+
+
+@pytest.mark.parametrize(("devices", "least"), [(12, 3), (6, 3), (4, 2)])
+def test_no_more_workers_are_waited_for_than_at_the_first_start(devices: int, least: int) -> None:
+    start = RestartPolicy(LANES, RecoveryOptions(min_pipelines=3)).next_start(4, devices)
+    assert isinstance(start, Start)
+    assert start.least == least
 
 
 @pytest.mark.parametrize(("devices", "pipelines"), [(16, 4), (15, 3), (9, 2), (5, 1)])
-def test_a_position_takes_as_many_devices_as_it_has_members(devices: int, pipelines: int) -> None:
-    assert RestartPolicy(Positions(GRID, 2), 10).next_grid(4, devices) == Grid(pipelines, 2, 12 // pipelines)
+def test_positions_of_several_members_are_all_held_by_a_grid_of_fewer_pipelines(devices: int, pipelines: int) -> None:
+    grid = Grid(pipelines, 2, 12 // pipelines)
+    assert RestartPolicy(Positions(GRID, 2), RECOVERY).next_start(4, devices) == Start(grid, pipelines, pipelines)
+
+
+def test_their_pipelines_divide_the_micro_batches() -> None:
+    start = RestartPolicy(Positions(Grid(4, 1, 1), 2), RECOVERY).next_start(4, 6)
+    assert start == Start(Grid(2, 1, 2), 2, 2)
 
 
 def test_devices_that_come_back_are_used_again() -> None:
-    policy = RestartPolicy(POSITIONS, 10)
-    assert policy.next_grid(4, 4) == Grid(2, 2, 6)
-    assert policy.next_grid(8, 8) == GRID
+    policy = RestartPolicy(POSITIONS, RECOVERY)
+    assert policy.next_start(4, 4) == Start(GRID, 2, 2)
+    assert policy.next_start(8, 8) == Start(GRID, 4, 4)
 
 
 @pytest.mark.parametrize(("saved", "devices", "why"), [(None, 8, "needs a checkpoint"), (4, 1, "1 of the 8 devices")])
 def test_there_is_no_start_without_a_checkpoint_or_devices(saved: int | None, devices: int, why: str) -> None:
-    refused = RestartPolicy(POSITIONS, 10).next_grid(saved, devices)
+    refused = RestartPolicy(POSITIONS, RECOVERY).next_start(saved, devices)
     assert isinstance(refused, str)
     assert why in refused
 
 
-def test_restarts_are_counted_until_a_newer_checkpoint_is_there() -> None:
-    policy = RestartPolicy(POSITIONS, 2)
-    steps = [4, 4, 8, 8, 8]
-    assert [isinstance(policy.next_grid(step, 8), Grid) for step in steps] == [True, True, True, True, False]
-    assert isinstance(RestartPolicy(POSITIONS, 0).next_grid(4, 8), str)
+@pytest.mark.parametrize(("max_restarts", "most"), [(2, 2), (0, 10)])
+def test_restarts_are_counted_until_a_newer_checkpoint_is_there(max_restarts: int, most: int) -> None:
+    policy = RestartPolicy(POSITIONS, RecoveryOptions(max_restarts=max_restarts))
+    steps = [4] * most + [8] * (most + 1)
+    assert [isinstance(policy.next_start(step, 8), Start) for step in steps] == [True] * 2 * most + [False]
