@@ -54,7 +54,9 @@ def train(devices: int, stages: int = 2, model: Any = None, **arguments: Any) ->
 
 
 @pytest.mark.parametrize(("devices", "stages"), sampled([(1, 1), (2, 1), (2, 2), (3, 2), (5, 2), (4, 3)], 3))
-def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(devices: int, stages: int) -> None:
+def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(
+    devices: int, stages: int, caplog: pytest.LogCaptureFixture
+) -> None:
     model, run = train(devices, stages)
     assert difference(model.state_dict(), plain_loop(Regression().double(), DATA, LENGTH)) < TOLERANCE
     assert committed_steps(run) == list(range(LENGTH))
@@ -62,6 +64,9 @@ def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(devices: in
     assert all(event.details["roster"] == tuple(range(devices)) for event in happened(run, "resumed"))
     (first, *_) = run.strategy.schedules
     assert len(first.failed) == PIPELINES * stages - devices
+    (line,) = (text for text in caplog.messages if text.startswith("The run begins with "))
+    assert f"{devices} of {PIPELINES * stages} workers. Vacant: " in line
+    assert f"({PIPELINES - 1}, {stages - 1}); for other workers to join" in line
 
 
 def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None:
@@ -229,6 +234,8 @@ def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: P
     assert second.returncode == 128 + 15, left
     assert_exact(output, steps)
     assert kinds(errors) == ["rejoined", "left"]
+    joins = f"workers that are started with RECYCLE_COORDINATOR={address} join at a step boundary"
+    assert f"The run begins with 2 of 4 workers. Vacant: (1, 0), (1, 1); {joins}." in errors
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ from lightning_recycle.control.journal import Journal, Process
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
+from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
 from lightning_recycle.control.network.handshake import check_key
 from lightning_recycle.control.plans.plan_provider import PlanProvider
@@ -66,6 +67,7 @@ _TICK = 0.1  # seconds between two looks at the clock; everything else is event-
 _REVIEW_SECONDS = 0.0004  # between two looks at all workers, for each; a look at one takes a thirtieth of that
 _WRONG_STATES = 2  # at a position, after which its device is not used again: a bit of a good memory flips now and then
 _LAST_CALL_SECONDS = 5.0  # without a further worker, until a run begins that has enough
+_SHOWN_POSITIONS = 8  # of those that are vacant
 _LAST_WORDS_SECONDS = 3.0  # at the end, for what the workers have not taken yet
 
 
@@ -122,6 +124,7 @@ class Coordinator:
         workers = grid.num_workers * members
         self._history = History(grid, members)
         self._owns_reception = reception is None
+        self._is_open = reception is not None or authkey is not None  # to workers that somebody else starts
         self._reception = reception or Reception((host, port), self.authkey, workers)
         self._loop = self._reception.loop
         # Layers do not move where positions have several members, nor do workers.
@@ -343,6 +346,24 @@ class Coordinator:
         vacant = frozenset(rank for rank in self._state.roster.live if not self._workers.has(rank))
         if vacant:
             self._handle(protocol.StartDue(vacant, self.options.recovery.least(self.grid.pipelines)))
+            if vacant.isdisjoint(self._state.roster.live):
+                self._log_vacant(sorted(vacant))
+
+    def _log_vacant(self, vacant: list[int]) -> None:
+        """Logs which positions are vacant at the start, and how they are filled."""
+        names = ", ".join(map(self._state.name, vacant[:_SHOWN_POSITIONS]))
+        if (others := len(vacant) - _SHOWN_POSITIONS) > 0:
+            names += f" and {others} others"
+        if self._grows:
+            then = "workers are started there as soon as there is room"
+        elif self._is_open:
+            then = f"workers that are started with RECYCLE_COORDINATOR={shown(self.address)} join at a step boundary"
+        else:
+            then = "for other workers to join, give the launching process an address in RECYCLE_LISTEN"
+        log.warning(
+            "The run begins with %d of %d workers. Vacant: %s; %s.",
+            *(len(self._state.roster.live), self._state.num_workers, names, then),
+        )
 
     def _await_return(self, now: float) -> None:
         """Gives up who does not return to this coordinator, which was started again."""
