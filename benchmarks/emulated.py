@@ -1,15 +1,18 @@
 """The schedule is what runs: measured step time against the plan, with operations of a fixed length.
 
-    .venv/bin/python benchmarks/emulated.py            # about two minutes
-    .venv/bin/python benchmarks/emulated.py --quick    # the cases with a goal, fewer steps, about a minute
+    .venv/bin/python benchmarks/emulated.py            # about five minutes
+    .venv/bin/python benchmarks/emulated.py --quick    # the cases with a goal, fewer steps, about two minutes
+    .venv/bin/python benchmarks/emulated.py --lanes    # one batch on one to six lanes, and a worker that joins
 
 Layers whose F, B and W sleep, under the real strategy, so that a few cores carry all workers and the plan is known
-exactly. Two examples:
+exactly. Three examples:
 
 - the running example, 3 pipelines x 4 stages x 6 micro-batches in 12 worker processes; every operation
   takes a slot (20 ms), and the plan slots x 20 ms;
 - the model of ``make demo`` on its grid, 2 x 2 x 4 in 4 processes; its stages' F, B and W take in slots what they were
-  measured to take in seconds in the first steps of this run (``profile=``), the mean of all being one slot.
+  measured to take in seconds in the first steps of this run (``profile=``), the mean of all being one slot;
+- one batch of 3 pipelines x 2 stages x 4 micro-batches on one to twice as many lanes; and what it costs the others that
+  a worker joins (goal: less than half a step).
 
 The time of a step beyond the plan is the runtime's own: messages, all-reduce, commit, and the Python of all
 workers that share the cores. In addition, pairs of schedules are compared: the measured gain of the faster one against
@@ -35,7 +38,14 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import LayerSpec, PipelineModule, PlanningOptions, ReCycleStrategy, defer_weight_grad
+from lightning_recycle import (
+    LayerSpec,
+    PipelineModule,
+    PlanningOptions,
+    RecoveryOptions,
+    ReCycleStrategy,
+    defer_weight_grad,
+)
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, plan, retime
 from lightning_recycle.planning.planning_options import Switch
@@ -56,7 +66,10 @@ __all__ = [
 
 GRID = Grid(pipelines=3, stages=4, microbatches=6)
 DEMO_GRID = Grid(PIPELINES, STAGES, MICROBATCHES)
+LANES_GRID = Grid(pipelines=3, stages=2, microbatches=4)
 SLOT = 0.020  # seconds
+LANES_SLOT = 0.050
+JOIN_SLOT = 0.035  # steps of about half a second
 GOAL = 1.03
 PROFILED_STEPS = 14  # the profiler looks at the first ones
 
@@ -168,7 +181,8 @@ class _SleepRecorder(L.Callback):
 class Case:
     """A schedule to measure; ``failed`` is the worker that is killed before. ``costs`` in slots, None: one each.
     ``clips``: whether gradients are clipped by their norm, which never is so large. ``warmup``: steps that do not
-    count, of which "auto" needs some to choose.
+    count, of which "auto" needs some to choose. ``slot``: in seconds. ``lanes``: the workers of each stage; None:
+    one for each pipeline.
     """
 
     name: str
@@ -180,6 +194,17 @@ class Case:
     costs: Costs | None = None
     clips: bool = False
     warmup: int = 4
+    slot: float = SLOT
+    lanes: int | None = None
+
+    @property
+    def recovery(self) -> RecoveryOptions:
+        if self.lanes is None:
+            return RecoveryOptions()
+        most = max(self.lanes, self.grid.pipelines)
+        return RecoveryOptions(
+            num_pipelines=self.grid.pipelines, min_pipelines=1, max_pipelines=most, rebalance="never"
+        )
 
     @property
     def known_costs(self) -> Costs:
@@ -189,10 +214,13 @@ class Case:
         """Slots from step to step if every operation takes exactly its costs, under the limits that the strategy
         applies.
         """
-        failed = frozenset({self.failed} if self.failed is not None else ())
-        limits = None if failed else (2 * self.grid.stages - 1,) * self.grid.stages
+        present = self.lanes or self.grid.pipelines
+        grid = replace(self.grid, lanes=max(present, self.grid.pipelines))
+        failed = {self.failed} if self.failed is not None else set()
+        failed |= {worker for worker in grid.workers() if worker.pipeline >= present}
+        limits = None if failed else (2 * grid.stages - 1,) * grid.stages
         technique = Technique(split_backward=bool(self.split_backward), staggered=self.staggered)
-        return plan(Problem(self.grid, self.known_costs, failed, technique, limits)).period
+        return plan(Problem(grid, self.known_costs, frozenset(failed), technique, limits)).period
 
 
 CASES = (
@@ -204,6 +232,12 @@ CASES = (
     Case("(1, 2) dead, adaptive only", split_backward=False, failed=Worker(1, 2)),
     Case("(1, 2) dead, split backward", split_backward=True, failed=Worker(1, 2), has_goal=True),
     Case("(1, 2) dead, split backward, staggered", split_backward=True, staggered=True, failed=Worker(1, 2)),
+)
+
+
+LANE_CASES = tuple(
+    Case(f"{LANES_GRID}, {n} lanes", True, True, has_goal=True, grid=LANES_GRID, slot=LANES_SLOT, lanes=n)
+    for n in range(1, 2 * LANES_GRID.pipelines + 1)
 )
 
 
@@ -258,9 +292,9 @@ class Measurement:
     mean_sleep: float
 
 
-def measure(case: Case, steps: int, warmup: int | None = None, slot: float = SLOT) -> Measurement:
+def measure(case: Case, steps: int, warmup: int | None = None, slot: float | None = None) -> Measurement:
     """Trains until ``steps`` steps of ``case`` are measured, after ``warmup`` others in the same generation."""
-    warmup = case.warmup if warmup is None else warmup
+    warmup, slot = case.warmup if warmup is None else warmup, slot or case.slot
     callbacks: list[L.Callback] = []
     first, grid, costs = warmup, case.grid, case.known_costs
     if case.failed is not None:
@@ -279,6 +313,7 @@ def measure(case: Case, steps: int, warmup: int | None = None, slot: float = SLO
             grid.stages,
             grid.microbatches,
             planning=PlanningOptions(split_backward=case.split_backward, staggered=case.staggered, profile=profile),
+            recovery=case.recovery,
         )
         recorder = _SleepRecorder(sleeps)
         callbacks.append(recorder)
@@ -286,7 +321,7 @@ def measure(case: Case, steps: int, warmup: int | None = None, slot: float = SLO
             model,
             loader,
             strategy,
-            devices=grid.num_workers,
+            devices=(case.lanes or grid.pipelines) * grid.stages,
             steps=first + steps,
             callbacks=callbacks,
             gradient_clip_val=1.0 if case.clips else None,
@@ -294,6 +329,23 @@ def measure(case: Case, steps: int, warmup: int | None = None, slot: float = SLO
         mean_sleep = slot * recorder.mean()
     ran = retime(strategy.schedules[-1], costs).period
     return Measurement(Spread.of(step_seconds(trainer, first)), ran, mean_sleep)
+
+
+def measure_join(steps: int) -> tuple[float, float, float]:
+    """Seconds of a step without and with the worker that joins, and the most seconds between two commits meanwhile."""
+    grid = LANES_GRID
+    samples = torch.zeros(steps * grid.global_microbatches, 4)
+    loader = DataLoader(TensorDataset(samples, samples), batch_size=grid.microbatches)
+    recovery = RecoveryOptions(max_restarts=1, rebalance="never")
+    planning = PlanningOptions(split_backward=True)
+    strategy = ReCycleStrategy(grid.stages, grid.microbatches, planning=planning, recovery=recovery)
+    faults = FaultInjectionCallback([Fault("kill", grid.pipelines - 1, 0, step=2)])
+    model = SleepingModel(grid.stages, JOIN_SLOT)
+    trainer = fit(model, loader, strategy, devices=grid.num_workers, steps=steps, callbacks=[faults])
+    (joined,) = (event.step for event in strategy.history if event.kind == "rejoined")
+    assert 5 <= joined < steps - 4, f"the replacement came before step {joined} of {steps}: too early or too late"
+    before, after = (Spread.of(step_seconds(trainer, *part)).median for part in ((3, joined - 1), (joined + 2, steps)))
+    return before, after, max(step_seconds(trainer, joined - 1, joined + 2))
 
 
 def profile_of(costs: Costs, slot: float) -> Profile:
@@ -308,29 +360,32 @@ def profile_of(costs: Costs, slot: float) -> Profile:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="eight steps of the cases that have a goal")
+    parser.add_argument("--lanes", action="store_true", help="the batch on one to six lanes alone")
     parser.add_argument("--steps", type=int, default=15, help="steps to measure of each case")
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    costs = profile_demo()
-    pairs = QUICK_PAIRS if options.quick else PAIRS
+    costs = Costs.uniform(STAGES) if options.lanes else profile_demo()
+    pairs = () if options.lanes else QUICK_PAIRS if options.quick else PAIRS
     compared = {name for _, slower, faster in pairs for name in (slower, faster)}
-    cases = [c for c in (*CASES, *demo_cases(costs)) if c.has_goal or c.name in compared or not options.quick]
+    on_lanes = [case for case in LANE_CASES if not options.quick or case.lanes in (1, 3, 6)]
+    others = () if options.lanes else (*CASES, *demo_cases(costs))
+    cases = [c for c in (*others, *on_lanes) if c.has_goal or c.name in compared or not options.quick]
     steps = 8 if options.quick else options.steps
     measured = {case.name: measure(case, steps) for case in cases}
 
-    grid = f"{GRID.pipelines} x {GRID.stages} x {GRID.microbatches}"
-    table = Table(title=f"Step time against plan, {grid}, slots of {1e3 * SLOT:.0f} ms, {steps} steps each")
+    slots = f"slots of {1e3 * SLOT:.0f} ms (lanes: {1e3 * LANES_SLOT:.0f} ms)"
+    table = Table(title=f"Step time against plan, {GRID} if nothing else is said, {slots}, {steps} steps each")
     for heading in ("case", "planned", "ran", "plan ms", "measured ms", "ratio", "goal", "mean sleep"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     planned = {case.name: case.planned_slots() for case in cases}
     for case in cases:
-        found, slots = measured[case.name], planned[case.name]
-        ratio = found.seconds.median / (slots * SLOT)
+        found, seconds = measured[case.name], planned[case.name] * case.slot
+        ratio = found.seconds.median / seconds
         table.add_row(
             case.name,
-            f"{slots:g}",
+            f"{planned[case.name]:g}",
             f"{found.slots:g}",
-            f"{1e3 * slots * SLOT:.0f}",
+            f"{1e3 * seconds:.0f}",
             found.seconds.milliseconds(0),
             f"{ratio:.3f}",
             "" if not case.has_goal else f"{GOAL} {'met' if ratio <= GOAL else 'missed'}",
@@ -338,6 +393,17 @@ def main(arguments: list[str] | None = None) -> None:
         )
     console.print(table)
     console.print("planned, ran: slots. Measured: median (min to max). Ratio: measured median / plan.", highlight=False)
+    before, after, longest = measure_join(40)
+    stall = longest - max(before, after)
+    console.print(
+        f"a worker joins: steps of {1e3 * before:.0f} ms before and {1e3 * after:.0f} ms after; it held up the others"
+        f" for {1e3 * stall:.0f} ms, {stall / after:.2f} of a step (goal: 0.5,"
+        f" {'met' if stall < after / 2 else 'missed'}).",
+        highlight=False,
+    )
+    if options.lanes:
+        console.print(f"{time.monotonic() - began:.0f} s. {describe_machine()}", highlight=False)
+        return
     stages = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
     shown = "; ".join(f"stage {stage}: {of[0]:g}, {of[1]:g}, {of[2]:g}" for stage, of in enumerate(stages))
     console.print(
