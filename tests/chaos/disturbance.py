@@ -1,7 +1,9 @@
 """Callbacks that make replacements fail too, and give them time to arrive."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,34 +36,37 @@ class LateFaults(pl.Callback):
 
     def __init__(self, faults: Sequence[LateFault]) -> None:
         self._faults = tuple(faults)
-        self._mine: list[LateFault] = []
-        self._operations = 0
+
+    def _of(self, strategy: Any) -> list[LateFault]:
+        """The faults of this process; an attribute would be that of the peer, of which a replacement is a copy."""
+        if strategy.incarnation != 1:
+            return []
+        return [fault for fault in self._faults if Worker(fault.pipeline, fault.stage) == strategy.worker]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy
-        if strategy.incarnation == 1:
-            position = strategy.worker
-            self._mine = [f for f in self._faults if Worker(f.pipeline, f.stage) == position]
-        if self._mine:
-            strategy.at_point.append(self._at_point)
+        if mine := self._of(strategy):
+            strategy.at_point.append(partial(_at_point, mine))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
-        if self._mine and strategy.executor is not None:
-            strategy.executor.before_operation.append(self._before)
+        if (mine := self._of(strategy)) and strategy.executor is not None:
+            strategy.executor.before_operation.append(partial(_before, mine, count()))
 
-    def _at_point(self, point: str, step: int) -> None:
-        for fault in self._mine:
-            if (point, fault.operations) in (("setup", -1), ("recovery", 0)):
-                _FAIL[fault.kind]()
 
-    def _before(self, step: int, op: Op) -> None:
-        self._operations += 1
-        for fault in self._mine:
-            if fault.operations == self._operations:
-                _FAIL[fault.kind]()
+def _at_point(faults: Sequence[LateFault], point: str, step: int) -> None:
+    for fault in faults:
+        if (point, fault.operations) in (("setup", -1), ("recovery", 0)):
+            _FAIL[fault.kind]()
+
+
+def _before(faults: Sequence[LateFault], preceding: Iterator[int], step: int, op: Op) -> None:
+    operations = 1 + next(preceding)
+    for fault in faults:
+        if fault.operations == operations:
+            _FAIL[fault.kind]()
 
 
 class Pace(pl.Callback):

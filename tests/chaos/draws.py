@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, LateFault, Recipe, Scenario, Trouble
+from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Crowd, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.planning.planning_options import Switch
 
@@ -30,6 +30,9 @@ _SHORT_TIMEOUT = 1.0  # seconds; with it a scenario that outlasts it does not ta
 _LONG = 1.6  # seconds: longer than that
 _MOST_POSITIONS = 4  # with two members each
 _SHARE_WITH_MEMBERS = 0.6  # of the scenarios that have so few: a third of all
+_ENDING_AT_ONCE = ("kill", "kill", "exit", "exception", "hang", "preempt")
+_SHARE_ELASTIC = 0.08
+_ELASTIC_PIPELINES = 3
 _WEIGHTS = {"faults": 8}  # of the families that are not as likely as the others, which have 1
 
 
@@ -48,6 +51,9 @@ def draw(seed: int) -> Scenario:
         split_backward=_split_backward(rng.random()),
         shadow=rng.choice(("device", "device", "host")),
     )
+    elastic = random.Random(f"as many/{seed}")
+    if elastic.random() < _SHARE_ELASTIC:
+        return _elastic(elastic, common)
     return _with_members(random.Random(f"members/{seed}"), _DRAWS[family](rng, common))
 
 
@@ -327,6 +333,32 @@ def _signals(rng: random.Random, common: Scenario) -> Scenario:
     return replace(common, recipe=recipe, troubles=(trouble,), faults=faults)
 
 
+# ---------------------------------------------------------------------- as many workers as there are
+
+
+def _elastic(rng: random.Random, common: Scenario) -> Scenario:
+    """Three pipelines on one to six lanes. A worker of the launching process stays in each stage."""
+    stages, begins, lanes = rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3)), 2 * _ELASTIC_PIPELINES
+    steps = sorted(rng.sample(range(1, common.recipe.steps - 3, 3), rng.choice((2, 3, 4))))  # a change takes a few
+    sizes = [rng.randint(begins * stages, lanes * stages) for _ in steps]
+    if rng.random() < 0.3:
+        sizes[:2] = lanes * stages, max(2, begins) * stages
+    crowds = tuple(Crowd(step, size, kills=rng.random() < 0.4) for step, size in zip(steps, sizes, strict=True))
+    initial = [(lane, stage) for lane in range(1, begins) for stage in range(stages)]
+    faults = tuple(
+        Fault(rng.choice(_ENDING_AT_ONCE), *position, rng.randrange(common.recipe.steps), rng.choice(_OPERATIONS))
+        for position in rng.sample(initial, min(len(initial), rng.randint(0, 2)))
+    )
+    joined = [(lane, stage) for lane in range(begins, lanes) for stage in range(stages)]
+    late = tuple(
+        LateFault(rng.choice(_ENDING_AT_ONCE if operations > 0 else _ANYWHERE), *position, operations)
+        for position in rng.sample(joined, rng.randint(0, 3))
+        for operations in (rng.choice((-1, 0, rng.randrange(1, 80))),)
+    )
+    sized = replace(common, family="elastic", pipelines=_ELASTIC_PIPELINES, stages=stages, lanes=lanes, begins=begins)
+    return replace(sized, crowds=crowds, faults=faults, late_faults=late, restart_workers=rng.random() < 0.3)
+
+
 _DRAWS: dict[str, Callable[[random.Random, Scenario], Scenario]] = {
     "faults": _faults,
     "slow-hooks": _slow_hooks,
@@ -340,4 +372,4 @@ _DRAWS: dict[str, Callable[[random.Random, Scenario], Scenario]] = {
     "strangers": _strangers,
     "signals": _signals,
 }
-assert _DRAWS.keys() == FAMILIES.keys()
+assert {*_DRAWS, "elastic"} == FAMILIES.keys()

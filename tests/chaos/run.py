@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from support.training import TOLERANCE
 from support.training import difference as distance
 
 from chaos import stranger
+from chaos.crowd import AwaitCrowd, crowded
 from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
 from chaos.reference import reference
@@ -52,6 +54,7 @@ LIMIT_SECONDS = 120.0
 _HEARTBEAT_INTERVAL = 0.2  # seconds
 _PACE_SECONDS = 0.15
 _MARK = "LIGHTNING_RECYCLE_CHAOS"
+_CROWD = "crowd"
 _SHOWN_DIFFERENCES = 6
 _AS_IT_SHOULD = "as it should"
 _IN_THE_LOSS = "in the loss of a stage"
@@ -90,6 +93,7 @@ class _Run:
     disks: dict[str, Path]
     model: ChaosModel
     trainer: L.Trainer
+    joins: list[str] = field(default_factory=list)  # what is wrong with workers that joined
     rows: list[dict[str, float]] = field(default_factory=list)  # of a training that a signal ended
     resumed_at: int = 0
 
@@ -157,7 +161,9 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
         LateFaults(scenario.late_faults),
         Troubles(scenario.troubles, disks),
     ]
-    if scenario.restart_workers or scenario.normalize:
+    if scenario.crowds:
+        happens.append(AwaitCrowd(scenario.crowds, directory / _CROWD))
+    elif scenario.restart_workers or scenario.normalize:
         happens.append(Pace(_PACE_SECONDS))
     if scenario.moves:
         happens.append(LayersMove(scenario.moves))
@@ -173,7 +179,18 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     }
     if scenario.family == "signals":
         strategy["save_on_signal"] = True
-    return grid_trainer(scenario.pipelines, scenario.stages, strategy, options, scenario.members)
+    if scenario.lanes:
+        numbers = scenario.pipelines, scenario.begins, scenario.lanes
+        strategy |= dict(zip(("num_pipelines", "min_pipelines", "max_pipelines"), numbers, strict=True))
+    return grid_trainer(scenario.pipelines, scenario.stages, strategy, options, scenario.members, scenario.begins)
+
+
+def _join(scenario: Scenario, directory: Path, checkpoints: Path) -> None:
+    """Body of a further process that takes part in the run of ``scenario``."""
+    with _float64():
+        trainer = _trainer(scenario, directory, checkpoints, {})
+        loader, validation = training_loader(scenario.pipelines), validation_loader(scenario.recipe, scenario.pipelines)
+        trainer.fit(make_model(scenario.recipe), loader, validation)
 
 
 def _prepare_to_resume(run: _Run) -> None:
@@ -190,8 +207,13 @@ def _fit(run: _Run, limit: float, checkpoint: str | None = None) -> str:
     """Trains, and says how that ended."""
     scenario = run.scenario
     loader = training_loader(scenario.pipelines, scenario.loader_processes)
+    join = partial(_join, scenario, run.directory, run.checkpoints)
     try:
-        with _bounded(limit), _strangers(scenario):
+        with (
+            _bounded(limit),
+            _strangers(scenario),
+            crowded(scenario.crowds, run.directory / _CROWD, join) as run.joins,
+        ):
             validation = validation_loader(scenario.recipe, scenario.pipelines)
             run.trainer.fit(run.model, loader, validation, ckpt_path=checkpoint, weights_only=False)
     except StageLostError as error:
@@ -216,7 +238,7 @@ def _what_is_wrong(run: _Run, ended: str) -> list[str]:
     if scenario.on_stage_lost == "restart":
         found, expected = without_starts(found), without_starts(expected)
     fills = [trouble for trouble in scenario.troubles if trouble.kind == "fill-disk"]
-    problems = list(compare(found, expected, scenario.starts_again, saves_everything=not fills))
+    problems = run.joins + list(compare(found, expected, scenario.starts_again, saves_everything=not fills))
     for fill in fills:
         problems += missing_checkpoints(
             run.checkpoints, expected["files"], range(fill.step, fill.step + fill.steps + 2)

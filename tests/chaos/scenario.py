@@ -18,6 +18,7 @@ __all__ = [
     "SAMPLES",
     "STEPS",
     "STEPS_IF_STOPPED",
+    "Crowd",
     "LateFault",
     "Recipe",
     "Scenario",
@@ -48,6 +49,7 @@ FAMILIES = {
     "full-tmpdir": "TMPDIR is full from some step on",
     "strangers": "another process connects to every port of the run, holds connections, sends garbage",
     "signals": "the launching process gets SIGTERM or SIGUSR1, saves, and the training is resumed from there",
+    "elastic": "a run begins with few workers, others join, leave and are killed, on twice as many lanes as pipelines",
 }
 """What may happen to a run, one of them per scenario; all but the first also with ordinary faults."""
 
@@ -113,6 +115,24 @@ class LateFault:
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """How many workers there are from some step on.
+
+    Args:
+        step: the step before which all wait until there are as many.
+        workers: how many.
+        kills: whether those that are too many are killed, instead of asked to leave.
+    """
+
+    step: int
+    workers: int
+    kills: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.workers} workers{' (killed)' if self.kills else ''}@{self.step}"
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Something that is no :class:`~lightning_recycle.callbacks.Fault`; it happens to initial workers only.
 
@@ -172,6 +192,9 @@ class Scenario:
         strangers: whether a stranger connects to all ports.
         moves: the layers that each stage is to have, by the step after which that is asked for.
         members: the processes of each position.
+        lanes: the lanes of the grid; 0 for as many as pipelines.
+        begins: the workers of each stage that the launching process starts; 0 for all.
+        crowds: how many workers there are later; those of the launching process stay, unless they fail.
         flips: bits that flip, in ways that are found before anything is committed: a message is damaged once, or all
             products of a device are wrong.
     """
@@ -197,6 +220,9 @@ class Scenario:
     moves: tuple[tuple[int, tuple[int, ...]], ...] = ()
     flips: tuple[Fault, ...] = ()
     members: int = 1
+    lanes: int = 0
+    begins: int = 0
+    crowds: tuple[Crowd, ...] = ()
 
     @property
     def verify(self) -> float:
@@ -225,6 +251,7 @@ class Scenario:
             f"lose-stage-{self.on_stage_lost}": self.loses_stage,
             "strangers": self.strangers,
             f"{self.members} members": self.members > 1,
+            f"{self.begins} of {self.lanes} lanes": self.lanes > 0,
         }
         faults = [
             f"{fault.kind}({fault.pipeline},{fault.stage}{'' if fault.member is None else f',{fault.member}'})"
@@ -233,6 +260,6 @@ class Scenario:
         ]
         late = [f"late {f.kind}({f.pipeline},{f.stage})+{f.operations}" for f in self.late_faults]
         flips = [f"flip {f.target}({f.pipeline},{f.stage})@{f.step}" for f in self.flips]
-        happens = [*faults, *flips, *late, *map(str, self.troubles)]
+        happens = [*faults, *flips, *late, *map(str, self.troubles), *map(str, self.crowds)]
         happens += [f"layers {'/'.join(map(str, sizes))}@{step}" for step, sizes in self.moves]
         return f"{' '.join(name for name, shown in options.items() if shown) or '-'} | {' '.join(happens) or '-'}"

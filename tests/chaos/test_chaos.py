@@ -19,7 +19,7 @@ from chaos.draws import draw
 from chaos.reference import reference
 from chaos.report import row, summary
 from chaos.run import Result, run_scenario
-from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Recipe, Scenario
+from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Crowd, LateFault, Recipe, Scenario
 from chaos.state import compare, missing_checkpoints
 from chaos.workplace import NEEDS_SMALL_DISKS, Workplace, workplace
 
@@ -51,7 +51,17 @@ def test_scenarios_with_small_disks_end_so_too() -> None:
 
 
 def test_the_samples_hold_every_family() -> None:
-    assert {draw(seed).family for seed in (*SEEDS, *SEEDS_WITH_SMALL_DISKS)} == FAMILIES.keys()
+    assert {draw(seed).family for seed in (*SEEDS, *SEEDS_WITH_SMALL_DISKS)} == FAMILIES.keys() - {"elastic"}
+
+
+def test_a_run_begins_with_one_lane_has_six_in_the_middle_and_two_in_the_end(place: Workplace) -> None:
+    recipe = Recipe(monitored="train_error", keeps_best=True)
+    crowds = (Crowd(5, 6), Crowd(13, 2))
+    killed = (LateFault("kill", 3, 0, 20),)
+    scenario = Scenario(1, "elastic", 3, 1, recipe, late_faults=killed, lanes=6, begins=1, crowds=crowds)
+    result = run_scenario(scenario, place)
+    assert result.problems == ()
+    assert (result.events["rejoined"], result.events["failure"], result.events["left"]) == (6, 1, 4)
 
 
 # ---------------------------------------------------------------------- what is drawn
@@ -79,6 +89,7 @@ def test_scenarios_of_a_run_hold_every_family_kind_of_fault_and_option() -> None
     assert {scenario.recipe.monitored for scenario in scenarios} == {"", "train_error", "val_error"}
     assert {(3, 3), (2, 2), (1, 2)} <= {(scenario.pipelines, scenario.stages) for scenario in scenarios}
     assert any(scenario.late_faults for scenario in scenarios)
+    assert {crowd.kills for scenario in scenarios for crowd in scenario.crowds} == {True, False}
     assert max(len(scenario.faults) for scenario in scenarios) >= 4
 
 

@@ -191,9 +191,11 @@ def trainer_options(recipe: Recipe, directory: Path, checkpoints: Path | None = 
 
 
 def grid_trainer(
-    pipelines: int, stages: int, strategy: dict[str, Any], options: dict[str, Any], members: int = 1
+    pipelines: int, stages: int, strategy: dict[str, Any], options: dict[str, Any], members: int = 1, begins: int = 0
 ) -> L.Trainer:
-    """A Trainer of ``options`` on a grid; ``members``: the processes of each position."""
+    """A Trainer of ``options`` on a grid; ``members``: the processes of each position; ``begins``: the workers of each
+    stage that it starts, if those are not all.
+    """
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": members}
     chosen = recycle_strategy(num_microbatches=GLOBAL_MICROBATCHES // pipelines, seed=SEED, **sizes, **strategy)
-    return L.Trainer(devices=pipelines * stages * members, strategy=chosen, **options)
+    return L.Trainer(devices=(begins or pipelines) * stages * members, strategy=chosen, **options)

@@ -1,0 +1,148 @@
+"""Workers that come and go while a run trains: further processes of the same script, as from a cluster manager.
+
+Concept: from some steps on all wait until so many workers train. The workers write down how many there are, and a
+thread of the launching process starts processes that join the run, or ends some of those: by SIGTERM, upon which they
+leave at a step boundary, or by SIGKILL.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from support.growth import AwaitReplacement
+from typing_extensions import override
+
+from chaos.scenario import STEPS, Crowd
+from lightning_recycle.launch.local_workers import process_context
+
+__all__ = ["AwaitCrowd", "crowded"]
+
+_LOOK_SECONDS = 0.02
+_END_SECONDS = 60.0  # for those that are left to end with the run
+
+
+class AwaitCrowd(AwaitReplacement):
+    """Waits, before each step, until there are as many workers as there should be then.
+
+    Args:
+        crowds: how many, by the step from which on.
+        directory: where the workers write how many there are.
+    """
+
+    def __init__(self, crowds: tuple[Crowd, ...], directory: Path) -> None:
+        super().__init__(range(min((crowd.step for crowd in crowds), default=STEPS), STEPS), pace=0.01)
+        self._crowds, self._directory = crowds, directory
+        self._noted: tuple[int, int] | None = None
+
+    @override
+    def missing(self, strategy: Any) -> bool:
+        step, live = strategy.lightning_module.global_step, len(strategy.live_workers)
+        index = max(index for index, crowd in enumerate(self._crowds) if crowd.step <= step)
+        if (index, live) != self._noted:
+            self._noted = index, live
+            temporary = self._directory / f"{os.getpid()}.tmp"
+            temporary.write_text(f"{index} {live}")
+            temporary.rename(self._directory / "now")
+            if live == self._crowds[index].workers:
+                (self._directory / f"met-{index}").touch()
+        (self._directory / f"trains-{os.getpid()}").touch()  # it is counted from now on
+        return live != self._crowds[index].workers
+
+
+@contextlib.contextmanager
+def crowded(crowds: tuple[Crowd, ...], directory: Path, join: Callable[[], None]) -> Iterator[list[str]]:
+    """While the block runs, processes that call ``join`` come and go; yields what is wrong in the end."""
+    problems: list[str] = []
+    if not crowds:
+        yield problems
+        return
+    directory.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    access = {"RECYCLE_LISTEN": address, "RECYCLE_KEY": secrets.token_hex()}
+    os.environ.update(access)
+    director = _Director(crowds, directory, join, address, access["RECYCLE_KEY"])
+    director.start()
+    try:
+        yield problems
+    finally:
+        for name in access:
+            os.environ.pop(name)
+        problems += director.end()
+    met = {int(path.name.partition("-")[2]) for path in directory.glob("met-*")}
+    problems += [f"{crowd} never were there" for index, crowd in enumerate(crowds) if index not in met]
+
+
+class _Director(threading.Thread):
+    """Starts and ends processes so that there are as many workers as there should be."""
+
+    def __init__(
+        self, crowds: tuple[Crowd, ...], directory: Path, join: Callable[[], None], address: str, key: str
+    ) -> None:
+        super().__init__(daemon=True)
+        self._crowds, self._directory = crowds, directory
+        self._target = _Joining(join, {"RECYCLE_COORDINATOR": address, "RECYCLE_KEY": key})
+        self._processes: list[BaseProcess] = []
+        self._over = threading.Event()
+
+    @override
+    def run(self) -> None:
+        acted_on = ""
+        while not self._over.wait(_LOOK_SECONDS):
+            now = self._now()
+            if not now:
+                continue
+            index, live = map(int, now.split())
+            crowd = self._crowds[index]
+            alive = [process for process in self._processes if process.is_alive()]
+            training = [process for process in alive if (self._directory / f"trains-{process.pid}").exists()]
+            for _ in range(crowd.workers - live - (len(alive) - len(training))):
+                self._start()
+            if live > crowd.workers and now != acted_on:
+                acted_on = now
+                for process in training[: live - crowd.workers]:
+                    os.kill(process.pid or 0, signal.SIGKILL if crowd.kills else signal.SIGTERM)
+
+    def _now(self) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return (self._directory / "now").read_text()
+        return ""
+
+    def _start(self) -> None:
+        process = process_context().Process(target=self._target)  # type: ignore[attr-defined]
+        process.start()
+        self._processes.append(process)
+
+    def end(self) -> list[str]:
+        """Waits until all have ended; what is wrong with them."""
+        self._over.set()
+        self.join()
+        deadline = time.monotonic() + _END_SECONDS
+        left = []
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                left.append(f"process {process.pid}, which had joined, did not end with the run")
+                process.kill()
+                process.join()
+        return left
+
+
+class _Joining:
+    """Body of a process that joins the run."""
+
+    def __init__(self, join: Callable[[], None], environment: dict[str, str]) -> None:
+        self._join, self._environment = join, environment
+
+    def __call__(self) -> None:
+        os.environ.update(self._environment, RECYCLE_CONNECT_SECONDS="20")
+        os.environ.pop("RECYCLE_LISTEN", None)
+        self._join()
