@@ -85,6 +85,8 @@ def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str |
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
     for event in reversed(history):
+        if event.details.get("weights_only"):
+            continue
         if event.kind in _SAVED and (differed is None or event.step <= differed.details["since"] + 1):
             path = str(event.details["path"])
             local = local_path(path)

@@ -293,7 +293,8 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
 
 def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
     """Whether a run begins again from its newest checkpoint when a stage is lost."""
-    return on_stage_lost == "restart" or (on_stage_lost == "auto" and bool(trainer.checkpoint_callbacks))
+    whole = (c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False))
+    return on_stage_lost == "restart" or (on_stage_lost == "auto" and any(whole))
 
 
 def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCallback:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -134,6 +134,7 @@ class Checkpoints:
     is_training: bool = False
     stall_seconds: float = 0.0
     _unwinding: bool = False
+    _weights_only: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.background is not None:
@@ -271,6 +272,9 @@ class Checkpoints:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
                 run, or is to be :meth:`noticed`. Otherwise the leader warns. In the background that comes later.
         """
+        self._weights_only.discard(os.fspath(path))
+        if "optimizer_states" not in checkpoint:
+            self._weights_only.add(os.fspath(path))
         with self._stalling():
             if (background := self.in_background) is not None:
                 self._ask(background, checkpoint, path, storage_options)
@@ -278,7 +282,7 @@ class Checkpoints:
                 self._save_together(checkpoint, path, storage_options)
 
     def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        if self.objects is not None:  # plain tensors, which are safe to load
+        if self.objects is not None and "optimizer_states" in checkpoint:  # plain tensors, which are safe to load
             objects = self.collectives.gather_stages("objects", self.objects)
             checkpoint[_OBJECTS] = [
                 [torch.frombuffer(bytearray(o.data), dtype=torch.uint8), *o.tensors] for o in objects
@@ -357,7 +361,8 @@ class Checkpoints:
         self._announce(path, version)
 
     def _announce(self, path: Any, version: int, phase: SavePhase = SavePhase.COMPLETE, why: str = "") -> None:
-        saved = Saved(self.collectives.rank, os.fspath(path), version, phase, why, self.stall_seconds)
+        facts = (phase, why, self.stall_seconds, os.fspath(path) in self._weights_only)
+        saved = Saved(self.collectives.rank, os.fspath(path), version, *facts)
         self.collectives.client.send(saved)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
@@ -480,11 +485,12 @@ class Checkpoints:
         weights = {kind: checkpoint[kind] for kind in kinds}
         if self.sharded:
             weights = self._own_weights(weights)
+        goes_on = "optimizer_states" in checkpoint
         states, only_step = checkpoint.get("optimizer_states", []), self.module.automatic_optimization
         checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
         optimizers = [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers][: len(states)]
         objects = None
-        if self.objects is not None:
+        if self.objects is not None and goes_on:
             pack = self.objects()
             objects = [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *copies.take(list(pack.tensors))]
         return _StagePart(

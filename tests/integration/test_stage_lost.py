@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import Marks, Meanwhile, happened, kill, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
@@ -139,6 +140,34 @@ def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(tmp_path
             enable_checkpointing=True,
         )
     assert len(list(tmp_path.glob("died-*"))) == 3
+
+
+@pytest.mark.parametrize("background", sampled([False, True], 1, rest=pytest.mark.long))
+def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(
+    background: bool, tmp_path: Path
+) -> None:
+    whole = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    weights = ModelCheckpoint(tmp_path, "w-{step}", every_n_train_steps=5, save_top_k=-1, save_weights_only=True)
+    faults = [Fault("kill", d, 0, step=6) for d in range(2)]
+    options: dict[str, Any] = {"callbacks": [whole, weights], "enable_checkpointing": True}
+    strategy = {"background": background}
+    run = exact_fit(Regression().double(), 2, 1, faults, DATA, max_steps=LENGTH, strategy=strategy, **options)
+    (lost,) = happened(run, "stage_lost")
+    after = run.strategy.history[run.strategy.history.index(lost) + 1 :]
+    assert [event.step for event in after if event.kind == "step"] == list(range(4, LENGTH))
+    assert any(name.startswith("lightning_recycle_objects") for name in torch.load(tmp_path / "step=4.ckpt"))
+    assert not any(name.startswith("lightning_recycle_objects") for name in torch.load(tmp_path / "w-step=5.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("saving", "on_stage_lost"), [({"save_weights_only": True}, "auto"), ({}, "raise")], ids=["weights", "raise"]
+)
+def test_otherwise_the_loss_is_an_error_by_default(saving: Any, on_stage_lost: str, tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}", **saving)
+    options: dict[str, Any] = {"callbacks": [checkpoints], "enable_checkpointing": True}
+    strategy = {"on_stage_lost": on_stage_lost}
+    with pytest.raises(StageLostError, match=r"as a run with a ModelCheckpoint does by itself"):
+        fit(Regression().double(), 1, 1, [Fault("kill", 0, 0, 6)], data=DATA, strategy=strategy, **options)
 
 
 def test_without_a_checkpoint_the_loss_is_an_error() -> None:

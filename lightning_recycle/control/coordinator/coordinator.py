@@ -600,7 +600,8 @@ class Coordinator:
                 self._history.fault_injected(message)
                 return
             case messages.Saved():
-                details = {"path": message.path, **({"cause": message.why} if message.why else {})}
+                details: dict[str, Any] = {"path": message.path, **({"cause": message.why} if message.why else {})}
+                details |= {"weights_only": True} if message.weights_only else {}
                 stalled = self._history.counters["checkpoint_stall_seconds"]
                 self._history.counters["checkpoint_stall_seconds"] = max(stalled, message.stalled)
                 self._history.add(message.phase.value, self._state, rank, details, step=message.step)

@@ -209,7 +209,8 @@ class SavePhase(Enum):
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint of ``step`` steps at ``path`` has come to ``phase``; ``why``: the reason if it is given up;
-    ``stalled``: how many seconds checkpoints have held up the sender so far.
+    ``stalled``: how many seconds checkpoints have held up the sender so far. ``weights_only``: whether no run can go on
+    from it.
     """
 
     rank: int
@@ -218,6 +219,7 @@ class Saved:
     phase: SavePhase = SavePhase.COMPLETE
     why: str = ""
     stalled: float = 0.0
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
