@@ -71,6 +71,7 @@ SLOT = 0.020  # seconds
 LANES_SLOT = 0.050
 JOIN_SLOT = 0.035  # steps of about half a second
 GOAL = 1.03
+_FIRST_COUNTED = 3  # steps before those whose processor time counts
 PROFILED_STEPS = 14  # the profiler looks at the first ones
 
 
@@ -161,17 +162,26 @@ class SleepingModel(PipelineModule):
 
 
 class _SleepRecorder(L.Callback):
-    """Writes to ``directory`` how much longer than wanted each worker slept, as a ratio."""
+    """Writes to ``directory`` how much longer than wanted each worker slept, as a ratio, and its processor time."""
 
     def __init__(self, directory: str) -> None:
-        self.directory = Path(directory)
+        self.directory, self.began, self.at = Path(directory), 0.0, 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == _FIRST_COUNTED:  # imports and first calls do not count
+            self.began, self.at = time.process_time(), trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        (self.directory / str(trainer.strategy.grid_rank)).write_text(str(_Slots.seconds / _Slots.wanted))
+        ratio, steps = _Slots.seconds / _Slots.wanted, max(1, trainer.global_step - self.at)
+        computed = (time.process_time() - self.began) / steps
+        (self.directory / str(trainer.strategy.grid_rank)).write_text(f"{ratio} {computed}")
 
-    def mean(self) -> float:
-        ratios = [float(path.read_text()) for path in self.directory.iterdir()]
-        return sum(ratios) / len(ratios)
+    def read(self) -> tuple[float, float]:
+        """The mean ratio; the processor time of a step, of all workers together."""
+        ratios, computed = zip(
+            *(map(float, path.read_text().split()) for path in self.directory.iterdir()), strict=True
+        )
+        return sum(ratios) / len(ratios), sum(computed)
 
 
 # ---------------------------------------------------------------------- a case
@@ -285,11 +295,13 @@ class Measurement:
         slots: period of the schedule that ran, if every F, B and W took exactly its costs and all else nothing. The
             strategy re-plans with measured times, so this could be more than :meth:`Case.planned_slots`.
         mean_sleep: what a sleep of one slot really took, in seconds.
+        computing: processor time of a step, of all workers together, in seconds.
     """
 
     seconds: Spread
     slots: float
     mean_sleep: float
+    computing: float
 
 
 def measure(case: Case, steps: int, warmup: int | None = None, slot: float | None = None) -> Measurement:
@@ -326,9 +338,9 @@ def measure(case: Case, steps: int, warmup: int | None = None, slot: float | Non
             callbacks=callbacks,
             gradient_clip_val=1.0 if case.clips else None,
         )
-        mean_sleep = slot * recorder.mean()
+        ratio, computing = recorder.read()
     ran = retime(strategy.schedules[-1], costs).period
-    return Measurement(Spread.of(step_seconds(trainer, first)), ran, mean_sleep)
+    return Measurement(Spread.of(step_seconds(trainer, first)), ran, slot * ratio, computing)
 
 
 def measure_join(steps: int) -> tuple[float, float, float]:
@@ -375,7 +387,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     slots = f"slots of {1e3 * SLOT:.0f} ms (lanes: {1e3 * LANES_SLOT:.0f} ms)"
     table = Table(title=f"Step time against plan, {GRID} if nothing else is said, {slots}, {steps} steps each")
-    for heading in ("case", "planned", "ran", "plan ms", "measured ms", "ratio", "goal", "mean sleep"):
+    for heading in ("case", "planned", "ran", "plan ms", "measured ms", "ratio", "goal", "mean sleep", "CPU ms"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     planned = {case.name: case.planned_slots() for case in cases}
     for case in cases:
@@ -390,9 +402,13 @@ def main(arguments: list[str] | None = None) -> None:
             f"{ratio:.3f}",
             "" if not case.has_goal else f"{GOAL} {'met' if ratio <= GOAL else 'missed'}",
             f"{1e3 * found.mean_sleep:.2f}",
+            f"{1e3 * found.computing:.0f}",
         )
     console.print(table)
-    console.print("planned, ran: slots. Measured: median (min to max). Ratio: measured median / plan.", highlight=False)
+    console.print(
+        "planned, ran: slots. Measured: median (min to max). Ratio: measured median / plan. CPU: all workers, a step.",
+        highlight=False,
+    )
     before, after, longest = measure_join(40)
     stall = longest - max(before, after)
     console.print(
