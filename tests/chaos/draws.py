@@ -356,7 +356,7 @@ def _elastic(rng: random.Random, common: Scenario) -> Scenario:
         for operations in (rng.choice((-1, 0, rng.randrange(1, 80))),)
     )
     sized = replace(common, family="elastic", pipelines=_ELASTIC_PIPELINES, stages=stages, lanes=lanes, begins=begins)
-    return replace(sized, crowds=crowds, faults=faults, late_faults=late, restart_workers=rng.random() < 0.3)
+    return replace(sized, crowds=crowds, faults=faults, late_faults=late)
 
 
 _DRAWS: dict[str, Callable[[random.Random, Scenario], Scenario]] = {
