@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from control_worker import Member
 from support.thread_client import ThreadClient
+from support.waiting import next_line
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.network.addresses import address_from
 from lightning_recycle.control.network.connection import MessageConnection, connect
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.payload import pack
@@ -33,6 +36,7 @@ from lightning_recycle.planning.schedule import Schedule
 
 PATIENCE = 15.0  # seconds for what must happen
 SILENCE = 1.0  # heartbeat timeout of these tests
+KEY = "the key of this test"
 GRID = Grid(2, 2, 1)  # ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1
 
 
@@ -240,3 +244,21 @@ def die(plane: ControlPlane, member: Member, cause: str = "it was killed by SIGK
 
 def beat(connection: MessageConnection, rank: int) -> None:
     connection.send(Heartbeat(rank, -1, Activity(0, "start", "", time.monotonic())))
+
+
+def standalone(listen: str, *options: str, **streams: Any) -> subprocess.Popen[str]:
+    """``recycle-coordinator`` in a process of its own."""
+    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", listen, *options]
+    env = {**os.environ, "RECYCLE_KEY": KEY}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, **streams)
+
+
+@contextlib.contextmanager
+def listening(*options: str, listen: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    """``recycle-coordinator``, and its address."""
+    process = standalone(listen, *options)
+    try:
+        yield process, address_from(next_line(process).split()[-1], "address")
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,22 +1,18 @@
 """Where a coordinator listens: names, IPv4 and IPv6, and errors in one line."""
 
-import os
 import resource
 import socket
 import subprocess
-import sys
 from typing import Any
 
 import pytest
-from control_plane import together
+from control_plane import KEY, listening, standalone, together
 from support.thread_client import ThreadClient
-from support.waiting import PATIENCE, next_line
+from support.waiting import PATIENCE
 
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.addresses import address_from, listen_at, shown
 from lightning_recycle.errors import ConfigurationError
-
-KEY = "the key of this test"
 
 
 def _has_ipv6() -> bool:
@@ -27,6 +23,7 @@ def _has_ipv6() -> bool:
     return True
 
 
+GRID = ("--pipelines", "2", "--stages", "1", "--microbatches", "1", "--runs", "1")
 ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
@@ -98,42 +95,25 @@ def test_all_addresses_are_those_of_ipv4_too() -> None:
             socket.create_connection((host, port), timeout=5).close()
 
 
-def coordinator(listen: str) -> subprocess.Popen[str]:
-    options = ["--listen", listen, "--pipelines", "2", "--stages", "1", "--microbatches", "1", "--runs", "1"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", *options],
-        env={**os.environ, "RECYCLE_KEY": KEY},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("problem", ["in use", "no name"])
 def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None:
     with listen_at(("127.0.0.1", 0), 1) as other:
         place = shown(other.getsockname()) if problem == "in use" else "no-such-machine.invalid:0"
-        _, said = coordinator(place).communicate(timeout=PATIENCE)
+        _, said = standalone(place, *GRID, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
     assert "Traceback" not in said
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
 
 
 @ipv6
 def test_workers_meet_over_ipv6() -> None:
-    process = coordinator("[::1]:0")
-    clients: list[ThreadClient] = []
-    try:
-        address = address_from(next_line(process).split()[-1], "address")
+    with listening(*GRID, listen="[::1]:0") as (_, address):
         assert address[0] == "::1"
-        clients += [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(2)]
+        clients = [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(2)]
         assert sorted(found.rank for found in together(*(c.await_assignment for c in clients))) == [0, 1]
         assert [client.local_host for client in clients] == ["::1", "::1"]
-    finally:
         for client in clients:
             client.leave()
-        process.kill()
-        process.communicate()
-        assert all(client.exited.wait(15.0) for client in clients)
+    assert all(client.exited.wait(15.0) for client in clients)
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows(

@@ -1,17 +1,23 @@
-"""Losses over real sockets, by whatever they are noticed, and disturbances without one."""
+"""Losses over real sockets, by whatever they are noticed; disturbances; silent workers; workers that are processes."""
 
+import contextlib
 import os
+import signal
 import socket
+import subprocess
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from typing import Any
 
-from control_plane import GRID, PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
+import pytest
+from control_plane import GRID, PATIENCE, SILENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
 from control_worker import Member
+from support.waiting import next_line
 
-from lightning_recycle.control.client import EXIT_STOPPED
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.protocol.messages import Activity, Broken, Crash, Heartbeat, Hello
+from lightning_recycle.control.protocol.messages import Alive, Broken, Crash, Hello, Regroup, Stop
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.program import Programs
@@ -27,15 +33,6 @@ def test_a_process_exit_is_a_loss_with_its_cause(plane: ControlPlane) -> None:
     assert all(m.resumes[-1].roster == (0, 1, 2) for m in members[:3])
     programs = Programs(fake_schedule(frozenset({Worker(1, 1)})))
     assert [m.resumes[-1].program for m in members[:3]] == [programs.of(GRID.worker(rank)) for rank in range(3)]
-
-
-def test_a_closed_connection_is_a_loss(plane: ControlPlane) -> None:
-    connection = plane.connection()
-    connection.send(Hello(3, os.getpid()))
-    connection.send(Heartbeat(3, -1, Activity(0, "start", "", time.monotonic())))
-    connection.close()
-    assert plane.members(0, 1, 2)[0].client.roster == (0, 1, 2)
-    assert plane.events("failure")[0].details["cause"] == "its connection to the coordinator broke"
 
 
 def arrive_and_step(member: Member) -> Mapping[int, Any]:
@@ -64,16 +61,6 @@ def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane: Control
     plane.until(lambda: plane.events("step"))
     assert [event.step for event in plane.events("step")] == [0]
     assert [member.resumes[-1].decision.version for member in members[:3]] == [1, 1, 1]
-
-
-def test_losing_a_stage_stops_the_others_with_one_reason(plane: ControlPlane) -> None:
-    members = plane.members()
-    die(plane, members[1], "first")
-    die(plane, members[3], "second")
-    assert plane.coordinator.wait(PATIENCE) == StageLost(1, {1: "first", 3: "second"})
-    for member in (members[0], members[2]):
-        assert member.client.exited.wait(PATIENCE)
-        assert member.client.exit_code == EXIT_STOPPED
 
 
 def test_an_exception_of_the_users_ends_the_run_even_if_its_process_is_already_gone(plane: ControlPlane) -> None:
@@ -106,7 +93,9 @@ def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason() -> None:
         assert "no plan for this" in outcome.reason
 
 
-def test_live_workers_whose_connection_broke_regroup_after_the_grace(plane: ControlPlane) -> None:
+def test_live_workers_whose_connection_broke_regroup_and_one_that_another_still_cannot_reach_is_evicted(
+    plane: ControlPlane,
+) -> None:
     members = plane.members()
     members[0].client.send(Broken(0, 0, "connection reset"))
     plane.until(lambda: all(member.client.interrupted for member in members))
@@ -115,13 +104,6 @@ def test_live_workers_whose_connection_broke_regroup_after_the_grace(plane: Cont
     assert disturbance.details["cause"] == "worker (0, 0): connection reset"
     assert plane.events("failure") == []
     assert all(member.client.roster == (0, 1, 2, 3) for member in members)
-
-
-def test_a_live_worker_that_another_cannot_reach_is_evicted_and_killed(plane: ControlPlane) -> None:
-    members = plane.members()
-    members[0].client.send(Broken(0, 0, "connection reset"))
-    plane.until(lambda: all(member.client.interrupted for member in members))
-    together(*(member.regroup for member in members))
     members[0].client.send(Broken(0, 1, "no connection", (2,)))
     plane.until(lambda: all(members[rank].client.interrupted for rank in (0, 1, 3)))
     together(*(members[rank].step for rank in (0, 1, 3)))
@@ -150,3 +132,155 @@ def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted() -> None:
         assert plane.processes[2].killed.is_set()
         assert "did not stop for a regroup" in plane.events("failure")[-1].details["cause"]
         assert members[0].client.roster == (0, 1)
+
+
+# ---------------------------------------------------------------------- silent workers
+
+
+CONNECTION_BROKE = "its connection to the coordinator broke"
+
+
+@pytest.mark.parametrize("beats", [1, 0], ids=["after a heartbeat", "before its first heartbeat"])
+def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int) -> None:
+    silent = strict.connection()
+    silent.send(Hello(3, os.getpid()))
+    for _ in range(beats):
+        beat(silent, 3)
+    members = strict.members(0, 1, 2)  # they need worker 3's report, or its eviction
+    assert strict.processes[3].killed.is_set()
+    assert [process.released.is_set() for process in strict.processes.values()] == [False, False, False, True]
+    assert [event.worker for event in strict.events("failure")] == [(1, 1)]
+    kinds = [event.kind for event in strict.coordinator.history if event.worker == (1, 1)]
+    assert kinds == ["suspected", "evicted", "failure"]
+    assert "silent for more than 1 s" in strict.events("failure")[0].details["cause"]
+    assert members[0].client.roster == (0, 1, 2)
+    assert isinstance(silent.receive(), Alive)
+    assert isinstance(silent.receive(), Regroup)
+    with pytest.raises((EOFError, OSError)):
+        silent.receive()
+
+
+def test_replicas_that_are_all_silent_are_waited_for_and_the_record_says_why(strict: ControlPlane) -> None:
+    for rank in (0, 2):
+        strict.client(rank)
+    silent = [strict.connection() for _ in range(2)]
+    for connection, rank in zip(silent, (1, 3), strict=True):
+        connection.send(Hello(rank, os.getpid()))
+    strict.until(lambda: len(strict.events("suspected")) == 2)
+    for connection, rank in zip(silent, (1, 3), strict=True):
+        beat(connection, rank)
+    strict.until(lambda: len(strict.events("cleared")) == 2)
+    assert [event.worker for event in strict.events("suspected")] == [(0, 1), (1, 1)]
+    for suspected, cleared in zip(strict.events("suspected"), strict.events("cleared"), strict=True):
+        assert suspected.details["cause"] == "it was silent for more than 1 s"
+        assert suspected.details["waits"] == "no other worker that holds stage 1 is well"
+        assert suspected.details["limit"] == 300.0
+        assert cleared.worker == suspected.worker
+        assert cleared.seconds > SILENCE
+    assert strict.events("evicted") == strict.events("failure") == []
+
+
+def test_replicas_that_stay_silent_end_the_run_after_their_bound() -> None:
+    with ControlPlane(heartbeat_timeout=SILENCE, last_holder_timeout=3 * SILENCE) as plane:
+        members = plane.members()
+        for rank in (1, 3):
+            members[rank].client.heartbeat_interval = 1000.0
+        outcome = plane.coordinator.wait(PATIENCE)
+        assert isinstance(outcome, StageLost)
+        assert outcome.stage == 1
+        assert set(outcome.causes.values()) == {
+            "it was silent for more than 1 s; it was given 3 s because no other worker that holds stage 1 is well"
+        }
+
+
+def test_a_slow_worker_that_beats_is_not_evicted(strict: ControlPlane) -> None:
+    members = strict.members()
+    early = [in_thread(member.step) for member in members[:3]]
+    with pytest.raises(TimeoutError):
+        early[0].result(2 * SILENCE)  # worker 3 computes for long
+    members[3].step()
+    for future in early:
+        future.result(PATIENCE)
+    assert strict.events("failure") == []
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_others_go_on(strict: ControlPlane) -> None:
+    """As a worker under SIGSTOP (or behind a dead link) that was sending its part of a checkpoint."""
+    connection = strict.connection()
+    connection.send(Hello(3, os.getpid()))
+    beat(connection, 3)
+    os.write(connection.fileno(), (5_000_000).to_bytes(4, "big") + b"x" * 1000)
+    try:
+        members = strict.members(0, 1, 2)
+        assert members[0].client.roster == (0, 1, 2)
+    finally:
+        connection.close()  # lets a coordinator that is stuck go on
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    return str(next_line(child).strip())
+
+
+def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(plane: ControlPlane) -> None:
+    children = [plane.child(rank, steps=30, pause=0.02) for rank in range(4)]
+    assert line(children[1]) == "hello"
+    assert line(children[1]) == "step 1"
+    children[1].send_signal(signal.SIGKILL)
+    children[1].wait(10)
+    for rank in (0, 2, 3):
+        assert children[rank].stdout is not None
+        lines = [line(children[rank]) for _ in range(32)]
+        assert lines == ["hello", *(f"step {n}" for n in range(1, 31)), "answer [0, 2, 3]"]
+    (failure,) = plane.events("failure")
+    assert (failure.worker, failure.details["cause"]) == ((0, 1), CONNECTION_BROKE)
+    steps = [event.step for event in plane.events("step")]
+    assert steps == list(range(30)), "every step once, in order"
+
+
+def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes() -> None:
+    # A process that starves on a busy machine is not silent for so long.
+    with ControlPlane(heartbeat_timeout=4.0) as plane:
+        children = [plane.child(rank, steps=5, pause=0.1) for rank in range(4)]
+        assert [line(children[3]) for _ in range(2)] == ["hello", "step 1"]
+        children[3].send_signal(signal.SIGSTOP)
+        for rank in (0, 1, 2):
+            assert [line(children[rank]) for _ in range(7)][-1] == "answer [0, 1, 2]"
+        assert plane.processes[3].killed.is_set()
+        assert "silent" in plane.events("failure")[0].details["cause"]
+        children[3].send_signal(signal.SIGCONT)
+        assert children[3].wait(10) == EXIT_LOST_COORDINATOR
+
+
+def test_processes_end_when_the_coordinator_is_gone(plane: ControlPlane) -> None:
+    children = [plane.child(rank, steps=1) for rank in range(4)]
+    for child in children:
+        assert [line(child) for _ in range(2)] == ["hello", "step 1"]
+    plane.coordinator.close()
+    started = time.monotonic()
+    assert [child.wait(10) for child in children] == [EXIT_LOST_COORDINATOR] * 4
+    assert time.monotonic() - started < 2.0
+    plane.coordinator.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_processes_end_when_they_are_told_to_stop(plane: ControlPlane) -> None:
+    children = [plane.child(rank, steps=1000, pause=0.01) for rank in range(4)]
+    assert [line(child) for child in children] == ["hello"] * 4
+    plane.until(lambda: plane.events("resumed"))
+    for rank in (1, 3):
+        children[rank].kill()
+    assert plane.coordinator.wait(PATIENCE) == StageLost(1, dict.fromkeys((1, 3), CONNECTION_BROKE))
+    assert [children[rank].wait(10) for rank in (0, 2)] == [EXIT_STOPPED] * 2
+
+
+def test_a_worker_that_joins_after_the_end_is_told_so(plane: ControlPlane) -> None:
+    plane.processes[1].die("first")
+    plane.processes[3].die("second")
+    assert isinstance(plane.coordinator.wait(PATIENCE), StageLost)
+    late = plane.connection()
+    late.send(Hello(0, os.getpid()))
+    assert wait([late], timeout=5.0), "it hears nothing"
+    with contextlib.suppress(EOFError):  # a closed connection tells as much
+        assert isinstance(late.receive(), Stop)

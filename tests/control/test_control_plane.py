@@ -1,7 +1,6 @@
 """Coordinator and clients over real sockets: the ordinary course, what is recorded and planned, and strangers."""
 
 import os
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -178,26 +177,6 @@ def test_a_stranger_without_the_key_is_refused_and_the_service_goes_on(plane: Co
         with pytest.raises((Refused, ConnectionError)):
             connect(plane.coordinator.address, b"another key of a run")
     assert len(plane.members()) == 4
-
-
-@pytest.mark.parametrize(
-    "says",
-    [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00\x00\x00\x04abcd", b"\xff" * 64],
-    ids=["silence", "http", "a wrong answer", "noise"],
-)
-@pytest.mark.parametrize("stays", [True, False], ids=["and stays", "and leaves"])
-def test_a_stranger_that_speaks_another_protocol_does_not_block_the_service(
-    plane: ControlPlane, says: bytes, stays: bool
-) -> None:
-    stranger = socket.create_connection(plane.coordinator.address)
-    stranger.sendall(says)
-    if not stays:
-        stranger.close()
-    joining = in_thread(plane.members)
-    try:
-        assert len(joining.result(3.0)) == 4
-    finally:
-        stranger.close()
 
 
 def test_a_connection_with_the_key_that_does_not_introduce_itself_is_ignored(plane: ControlPlane) -> None:

@@ -1,23 +1,22 @@
-"""A coordinator in a process of its own is killed and started again; its workers are threads of the test."""
+"""A coordinator in a process of its own stops, or is killed and started again; its workers are threads of the test."""
 
 import os
 import random
+import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from control_plane import in_thread
+from control_plane import KEY, PATIENCE, in_thread, listening, standalone, together
 from control_worker import Member
 from support.thread_client import ThreadClient
 from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 
-KEY = "the key of this test"
 LONG = 100.0  # seconds for what must happen, on whatever machine
 
 
@@ -31,14 +30,11 @@ class Restarted:
         self.process: subprocess.Popen[str] | None = None
         self.clients: list[ThreadClient] = []
 
-    def start(self, *options: str) -> None:
-        command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--runs", "1"]
-        command += ["--listen", f"127.0.0.1:{self.address[1]}", "--pipelines", "2", "--stages", "2"]
-        command += ["--microbatches", "1", "--state", str(self.folder / "state.log"), *options]
+    def start(self) -> None:
+        grid = ("--pipelines", "2", "--stages", "2", "--microbatches", "1", "--runs", "1")
+        listen, state = f"127.0.0.1:{self.address[1]}", str(self.folder / "state.log")
         with (self.folder / "record.txt").open("ab") as record:
-            self.process = subprocess.Popen(
-                command, env={**os.environ, "RECYCLE_KEY": KEY}, stdout=subprocess.PIPE, stderr=record, text=True
-            )
+            self.process = standalone(listen, *grid, "--state", state, stderr=record)
         next_line(self.process)
 
     def kill(self) -> None:
@@ -83,7 +79,7 @@ def train(client: ThreadClient, steps: int, begins: Callable[[int], None]) -> li
 
 
 def test_workers_agree_whenever_the_coordinator_was_killed(coordinator: Restarted) -> None:
-    steps, newest = 60, 0
+    steps, newest = 40, 0
 
     def begins(step: int) -> None:
         nonlocal newest
@@ -92,7 +88,7 @@ def test_workers_agree_whenever_the_coordinator_was_killed(coordinator: Restarte
 
     trained = [in_thread(train, coordinator.client(), steps, begins) for _ in range(4)]
     chance = random.Random(3)
-    for kill in range(5):
+    for kill in range(3):
         deadline = time.monotonic() + LONG
         while newest < kill * 10 and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -114,3 +110,56 @@ def test_a_worker_gives_up_a_coordinator_that_does_not_come_back(coordinator: Re
     coordinator.kill()
     assert all(client.exited.wait(LONG) for client in clients)
     assert {client.exit_code for client in clients} == {EXIT_LOST_COORDINATOR}
+
+
+# ---------------------------------------------------------------------- merely stopped, it is waited for
+
+
+OPTIONS = ("--pipelines", "2", "--stages", "2", "--microbatches", "1", "--runs", "1")
+STOPPED = 2.0  # seconds
+QUIET = 3.0  # seconds of silence until workers give a coordinator up
+
+
+def begun(address: tuple[str, int]) -> tuple[list[ThreadClient], list[Member]]:
+    """Four workers after their first step."""
+    clients = [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(4)]
+    assert sorted(found.rank for found in together(*(client.await_assignment for client in clients))) == [0, 1, 2, 3]
+    members = [Member(client, 2) for client in clients]
+    together(*(member.join for member in members))
+    together(*(member.step for member in members))
+    return clients, members
+
+
+def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large_message() -> None:
+    with listening(*OPTIONS) as (process, address):
+        clients, members = begun(address)
+        process.send_signal(signal.SIGSTOP)
+        large = os.urandom(30_000_000)  # more than both buffers
+        arrivals = [in_thread(client.arrive, "state", large) for client in clients[:1]]
+        arrivals += [in_thread(client.arrive, "state", None) for client in clients[1:]]
+        time.sleep(STOPPED)
+        process.send_signal(signal.SIGCONT)
+        for arrival in arrivals:
+            assert arrival.result(PATIENCE)[clients[0].rank] == large
+        together(*(member.step for member in members))
+        assert not [client for client in clients if client.exited.is_set()]
+        for client in clients:
+            client.leave()
+        process.kill()
+        assert all(client.exited.wait(PATIENCE) for client in clients)
+
+
+def test_workers_give_up_a_coordinator_that_stays_silent_for_longer_than_its_timeout() -> None:
+    with listening(*OPTIONS, "--coordinator-timeout", str(QUIET)) as (process, address):
+        clients, members = begun(address)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(QUIET / 4)
+        process.send_signal(signal.SIGCONT)
+        together(*(member.step for member in members))
+        time.sleep(1.2 * QUIET)  # it says nothing but that it lives
+        together(*(member.step for member in members))
+        process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert all(client.exited.wait(PATIENCE) for client in clients)
+        assert {client.exit_code for client in clients} == {EXIT_LOST_COORDINATOR}
+        assert QUIET / 2 < time.monotonic() - stopped < 3 * QUIET

@@ -1,16 +1,11 @@
 """A run that was told to end does so after one step, the same for all workers, and only when all have come there."""
 
-from membership_feed import ALL, GRID, feed, messages, reports
+from membership_feed import ALL, GRID, feed, messages, reports, running
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 
 GO_ON, END = m.AfterStep.GO_ON, m.AfterStep.END
-
-
-def running() -> s.MembershipState:
-    state, _ = feed(s.initial_state(GRID), *(s.Joined(rank) for rank in ALL), *reports(ALL, 0))
-    return state
 
 
 def losses(step: int) -> list[m.Losses]:

@@ -1,23 +1,17 @@
 """What a run is to be: the coordinator's command line, and for the rest the script of its workers."""
 
-import contextlib
-import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from control_plane import PATIENCE, together
+from control_plane import KEY, PATIENCE, listening, together
 from support.thread_client import ThreadClient
-from support.waiting import next_line, wait_for
+from support.waiting import wait_for
 
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import GROUPS, Overrides, difference, settle
-from lightning_recycle.control.network.addresses import address_from
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import RunRequest
@@ -25,7 +19,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.option_table import shared_options
 from lightning_recycle.planning.grid import Grid
 
-KEY = "the key of this test"
 WANTS = RunRequest("fit", Grid(2, 2, 6), microbatches_given=True)
 OTHERS: dict[str, Any] = {
     "planning.planner": "cbc",
@@ -146,28 +139,12 @@ def test_what_the_command_line_says_need_not_be_wanted() -> None:
 # ---------------------------------------------------------------------- the command
 
 
-@contextlib.contextmanager
-def coordinator(*options: str) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", "127.0.0.1:0", *options],
-        env={**os.environ, "RECYCLE_KEY": KEY},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process, address_from(next_line(process).split()[-1], "address")
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def client(address: tuple[str, int], wants: RunRequest | None) -> ThreadClient:
     return ThreadClient(None, address, KEY.encode(), 0.05, wants=wants)
 
 
 def test_the_first_worker_says_what_the_run_is_and_others_that_differ_are_refused() -> None:
-    with coordinator("--runs", "1") as (process, address):
+    with listening("--runs", "1") as (process, address):
         other = replace(WANTS, grid=Grid(1, 1, 6))
         clients = [client(address, WANTS) for _ in range(3)]
         assert sorted(found.rank for found in together(*(c.await_assignment for c in clients))) == [0, 1, 2]
@@ -185,7 +162,7 @@ def test_the_first_worker_says_what_the_run_is_and_others_that_differ_are_refuse
 
 def test_a_run_whose_workers_all_went_before_it_began_was_none() -> None:
     """Somebody started the wrong script, or with wrong options, and starts the right one now."""
-    with coordinator("--runs", "1") as (process, address):
+    with listening("--runs", "1") as (process, address):
         wrong = client(address, replace(WANTS, grid=Grid(2, 1, 6)))
         assert wrong.await_assignment().rank == 0
         wrong.leave()
@@ -219,7 +196,7 @@ def test_after_the_last_run_who_comes_too_late_is_told_that_it_finished() -> Non
 
 def test_a_run_that_has_not_finished_is_not_said_to_have() -> None:
     """Some worker may end well without having trained at all."""
-    with coordinator() as (process, address):
+    with listening() as (process, address):
         process.send_signal(signal.SIGUSR1)
         found = client(address, WANTS)
         assert found.await_assignment().rank == 0
@@ -227,5 +204,5 @@ def test_a_run_that_has_not_finished_is_not_said_to_have() -> None:
 
 
 def test_a_coordinator_without_a_grid_needs_a_worker_that_says_what_it_wants() -> None:
-    with coordinator() as (_, address), pytest.raises(ConfigurationError, match="--pipelines"):
+    with listening() as (_, address), pytest.raises(ConfigurationError, match="--pipelines"):
         client(address, None).await_assignment()
