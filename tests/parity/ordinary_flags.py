@@ -15,6 +15,7 @@ from lightning.pytorch.loops import training_epoch_loop as epoch_loop_module
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from ordinary_runs import Case, Ordinary, Scheduled, Script, Session, calls, csv_rows, files, validated_at
+from support.training import difference
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -27,6 +28,7 @@ def made(callbacks: Callable[[Path], list[Any]] | None, session: Session) -> lis
 
 def fits(
     module: Callable[[], Any] = Ordinary,
+    pipeline: Callable[[], Any] = same.Classifier,
     validates: bool = True,
     callbacks: Callable[[Path], list[Any]] | None = None,
     trainer: Callable[[Path], dict[str, Any]] | None = None,
@@ -39,6 +41,7 @@ def fits(
 
     Args:
         module: makes the module.
+        pipeline: makes the one of runs of a PipelineModule.
         validates: whether there is validation data.
         callbacks: makes callbacks, given the folder of the run.
         trainer: makes arguments of the Trainer from that folder.
@@ -53,15 +56,15 @@ def fits(
         run = session.trainer(**arguments, callbacks=made(callbacks, session))
         training = (data or (lambda s: s.data.training()))(session)
         validating = (validation or (lambda s: s.data.validation()))(session) if validates else None
-        run.fit(session.prepared(module()), training, validating)
+        run.fit(session.chosen(module, pipeline), training, validating)
 
     return script
 
 
-def evaluates(module: Callable[[], Any] = Ordinary, **options: Any) -> Script:
+def evaluates(**options: Any) -> Script:
     def script(session: Session) -> None:
         trainer = session.trainer(**options)
-        model, results = session.prepared(module()), session.run.results
+        model, results = session.chosen(Ordinary, NotesInference), session.run.results
         results["validate"] = trainer.validate(model, session.data.validation(), verbose=False)
         results["test"] = trainer.test(model, session.data.validation(), verbose=False)
         results["predict"] = trainer.predict(model, session.data.validation())
@@ -92,7 +95,7 @@ class TimePasses(Callback):
             module.time = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds)
 
 
-class NotesSettings(Ordinary):
+class LogsSettings(L.LightningModule):
     """Logs what flags set for the whole process."""
 
     def on_train_start(self) -> None:
@@ -102,6 +105,20 @@ class NotesSettings(Ordinary):
             "anomaly": torch.is_anomaly_enabled(),
         }
         self.log_dict({name: float(value) for name, value in settings.items()}, on_step=False, on_epoch=True)
+
+
+class NotesSettings(LogsSettings, Ordinary): ...
+
+
+class PipelineOfSettings(LogsSettings, same.Classifier): ...
+
+
+class NotesInference(same.Classifier):
+    """Logs the mode of torch in which its tests run, as :class:`Ordinary` does."""
+
+    def on_test_output(self, output: Tensor, target: Tensor) -> None:
+        super().on_test_output(output, target)
+        self.log("inference", float(torch.is_inference_mode_enabled()))
 
 
 class InBFloat16(Ordinary):
@@ -130,7 +147,8 @@ class NotingCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
-        Path(f"{path}.note").write_text("saved")
+        with open(f"{path}.note", "a") as file:
+            file.write("saved")
 
 
 class ReloadedData(L.LightningDataModule):
@@ -159,7 +177,7 @@ class ReloadedData(L.LightningDataModule):
 def reloads(session: Session) -> None:
     trainer = session.trainer(max_epochs=4, reload_dataloaders_every_n_epochs=2)
     datamodule = ReloadedData(session.data)
-    trainer.fit(session.prepared(Ordinary()), datamodule=datamodule)
+    trainer.fit(session.chosen(), datamodule=datamodule)
     session.run.results["asked"] = datamodule.asked
 
 
@@ -173,26 +191,12 @@ def backwards(session: Session) -> Any:
     return DataLoader(data, batch_size=session.data.batch_size, sampler=Backwards(data))
 
 
-class NaN(Ordinary):
-    def loss_of(self, batch: Any) -> tuple[Tensor, Tensor]:
-        loss, output = super().loss_of(batch)
-        if self.training and self.trainer.global_step >= 2:
-            loss = loss + (output - output).sum().abs().sqrt()  # its gradient is not a number
-        return loss, output
-
-
-def finds_an_anomaly(session: Session) -> None:
-    trainer = session.trainer(detect_anomaly=True, max_epochs=2)
-    try:
-        trainer.fit(session.prepared(NaN()), session.data.training())
-    except RuntimeError as error:
-        session.run.results["error"] = str(error)
-
-
 def clipped(run: same.Run, bound: float) -> bool:
-    before = Ordinary().state_dict()
-    moved = max(float((run.weights[n] - before[n]).abs().max()) for n in before if n.startswith("net"))
-    return 0 < moved < bound
+    return 0 < difference(run.weights, type(run.module)().state_dict()) < bound
+
+
+def saved_once(run: same.Run, name: str) -> bool:
+    return [(run.root / file).read_text() for file in files(run) if file.endswith(name)] == ["saved"]
 
 
 def simple_profiler(root: Path) -> dict[str, Any]:
@@ -370,15 +374,17 @@ FLAGS: dict[str, Case] = {
     ),
     "deterministic and benchmark": Case(
         ("`deterministic`", "`benchmark`"),
-        fits(NotesSettings, deterministic=True, benchmark=True),
+        fits(NotesSettings, PipelineOfSettings, deterministic=True, benchmark=True),
         lambda run: run.metrics["deterministic"] == 1.0,
     ),
     "benchmark": Case(
-        ("`benchmark`",), fits(NotesSettings, benchmark=True), lambda run: run.metrics["benchmark"] == 1.0
+        ("`benchmark`",),
+        fits(NotesSettings, PipelineOfSettings, benchmark=True),
+        lambda run: run.metrics["benchmark"] == 1.0,
     ),
     "detect_anomaly": Case(
         ("`detect_anomaly`",),
-        fits(NotesSettings, detect_anomaly=True),
+        fits(NotesSettings, PipelineOfSettings, detect_anomaly=True),
         lambda run: run.metrics["anomaly"] == 1.0,
     ),
     "inference_mode": Case(
@@ -417,7 +423,7 @@ FLAGS: dict[str, Case] = {
     "plugins": Case(
         ("`plugins`",),
         fits(trainer=lambda root: {**by_default(root), "plugins": [NotingCheckpointIO()]}),
-        lambda run: any(name.endswith("step=8.ckpt.note") for name in files(run)),
+        lambda run: saved_once(run, "step=8.ckpt.note"),
     ),
     "logger": Case(
         ("`logger`, `callbacks`",),

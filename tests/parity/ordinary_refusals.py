@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import same_script as same
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning, StochasticWeightAveraging
 from ordinary_flags import fits
-from ordinary_runs import STAGES, Ordinary, Script, Session
+from ordinary_runs import STAGES, Case, Ordinary, Script, Session, on_a_grid
 from torch import nn
 from torch.utils.data import DataLoader
 
-__all__ = ["REFUSALS", "Refusal"]
+from lightning_recycle import LayerSpec, UnsupportedFeatureError
+from lightning_recycle.launch.run_attempt import RunAttempt
+
+__all__ = ["REFUSALS", "Refusal", "check"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,23 @@ class Refusal:
     script: Script
     words: tuple[str, ...]
     stages: tuple[int, ...] = STAGES
+
+
+def check(refusal: Refusal, stages: int, pipeline: bool, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script is refused in the words of ``refusal``, and no worker is started."""
+
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(RunAttempt, "run", start)
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        on_a_grid(Case(refusal.rows, refusal.script, lambda run: True), stages, "none", root, pipeline)
+    assert all(word in str(caught.value) for word in refusal.words), caught.value
+
+
+class PipelineWithBatchNorm(same.Classifier):
+    def configure_pipeline(self) -> list[Any]:
+        return [LayerSpec(nn.BatchNorm1d, 8), *super().configure_pipeline()]
 
 
 class WithBatchNorm(Ordinary):
@@ -49,7 +71,7 @@ REFUSALS: dict[str, Refusal] = {
     "sync_batchnorm": Refusal(("`sync_batchnorm`",), fits(sync_batchnorm=True), ("sync_batchnorm=True", "LayerNorm")),
     "StochasticWeightAveraging with BatchNorm": Refusal(
         ("`StochasticWeightAveraging`",),
-        fits(WithBatchNorm, callbacks=lambda root: [StochasticWeightAveraging(1e-2)]),
+        fits(WithBatchNorm, PipelineWithBatchNorm, callbacks=lambda root: [StochasticWeightAveraging(1e-2)]),
         ("StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"),
     ),
     "ModelPruning": Refusal(
@@ -66,11 +88,11 @@ REFUSALS: dict[str, Refusal] = {
     "LearningRateFinder": Refusal(
         ("`LearningRateFinder`, `Tuner.lr_find`",),
         fits(callbacks=lambda root: [LearningRateFinder()]),
-        ("LearningRateFinder", "Tuner(Trainer(devices=1)).lr_find"),
+        ("LearningRateFinder", "Tuner(Trainer(devices=1)).lr_find", "learning rate"),
     ),
     "BatchSizeFinder": Refusal(
         ("`BatchSizeFinder`, `Tuner.scale_batch_size`",),
         fits(callbacks=lambda root: [BatchSizeFinder()]),
-        ("BatchSizeFinder", "Tuner(Trainer(devices=1)).scale_batch_size"),
+        ("BatchSizeFinder", "Tuner(Trainer(devices=1)).scale_batch_size", "batch size"),
     ),
 }

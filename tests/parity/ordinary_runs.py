@@ -203,6 +203,12 @@ class Session(same.Session):
     """What a script gets; see :class:`same_script.Session`."""
 
     kill: Kill | None = None
+    pipeline = False
+    """Whether scripts take a PipelineModule instead of an ordinary one, where they have both."""
+
+    def chosen(self, ordinary: Callable[[], Any] = Ordinary, pipeline: Callable[[], Any] = same.Classifier) -> Any:
+        """The module of the kind that the run is about, prepared."""
+        return self.prepared(pipeline() if self.pipeline else ordinary())
 
     def prepared(self, module: Any) -> Any:
         """``module``, the one that the run is about; its worker dies where this run says."""
@@ -260,14 +266,16 @@ def process_settings() -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
-def on_one_device(case: Case, root: Path) -> same.Run:
+def on_one_device(case: Case, root: Path, pipeline: bool = False) -> same.Run:
     run = same.Run(None, None, root)
+    session = Session(root, lambda: {"devices": 1, "strategy": "auto"}, same.Data(same.GLOBAL_BATCH), run)
+    session.pipeline = pipeline
     with process_settings():
-        case.script(Session(root, lambda: {"devices": 1, "strategy": "auto"}, same.Data(same.GLOBAL_BATCH), run))
+        case.script(session)
     return run
 
 
-def on_a_grid(case: Case, stages: int, kind: str, root: Path) -> same.Run:
+def on_a_grid(case: Case, stages: int, kind: str, root: Path, pipeline: bool = False) -> same.Run:
     """Runs ``case`` on two pipelines of ``stages`` stages; ``kind`` is one of :data:`KILLS`."""
     run = same.Run(None, None, root)
     options = {"pipeline_parallel_size": stages, "num_microbatches": same.MICROBATCHES, **case.strategy}
@@ -276,6 +284,7 @@ def on_a_grid(case: Case, stages: int, kind: str, root: Path) -> same.Run:
         return {"devices": same.PIPELINES * stages, "strategy": recycle_strategy(**options)}
 
     session = Session(root, choose, same.Data(same.GLOBAL_BATCH // same.PIPELINES), run)
+    session.pipeline = pipeline
     if kind != "none":
         (root / "diary").mkdir()
         session.kill = Kill(_VICTIMS[stages, kind], *case.at, root / "diary" / "kill")
@@ -347,13 +356,6 @@ def without_root(value: Any, root: Path) -> Any:
     return value
 
 
-def callback_states(run: same.Run) -> dict[str, Any]:
-    """What each callback would put into a checkpoint."""
-    own = "lightning_recycle."
-    found = [c for c in run.trainer.callbacks if not type(c).__module__.startswith(own)]
-    return {f"{i} {type(c).__name__}": without_root(c.state_dict(), run.root) for i, c in enumerate(found)}
-
-
 def metrics(run: same.Run) -> dict[str, dict[str, float]]:
     """What callbacks, loggers and the progress bar see at the end."""
     places = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -366,6 +368,7 @@ def all_differences(case: Case, one: same.Run, grid: same.Run, dead: int | None)
     compared: list[tuple[str, Any, Any, float]] = [
         ("weights", one.weights, grid.weights, case.tolerance),
         ("results", one.results, grid.results, max(case.tolerance, same.FLOAT32_TOLERANCE)),
+        ("predictions", *(run.results.get("predict") for run in (one, grid)), case.tolerance),
         ("progress", one.progress, grid.progress, 0.0),
         ("metrics", metrics(one), metrics(grid), max(case.tolerance, same.FLOAT32_TOLERANCE)),
         ("csv", csv_rows(one), csv_rows(grid), max(case.tolerance, same.FLOAT32_TOLERANCE)),
@@ -395,7 +398,7 @@ def victim(stages: int, kind: str) -> int | None:
 
 def calls(run: same.Run, hook: str) -> int:
     """How often a hook of callbacks was called on a worker that lives to the end."""
-    return max(sum(name == hook for name, _, _ in seen) for seen in diaries(run).values())
+    return max((sum(name == hook for name, _, _ in seen) for seen in diaries(run).values()), default=0)
 
 
 def validated_at(run: same.Run) -> list[int]:

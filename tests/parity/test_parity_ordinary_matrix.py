@@ -7,30 +7,36 @@ one with a member killed, one with the leader killed. To run all of them:
 """
 
 import functools
+import inspect
 import itertools
+import re
 import tempfile
 from pathlib import Path
-from typing import Any
 
+import lightning as L
 import pytest
 import same_script as same
+from lightning.pytorch import callbacks as pl_callbacks
 from ordinary_callbacks import CALLBACKS
 from ordinary_data import DATA
 from ordinary_flags import FLAGS
 from ordinary_loggers import LOGGERS
-from ordinary_refusals import REFUSALS
+from ordinary_refusals import REFUSALS, check
 from ordinary_runs import KILLS, Case, all_differences, on_a_grid, on_one_device, victim
 from support.sampling import sampled
-from test_parity_page import ROWS
-
-from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.launch.run_attempt import RunAttempt
 
 CASES: dict[str, Case] = {**FLAGS, **CALLBACKS, **LOGGERS, **DATA}
 MATRIX = [
     (name, stages, kind) for name, case in CASES.items() for stages, kind in itertools.product(case.stages, KILLS)
 ]
 NO_CASE = {"`model_registry`"}  # a service, which is not touched
+PAGE = (Path(__file__).parents[2] / "docs" / "trainer_flags.md").read_text()
+ROWS = [
+    [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith(("| flag", "| callback", "| feature"))
+]
+NO_CALLBACKS_OF_A_RUN = {"Callback", "Checkpoint", "ProgressBar", "SpikeDetection", "BackboneFinetuning"}
 
 
 @functools.cache
@@ -55,15 +61,7 @@ def test_an_ordinary_module_is_as_on_one_device(name: str, stages: int, kind: st
 def test_what_is_refused_is_refused_before_anything_starts(
     name: str, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(*_: Any, **__: Any) -> None:
-        raise AssertionError("workers were started")
-
-    monkeypatch.setattr(RunAttempt, "run", start)
-    refusal = REFUSALS[name]
-    case = Case(refusal.rows, refusal.script, lambda run: True)
-    with pytest.raises(UnsupportedFeatureError) as caught:
-        on_a_grid(case, stages, "none", tmp_path)
-    assert all(word in str(caught.value) for word in refusal.words), caught.value
+    check(REFUSALS[name], stages, False, tmp_path, monkeypatch)
 
 
 def test_every_row_of_the_page_has_a_case() -> None:
@@ -78,3 +76,13 @@ def test_what_the_page_refuses_is_refused_and_the_rest_is_run() -> None:
     run = {row for case in CASES.values() for row in case.rows}
     assert {row for row in status if status[row] == "refused"} <= refused - run
     assert {row for row in status if status[row] == "supported"} <= run
+
+
+@pytest.mark.parametrize("flag", list(inspect.signature(L.Trainer.__init__).parameters)[1:])
+def test_every_flag_of_the_trainer_is_in_the_table(flag: str) -> None:
+    assert any(f"`{flag}`" in row[0] for row in ROWS)
+
+
+@pytest.mark.parametrize("name", sorted(set(pl_callbacks.__all__) - NO_CALLBACKS_OF_A_RUN))
+def test_every_callback_of_lightning_is_in_the_table(name: str) -> None:
+    assert any(re.search(rf"`{name}[`(]", row[0]) for row in ROWS)

@@ -6,22 +6,15 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
-from same_script import Classifier, Data, OwnShare, Session, assert_same, on_a_grid
-from torch import Tensor, nn
+from ordinary_refusals import REFUSALS, Refusal, check
+from same_script import Classifier, Data, Session, assert_same, on_a_grid
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_recycle import LayerSpec, UnsupportedFeatureError
-from lightning_recycle.launch.run_attempt import RunAttempt
+from lightning_recycle import UnsupportedFeatureError
 
 
 class OwnTrainingStep(Classifier):
@@ -51,11 +44,6 @@ class OwnZeroGrad(Classifier):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None: ...
 
 
-class WithBatchNorm(Classifier):
-    def configure_pipeline(self) -> list[Any]:
-        return [LayerSpec(nn.BatchNorm1d, 8), *super().configure_pipeline()]
-
-
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -69,10 +57,6 @@ def fit(module: Callable[[], Any] = Classifier, **kwargs: Any) -> Callable[[Sess
     return script
 
 
-def fit_with(trainer: dict[str, Any]) -> Callable[[Session], None]:
-    return fit(max_steps=1, **trainer)
-
-
 def in_loss(session: Session) -> None:
     session.fit(LogsInLoss(), max_steps=1)
 
@@ -82,11 +66,6 @@ class LogsInLoss(Classifier):
         loss = super().loss(output, target)
         self.log("inner", loss.detach())
         return loss
-
-
-def own_share(session: Session) -> None:
-    dataset = session.data.training().dataset
-    session.trainer(max_steps=1).fit(Classifier(), DataLoader(dataset, batch_size=4, sampler=OwnShare()))
 
 
 class Pairs(IterableDataset[Any]):
@@ -127,37 +106,17 @@ def finds_a_size(session: Session) -> None:
     Tuner(session.trainer(max_steps=1)).scale_batch_size(Classifier(), session.data.training())
 
 
-BEFORE_ANYTHING_STARTS: dict[str, tuple[Callable[[Session], None], list[str]]] = {
-    "precision 16-true": (fit_with({"precision": "16-true"}), ["precision='16-true'", "'bf16-true'"]),
-    "num_nodes": (fit_with({"num_nodes": 2}), ["num_nodes=2"]),
-    "sync_batchnorm": (fit_with({"sync_batchnorm": True}), ["sync_batchnorm=True", "LayerNorm"]),
-    "StochasticWeightAveraging with BatchNorm": (
-        fit(WithBatchNorm, callbacks=[StochasticWeightAveraging(1e-2)]),
-        ["StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"],
-    ),
-    "ModelPruning": (
-        fit(callbacks=[ModelPruning("l1_unstructured")]),
-        ["ModelPruning", "one stage", "pipeline_parallel_size=1"],
-    ),
-    "LearningRateFinder": (
-        fit(callbacks=[LearningRateFinder()]),
-        ["LearningRateFinder", "Tuner(Trainer(devices=1)).lr_find", "learning rate"],
-    ),
-    "Tuner.lr_find": (finds_a_rate, ["LearningRateFinder", "Tuner.lr_find", "one device"]),
-    "BatchSizeFinder": (
-        fit(callbacks=[BatchSizeFinder()]),
-        ["BatchSizeFinder", "Tuner(Trainer(devices=1)).scale_batch_size", "batch size"],
-    ),
-    "Tuner.scale_batch_size": (finds_a_size, ["BatchSizeFinder", "Tuner.scale_batch_size", "one device"]),
-    "manual optimization": (fit(Manual), ["manual optimization", "automatic_optimization"]),
-    "training_step": (fit(OwnTrainingStep), ["OwnTrainingStep.training_step()", "on_training_output()"]),
-    "validation_step": (fit(OwnValidationStep), ["validation_step()", "on_validation_output()"]),
-    "test_step": (fit(OwnTestStep), ["test_step()", "on_test_output()"]),
-    "predict_step": (fit(OwnPredictStep), ["predict_step()", "on_predict_output()"]),
-    "backward": (fit(OwnBackward), ["OwnBackward.backward()", "schedule"]),
-    "optimizer_zero_grad": (fit(OwnZeroGrad), ["optimizer_zero_grad()", "zeroed"]),
-    "a sampler of one replica": (own_share, ["OwnShare(num_replicas=4)", "shuffle=True", "DistributedSampler"]),
-    "a stream among several loaders": (combined_with_a_stream, ["Pairs", "__getitem__()", "one IterableDataset"]),
+OF_PIPELINES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
+    "Tuner.lr_find": (finds_a_rate, ("LearningRateFinder", "Tuner.lr_find", "one device")),
+    "Tuner.scale_batch_size": (finds_a_size, ("BatchSizeFinder", "Tuner.scale_batch_size", "one device")),
+    "manual optimization": (fit(Manual), ("manual optimization", "automatic_optimization")),
+    "training_step": (fit(OwnTrainingStep), ("OwnTrainingStep.training_step()", "on_training_output()")),
+    "validation_step": (fit(OwnValidationStep), ("validation_step()", "on_validation_output()")),
+    "test_step": (fit(OwnTestStep), ("test_step()", "on_test_output()")),
+    "predict_step": (fit(OwnPredictStep), ("predict_step()", "on_predict_output()")),
+    "backward": (fit(OwnBackward), ("OwnBackward.backward()", "schedule")),
+    "optimizer_zero_grad": (fit(OwnZeroGrad), ("optimizer_zero_grad()", "zeroed")),
+    "a stream among several loaders": (combined_with_a_stream, ("Pairs", "__getitem__()", "one IterableDataset")),
 }
 
 BY_A_WORKER: dict[str, tuple[Callable[[Session], None], list[str]]] = {
@@ -167,17 +126,10 @@ BY_A_WORKER: dict[str, tuple[Callable[[Session], None], list[str]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*nodes.*", "ignore:.*experimental.*")
-@pytest.mark.parametrize("name", BEFORE_ANYTHING_STARTS)
+@pytest.mark.parametrize("name", [*REFUSALS, *OF_PIPELINES])
 def test_it_is_refused_before_anything_starts(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: Any, **__: Any) -> None:
-        raise AssertionError("workers were started")
-
-    monkeypatch.setattr(RunAttempt, "run", start)
     monkeypatch.setenv("RECYCLE_LISTEN", "127.0.0.1:0")
-    script, words = BEFORE_ANYTHING_STARTS[name]
-    with pytest.raises(UnsupportedFeatureError) as caught:
-        on_a_grid(script, tmp_path)
-    assert all(word in str(caught.value) for word in words), caught.value
+    check(REFUSALS.get(name) or Refusal((), *OF_PIPELINES[name]), 2, True, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", BY_A_WORKER)
