@@ -14,6 +14,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from support.stages import CPU, SEED, STEP, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,8 +25,7 @@ from lightning_recycle.model.recording import as_it_was, recorded
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.stage.stage import Stage
 
-SEED, STEP, WIDTH = 7, 3, 6
-CPU = torch.device("cpu")
+WIDTH = 6
 
 
 class NoRecorder:
@@ -253,17 +253,7 @@ def gradients(model: Model, num_stages: int, split_backward: bool = True, **opti
     """The loss, and the gradient of each parameter, added over the stages that hold it."""
     stages = stages_of(model, num_stages, **options)
     inputs, target = stages[0][0].split(batch(), 2)
-    value = inputs
-    for _, stage in stages:
-        value = stage.forward(STEP, 0, value, target, split_backward=split_backward)
-    loss = stages[-1][1].loss(STEP, 0, value, target, 1)
-    grads: Any = None
-    for _, stage in reversed(stages):
-        if split_backward:
-            grads = stage.backward_input(0, grads)
-            stage.backward_weight(0)
-        else:
-            grads = stage.backward(0, grads)
+    (loss,) = train_step([stage for _, stage in stages], [(inputs, target)], split_backward=split_backward)
     found = {"loss": loss}
     first_name = {copy: tie.names[0] for tie in stages[0][0].ties(cut_of(stages)) for copy in tie.copies}
     for index, (parts, _) in enumerate(stages):

@@ -1,19 +1,17 @@
 """Activation checkpointing inside layers: what the backward computes again has the same masks, and is deferred too."""
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.stages import CPU, SEED, STEP, assert_same_bits, cut, generator_left_alone, gradients, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_recycle.runtime.stage.stage import Stage
 
-WIDTH, SEED, STEP = 8, 3, 5
-CPU = torch.device("cpu")
+WIDTH = 8
 
 
 class Inner(nn.Module):
@@ -34,7 +32,7 @@ class Layer(nn.Module):
     """A layer with two inner parts.
 
     Args:
-        mode: None for no checkpointing, "reentrant", "non-reentrant", "nested" or "sequential".
+        mode: None for no checkpointing, one of MODES, or "redrawn", with masks of its own in the backward.
     """
 
     def __init__(self, mode: str | None) -> None:
@@ -45,6 +43,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.mode is None:
             return self.second(self.first(x))
+        if self.mode == "redrawn":
+            return checkpoint(self.first, x, use_reentrant=False, preserve_rng_state=False)
         if self.mode == "nested":
             return checkpoint(self._nested, x, use_reentrant=False)
         if self.mode == "sequential":
@@ -64,38 +64,12 @@ def model(mode: str | None) -> list[nn.Module]:
     return [layer.double() for layer in (nn.Linear(WIDTH, WIDTH), Layer(mode), nn.Dropout(0.3), Layer(mode))]
 
 
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
-def train_step(layers: Sequence[nn.Module], cuts: Sequence[int], *, split_backward: bool) -> dict[str, Tensor]:
+def trained(layers: Sequence[nn.Module], cuts: Sequence[int], *, split_backward: bool) -> dict[str, Tensor]:
     """Losses and gradients of two micro-batches whose operations interleave: F0 F1 B1 B0 W1 W0."""
-    bounds = [0, *cuts, len(layers)]
-    stages = [
-        Stage(layers[a:b], a, SEED, CPU, loss=mse if b == len(layers) else None) for a, b in itertools.pairwise(bounds)
-    ]
     generator = torch.Generator().manual_seed(1)
-    data = [torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2)]
-    found = {}
-    for m, (x, y) in enumerate(data):
-        value: Any = x
-        for stage in stages:
-            value = stage.forward(STEP, m, value, split_backward=split_backward)
-        found[f"loss {m}"] = stages[-1].loss(STEP, m, value, y, 2)
-        torch.manual_seed(100 + m)  # the state of the process must not matter, in the recomputation neither
-    for m in (1, 0):
-        grads: Any = None
-        for stage in reversed(stages):
-            grads = stage.backward_input(m, grads) if split_backward else stage.backward(m, grads)
-    if split_backward:
-        for m in (1, 0):
-            for stage in stages:
-                stage.backward_weight(m)
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            assert parameter.grad is not None, f"{index}.{name}"
-            found[f"{index}.{name}"] = parameter.grad
-    return found
+    data = [tuple(torch.randn(2, 2, 3, WIDTH, dtype=torch.float64, generator=generator)) for _ in range(2)]
+    losses = train_step(cut(layers, cuts), data, split_backward=split_backward, backwards=[1, 0])
+    return {**{f"loss {m}": loss for m, loss in enumerate(losses)}, **gradients(layers)}
 
 
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
@@ -104,39 +78,23 @@ def train_step(layers: Sequence[nn.Module], cuts: Sequence[int], *, split_backwa
 def test_losses_and_gradients_have_the_bits_of_those_without_checkpointing(
     mode: str, cuts: list[int], split_backward: bool
 ) -> None:
-    expected = train_step(model(None), [], split_backward=False)
-    actual = train_step(model(mode), cuts, split_backward=split_backward)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
+    expected = trained(model(None), [], split_backward=False)
+    assert len(expected) == 2 + len([p for layer in model(None) for p in layer.parameters()])
+    assert_same_bits(trained(model(mode), cuts, split_backward=split_backward), expected)
 
 
 def test_the_masks_of_the_comparison_matter() -> None:
     """The test above would fail if the recomputation drew other masks."""
 
-    class Redrawn(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.first, x, use_reentrant=False, preserve_rng_state=False)
-
-    def gradient(layer: nn.Module) -> Tensor:
-        return train_step([nn.Linear(WIDTH, WIDTH).double(), layer.double()], [1], split_backward=True)[
-            "1.first.up.weight"
-        ]
-
-    class Kept(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x)
-
-    def make(kind: type[Layer]) -> Layer:
+    def gradient(mode: str | None) -> Tensor:
         torch.manual_seed(0)
-        layer = kind("non-reentrant")
+        layer = Layer(mode)
         layer.second = nn.Identity()  # type: ignore[assignment]
-        return layer
+        layers = [nn.Linear(WIDTH, WIDTH).double(), layer.double()]
+        return trained(layers, [1], split_backward=True)["1.first.up.weight"]
 
-    torch.manual_seed(0)
-    expected = gradient(make(Kept))
-    torch.manual_seed(0)
-    assert not torch.equal(gradient(make(Redrawn)), expected)
+    assert torch.equal(gradient("non-reentrant"), gradient(None))
+    assert not torch.equal(gradient("redrawn"), gradient(None))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -156,16 +114,13 @@ def test_the_inside_runs_again_in_b_and_its_weight_gradients_wait_for_w(mode: st
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "redrawn"])
 def test_the_backward_leaves_the_generator_of_the_process_alone(mode: str) -> None:
     stage = Stage([Layer(mode).double()], 1, SEED, CPU)
     x = torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)
     output = stage.forward(STEP, 0, x, split_backward=True)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
-    assert torch.equal(torch.rand(3), expected)
+    with generator_left_alone():
+        stage.backward_input(0, torch.ones_like(output))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])

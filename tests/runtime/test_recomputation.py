@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from support.stages import CPU, SEED, STEP, assert_same_bits, cut, generator_left_alone, gradients, train_step
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_recycle.runtime.stage.stage import Stage
 
-WIDTH, SEED, STEP = 8, 3, 5
-CPU = torch.device("cpu")
+WIDTH = 8
+CUTS = [4, 8]
 
 
 class Block(nn.Module):
@@ -54,53 +55,30 @@ class Named(nn.Module):
         return self.linear(batch.pop("x").add_(1.0))
 
 
-def parts_of_the_model() -> list[list[nn.Module]]:
+def model() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [
-        [Named(), nn.ReLU(inplace=True), Block(), Two()],
-        [OfTwo(), nn.ReLU(inplace=True), Block(), Block()],
-        [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)],
-    ]
+    first = [Named(), nn.ReLU(inplace=True), Block(), Two()]
+    return [*first, OfTwo(), nn.ReLU(inplace=True), Block(), Block(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)]
 
 
-def train(recomputed: Sequence[int], *, split_backward: bool, autocast: bool = False) -> dict[str, Tensor]:
-    """Losses, gradients and buffers of two steps of three micro-batches: F0 F1 F2, then R, B, W of 1, 0 and 2."""
-    parts = parts_of_the_model()
+def trained(recomputed: Sequence[int], *, split_backward: bool, autocast: bool = False) -> dict[str, Tensor]:
+    """Losses, gradients and buffers of two steps of three micro-batches: F0 F1 F2, R and B of 1, 0 and 2, then W."""
+    layers = model()
     dtype = torch.float32 if autocast else torch.float64
-    stages, first = [], 0
-    for part in parts:
-        part[:] = [layer.to(dtype) for layer in part]
-        loss = F.mse_loss if part is parts[-1] else None
-        context = {"forward_context": lambda: torch.autocast("cpu", dtype=torch.bfloat16)} if autocast else {}
-        stages.append(Stage(part, first, SEED, CPU, loss=cast("Any", loss), **cast("Any", context)))
-        first += len(part)
+    context = {"forward_context": lambda: torch.autocast("cpu", dtype=torch.bfloat16)} if autocast else {}
+    stages = cut([layer.to(dtype) for layer in layers], CUTS, **context)
     generator = torch.Generator().manual_seed(1)
     found: dict[str, Tensor] = {}
     for step in range(2):
-        data = [torch.randn(2, 4, WIDTH, dtype=dtype, generator=generator) for _ in range(3)]
-        for m, (x, y) in enumerate(data):
-            value: Any = {"x": x.clone()}
-            for number, stage in enumerate(stages):
-                again = number in recomputed
-                value = stage.forward(step, m, value, split_backward=split_backward, recomputed=again)
-            found[f"loss {step}.{m}"] = stages[-1].loss(step, m, value, y.to(value.dtype), 3)
-            torch.manual_seed(100 + m)  # the state of the process must not matter
-        for m in (1, 0, 2):
-            grads: Any = None
-            for number, stage in reversed(list(enumerate(stages))):
-                if number in recomputed:
-                    stage.recompute(m, split_backward=split_backward)
-                grads = stage.backward_input(m, grads) if split_backward else stage.backward(m, grads)
-            if split_backward:
-                for stage in stages:
-                    stage.backward_weight(m)
-        for number, part in enumerate(parts):
-            for index, layer in enumerate(part):
-                for name, parameter in layer.named_parameters():
-                    assert parameter.grad is not None
-                    found[f"{step} {number}.{index}.{name}"] = parameter.grad.clone()
-                for name, buffer in layer.named_buffers():
-                    found[f"{step} {number}.{index}.{name}"] = buffer.clone()
+        drawn = torch.randn(3, 2, 4, WIDTH, dtype=dtype, generator=generator)
+        data = [({"x": x.clone()}, y.to(torch.bfloat16 if autocast else dtype)) for x, y in drawn]
+        options: Any = {"step": step, "backwards": [1, 0, 2], "recomputed": recomputed}
+        for m, loss in enumerate(train_step(stages, data, split_backward=split_backward, **options)):
+            found[f"loss {step}.{m}"] = loss
+        found |= {f"{step} {name}": grad.clone() for name, grad in gradients(layers).items()}
+        buffers = [(f"{i}.{name}", b) for i, layer in enumerate(layers) for name, b in layer.named_buffers()]
+        found |= {f"{step} {name}": buffer.clone() for name, buffer in buffers}
+    assert len(found) == 2 * (3 + len([p for layer in layers for p in layer.parameters()]) + len(buffers))
     return found
 
 
@@ -111,12 +89,9 @@ def test_losses_gradients_and_buffers_have_the_bits_of_those_without(
     recomputed: tuple[int, ...], split_backward: bool, autocast: bool
 ) -> None:
     """With dropout, running statistics, spectral norm, layers that write into their input, and several tensors."""
-    expected = train((), split_backward=False, autocast=autocast)
-    actual = train(recomputed, split_backward=split_backward, autocast=autocast)
-    assert actual.keys() == expected.keys()
-    assert {"0 1.2.norm.running_mean", "0 1.2.linear.parametrizations.weight.0._u"} <= expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
+    expected = trained((), split_backward=False, autocast=autocast)
+    assert {"0 6.norm.running_mean", "0 6.linear.parametrizations.weight.0._u"} <= expected.keys()
+    assert_same_bits(trained(recomputed, split_backward=split_backward, autocast=autocast), expected)
 
 
 class Save(torch.autograd.Function):
@@ -179,8 +154,5 @@ def test_a_stage_that_trains_nothing_passes_its_input_on_twice() -> None:
 def test_the_generator_of_the_process_is_left_alone() -> None:
     stage = Stage([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)], 0, SEED, CPU)
     stage.forward(STEP, 0, torch.ones(2, WIDTH), split_backward=False, recomputed=True)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    stage.recompute(0, split_backward=False)
-    assert torch.equal(torch.rand(3), expected)
+    with generator_left_alone():
+        stage.recompute(0, split_backward=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.stages import assert_same_bits
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -84,8 +85,7 @@ def test_split_and_fused_have_the_same_bits(device: str, precision: torch.dtype 
         for dtype in (torch.float32, torch.float64) if precision is None else (torch.float32,):
             expected, _ = gradients(device, dtype, precision, split_backward=False)
             actual, waited = gradients(device, dtype, precision, split_backward=True)
-            assert actual.keys() == expected.keys()
-            assert all(torch.equal(actual[name], expected[name]) for name in expected)
+            assert_same_bits(actual, expected)
             assert {"packed.weight", "output.weight", "up.weight", "down.weight"} <= waited
 
 
@@ -94,7 +94,7 @@ def test_they_have_the_same_bits_with_tf32(device: str, tf32: None) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         expected, _ = gradients(device, torch.float32, None, split_backward=False)
         actual, _ = gradients(device, torch.float32, None, split_backward=True)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,18 +1,16 @@
 """Stages cut from a model compute what the whole model computes."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from support.stages import CPU, SEED, STEP, copied, cut, generator_left_alone, gradients, mse, train_step
 from torch import Tensor, nn
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.stage.stage import Stage
 
-CPU = torch.device("cpu")
-SEED, STEP = 7, 3
 WIDTH = 6
 Batches = Sequence[tuple[Any, Tensor]]
 
@@ -89,10 +87,6 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output, target)
-
-
 def build(name: str) -> list[nn.Module]:
     torch.manual_seed(0)
     return [layer.double() for layer in MODELS[name]()]
@@ -107,56 +101,12 @@ def data(count: int) -> Batches:
     return [(draw(), draw()) for _ in range(count)]
 
 
-def cut(layers: Sequence[nn.Module], cuts: Sequence[int]) -> list[Stage]:
-    bounds = [0, *cuts, len(layers)]
-    return [
-        Stage(layers[a:b], a, SEED, CPU, loss=mse if b == len(layers) else None) for a, b in itertools.pairwise(bounds)
-    ]
-
-
-def copied(value: Any) -> Any:
-    """As if sent to another process."""
-    if isinstance(value, tuple):
-        return tuple(copied(item) for item in value)
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def gradients(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
-    found = {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
-    return {name: grad for name, grad in found.items() if grad is not None}
-
-
-def train_step(
-    layers: list[nn.Module],
-    cuts: Sequence[int],
-    batches: Batches | None = None,
-    *,
-    split_backward: bool,
-    reverse: bool = False,
+def trained(
+    layers: list[nn.Module], cuts: Sequence[int], batches: Batches | None = None, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """One step by hand: losses of the micro-batches, and gradients."""
-    stages = cut(layers, cuts)
-    batches = batches or data(2)
-    losses = [0.0] * len(batches)
-    order = list(range(len(batches)))
-    for m in reversed(order) if reverse else order:
-        value: Any = batches[m][0]
-        for stage in stages:
-            value = stage.forward(STEP, m, copied(value), split_backward=split_backward)
-        losses[m] = stages[-1].loss(0, m, value, batches[m][1], len(batches)).item()
-    weights_to_do = []
-    for m in order:
-        grads: Any = None
-        for stage in reversed(stages):
-            if split_backward:
-                grads = stage.backward_input(m, copied(grads))
-                weights_to_do.append((stage, m))
-            else:
-                grads = stage.backward(m, copied(grads))
-        assert grads is None, "the first stage has nobody to send gradients to"
-    for stage, m in weights_to_do:
-        stage.backward_weight(m)
-    return losses, gradients(layers)
+    losses = train_step(cut(layers, cuts), batches or data(2), **options)
+    return [loss.item() for loss in losses], gradients(layers)
 
 
 def whole_model(layers: list[nn.Module], batches: Batches = ()) -> tuple[list[float], dict[str, Tensor]]:
@@ -187,17 +137,17 @@ def assert_close(
 def test_stages_cut_anywhere_give_the_gradients_of_the_whole_model(name: str, split_backward: bool) -> None:
     expected = whole_model(build(name))
     for place in range(1, len(build(name))):
-        assert_close(train_step(build(name), [place], split_backward=split_backward), expected)
-    assert_close(train_step(build(name), range(1, len(build(name))), split_backward=split_backward), expected)
+        assert_close(trained(build(name), [place], split_backward=split_backward), expected)
+    assert_close(trained(build(name), range(1, len(build(name))), split_backward=split_backward), expected)
 
 
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 def test_dropout_depends_neither_on_the_cut_nor_on_the_order_of_execution(split_backward: bool) -> None:
-    expected = train_step(build("dropout"), [], split_backward=False)
+    expected = trained(build("dropout"), [], split_backward=False)
     for cuts in ([1], [2], [3], [1, 2, 3]):
-        for reverse in (False, True):
+        for forwards in ([0, 1], [1, 0]):
             torch.manual_seed(cuts[0])  # the state of the process must not matter
-            assert_close(train_step(build("dropout"), cuts, split_backward=split_backward, reverse=reverse), expected)
+            assert_close(trained(build("dropout"), cuts, split_backward=split_backward, forwards=forwards), expected)
 
 
 def test_dropout_differs_between_microbatches_steps_layers_and_seeds() -> None:
@@ -216,16 +166,13 @@ def test_dropout_differs_between_microbatches_steps_layers_and_seeds() -> None:
 
 def test_forward_leaves_the_generator_of_the_process_alone() -> None:
     stage = Stage([nn.Dropout(0.5)], 0, SEED, CPU)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    stage.forward(0, 0, torch.ones(4), split_backward=False)
-    assert torch.equal(torch.rand(3), expected)
+    with generator_left_alone():
+        stage.forward(0, 0, torch.ones(4), split_backward=False)
 
 
 def test_interleaved_microbatches_do_not_disturb_each_other() -> None:
     """F0 F1 B1 F2 W1 B0 B2 W2 W0, as a schedule may order them."""
-    expected = train_step(build("linear"), [2], data(3), split_backward=False)
+    expected = trained(build("linear"), [2], data(3), split_backward=False)
     layers = build("linear")
     first, last = cut(layers, [2])
     batches = data(3)
@@ -364,7 +311,7 @@ def test_none_integers_truth_values_scalars_and_lengths_that_vary_pass_between_s
         return [layer.double() for layer in (Tagged(), Relay(), Gather())]
 
     expected = whole_model(build_tagged(), tagged_batches())
-    assert_close(train_step(build_tagged(), cuts, tagged_batches(), split_backward=split_backward), expected)
+    assert_close(trained(build_tagged(), cuts, tagged_batches(), split_backward=split_backward), expected)
 
 
 def test_gradients_go_back_for_what_has_some_and_are_none_for_the_rest() -> None:
