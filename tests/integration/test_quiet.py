@@ -85,7 +85,7 @@ def kinds_of_lines(shown: str) -> set[str]:
 
 
 @pytest.mark.long
-def test_a_run_shows_what_plain_lightning_shows_and_one_line_more(tmp_path: Path) -> None:
+def test_a_run_shows_what_plain_lightning_shows_and_two_lines_more(tmp_path: Path) -> None:
     shown = {}
     for strategy, devices in (("auto", 1), ("recycle", 2)):
         folder = tmp_path / strategy
@@ -95,7 +95,7 @@ def test_a_run_shows_what_plain_lightning_shows_and_one_line_more(tmp_path: Path
     assert "recycle/" not in shown["recycle"]
     assert bar_height(shown["recycle"]) == bar_height(shown["auto"])
     said = {strategy: kinds_of_lines(text) for strategy, text in shown.items()}
-    assert said["recycle"] - said["auto"] == {"Run: at step"}
+    assert said["recycle"] - said["auto"] == {"Should all workers", "Run: at step"}
 
 
 @pytest.mark.long
