@@ -6,14 +6,11 @@ Lightning's loops are in :mod:`~lightning_recycle.session.loops`.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from operator import attrgetter
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -83,20 +80,6 @@ __all__ = [
     "synchronises_batchnorm",
     "transfer_batch",
 ]
-
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-
-
-def _without_own_places(shown: Callable[..., str]) -> Callable[..., str]:
-    """The format of warnings ``shown``, but those of this package are about the user's code, and name no line here."""
-
-    def formatted(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
-        return f"{message}\n" if filename.startswith(_PACKAGE) else shown(message, category, filename, lineno, line)
-
-    return formatted
-
-
-warnings.formatwarning = _without_own_places(warnings.formatwarning)
 
 _SETTINGS = (bool, int, float, str, timedelta, NoneType)
 _VALIDATION = "fit_loop.epoch_loop.val_loop"
