@@ -242,7 +242,7 @@ def die(plane: ControlPlane, member: Member, cause: str = "it was killed by SIGK
     plane.processes[member.client.rank].die(cause)
 
 
-def beat(connection: MessageConnection, rank: int) -> None:
+def beat(connection: MessageConnection | ThreadClient, rank: int) -> None:
     connection.send(Heartbeat(rank, -1, Activity(0, "start", "", time.monotonic())))
 
 

@@ -97,21 +97,6 @@ def test_the_workers_of_a_machine_leave_at_a_step_boundary_when_that_is_asked(pl
     assert [*plane.events("failure"), *plane.events("redone")] == []
 
 
-def test_a_leader_that_was_lost_is_not_leader_again_when_it_comes_back(plane: ControlPlane) -> None:
-    members = plane.members()
-    assert {member.client.leader for member in members} == {1}
-    die(plane, members[1])
-    survivors = [members[0], members[2], members[3]]
-    results(run_to(1, survivors))
-    joiner = Member(plane.client(1, joining=True), 2)
-    entering = in_thread(joiner.enter)
-    plane.until(lambda: has_boundary(plane))
-    running = run_to(3, survivors)
-    entering.result(PATIENCE)
-    results([*running, *run_to(3, [joiner])])
-    assert {member.client.leader for member in [*survivors, joiner]} == {3}
-
-
 def test_a_worker_started_by_hand_gets_the_position_that_is_free(plane: ControlPlane) -> None:
     members = plane.members()
     spare = plane.client(None, joining=True)

@@ -8,7 +8,19 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from membership_feed import ALL, GRID, all_losses, applied, feed, messages, records, reports, running
+from membership_feed import (
+    ALL,
+    GRID,
+    all_losses,
+    applied,
+    feed,
+    messages,
+    records,
+    report,
+    reports,
+    running,
+    running_without_3,
+)
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
@@ -21,7 +33,10 @@ from lightning_recycle.control.protocol.fault_attribution import (
     judge,
     remember,
 )
+from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
 from lightning_recycle.control.protocol.member import Member
+from lightning_recycle.control.protocol.membership import transition
+from lightning_recycle.control.protocol.recovery import Adoption, Decision
 
 EVICT, AGAIN, OWN = Verdict.EVICT, Verdict.AGAIN, Verdict.OWN
 
@@ -156,7 +171,131 @@ def test_a_member_takes_only_the_verdict_of_its_generation() -> None:
         assert member.judged() == m.Judged(generation, own=True)
 
 
-# ---------------------------------------------------------------------- broken links
+# ---------------------------------------------------------------------- broken connections without a death
+
+
+def disturb(state: s.MembershipState) -> tuple[s.MembershipState, list[s.Command]]:
+    """A connection breaks between live workers and all of them report again."""
+    generation = state.generation.number
+    state, commands = feed(state, m.Broken(0, generation, "connection reset"), s.GraceElapsed(generation, "reset"))
+    if state.outcome is None:
+        state, more = feed(state, *reports(state.roster.ranks, generation + 1, state.steps.version))
+        commands += more
+    return state, commands
+
+
+def test_a_broken_connection_is_given_time_for_a_death_to_explain_it() -> None:
+    state = running()
+    assert transition(state, m.Broken(0, 0, "reset")) == (state, (s.StartGrace(0, "worker (0, 0): reset"),))
+    state, _ = feed(state, m.Broken(0, 0, "reset"), s.Lost(1, "the reason"), *reports((0, 2, 3), 1))
+    assert transition(state, s.GraceElapsed(0, "reset")) == (state, ())
+
+
+def test_without_a_death_the_same_workers_regroup() -> None:
+    state, commands = disturb(running())
+    assert commands[0] == s.StartGrace(0, "worker (0, 0): connection reset")
+    assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, check_links=True)]
+    assert records(commands, "disturbance") == [s.Record("disturbance", 0, None, {"cause": "reset"})]
+    assert (state.generation.regrouping, state.faults.disturbances) == (False, 1)
+
+
+def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() -> None:
+    state = running()
+    for _ in range(MAX_DISTURBANCES):
+        state, _ = disturb(state)
+        assert state.outcome is None
+    state, _ = disturb(state)
+    assert isinstance(state.outcome, s.Failed)
+    assert "step 0, at last because: reset" in state.outcome.reason
+    assert "reach each other" not in state.outcome.reason
+
+
+@pytest.mark.parametrize("relief", ["a committed step", "a loss"])
+def test_disturbances_are_forgotten_after(relief: str) -> None:
+    state = running()
+    for _ in range(MAX_DISTURBANCES):
+        state, _ = disturb(state)
+    if relief == "a loss":
+        state, _ = feed(state, s.Lost(3, "gone"), *reports((0, 1, 2), state.generation.number + 1))
+    else:
+        state, _ = feed(state, *applied(ALL, 0))
+    state, _ = disturb(state)
+    assert state.outcome is None
+
+
+# ---------------------------------------------------------------------- live workers that cannot reach each other
+
+
+def test_after_a_loss_nobody_checks_its_links() -> None:
+    state, _ = disturb(running())
+    _, commands = feed(state, s.Lost(3, "gone"))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 2), 1)]
+
+
+@pytest.mark.parametrize("who_says_it", [[(0, 2)], [(2, 0)], [(0, 2), (2, 0)]], ids=["one", "the other", "both"])
+def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: list[tuple[int, int]]) -> None:
+    state, _ = disturb(running())
+    said = [m.Broken(rank, 1, "no connection", (other,)) for rank, other in who_says_it]
+    state, commands = feed(state, *said)
+    assert commands == [s.StartGrace(1, f"worker {divmod(rank, 2)}: no connection") for rank, _ in who_says_it]
+    state, commands = feed(state, s.GraceElapsed(1, "reset"))
+    assert commands == [s.Evict(2, "it and worker (0, 0) cannot reach each other")]
+    state, commands = feed(state, s.Lost(2, "it and worker (0, 0) cannot reach each other"))
+    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 3), 1)]
+    assert (state.faults.disturbances, state.generation.broken_pairs) == (0, frozenset())
+
+
+def test_a_worker_that_reaches_nobody_is_evicted_for_all_of_them() -> None:
+    state, _ = disturb(running())
+    said = [m.Broken(rank, 1, "no connection", (1,)) for rank in (0, 2, 3)]
+    _, commands = feed(state, *said, s.GraceElapsed(1, "reset"))
+    assert commands[-1:] == [s.Evict(1, "it and workers (0, 0) and (1, 0) and (1, 1) cannot reach each other")]
+
+
+def test_who_alone_has_what_the_others_need_stays() -> None:
+    """Worker 0 has nothing to compute. It missed the end of the reduction of step 0; stage 1 has step 1 behind it."""
+    versions = {0: 0, 1: 2, 2: 1, 3: 2}
+    state, _ = feed(running(), all_losses(0), all_losses(1), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"))
+    state, commands = feed(state, *(report(rank, 1, version) for rank, version in versions.items()))
+    assert messages(commands, m.Resume)[0].decision == Decision(1, frozenset({1}), (Adoption(0, 0, 2),))
+    _, commands = feed(state, m.Broken(0, 1, "no connection", (2,)), s.GraceElapsed(1, "reset"))
+    assert commands[-1:] == [s.Evict(0, "it and worker (1, 0) cannot reach each other")]
+
+
+def test_a_death_explains_what_could_not_be_reached() -> None:
+    state, _ = disturb(running())
+    state, _ = feed(state, m.Broken(0, 1, "no connection", (2,)), s.Lost(2, "its machine is gone"))
+    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
+    state, _ = feed(state, *reports((0, 1, 3), 2))
+    assert transition(state, m.Broken(0, 1, "no connection", (2,))) == (state, ())
+    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
+
+
+def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
+    state, _ = disturb(running_without_3())
+    state, commands = feed(state, m.Broken(1, 2, "no connection", (0, 2)), s.GraceElapsed(2, "reset"))
+    pairs = (((0, 0), (0, 1)), ((0, 1), (1, 0)))
+    assert records(commands, "disturbance") == [
+        s.Record("disturbance", 0, None, {"cause": "reset", "broken_pairs": pairs})
+    ]
+    assert state.generation.broken_pairs == frozenset()
+
+
+def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
+    """Worker 3 is lost, so worker 1 is all that stage 1 has, and worker 0 cannot reach it; then 2 cannot, either."""
+    state = running_without_3()
+    for number in range(MAX_DISTURBANCES + 1):
+        generation = state.generation.number
+        unreachable = m.Broken(1, generation, "no connection", (0, 2)) if number else m.Broken(1, generation, "reset")
+        state, commands = feed(state, unreachable, s.GraceElapsed(generation, "reset"))
+        assert not any(isinstance(command, s.Evict) for command in commands)
+        if state.outcome is None:
+            state, _ = feed(state, *reports((0, 1, 2), generation + 1))
+    assert isinstance(state.outcome, s.Failed)
+    assert "(0, 0) and (0, 1), (0, 1) and (1, 0)" in state.outcome.reason
+
+
+# ---------------------------------------------------------------------- who is evicted for broken links
 
 SQUARE = [(0, 2), (1, 3)]  # stages 0 and 1 of two pipelines
 

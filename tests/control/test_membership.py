@@ -20,7 +20,7 @@ from membership_feed import (
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES, with_leader
+from lightning_recycle.control.protocol.generation import with_leader
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import Adoption, Decision, WorkerStatus
 
@@ -121,13 +121,6 @@ def test_survivors_resume_together_with_what_the_decision_says() -> None:
     assert state.steps.version == 0, "a step is complete when it is applied, not when it could be"
 
 
-def test_a_step_that_one_stage_lacks_runs_again() -> None:
-    _, commands = feed(running(), s.Lost(3, "gone"), *reports((0, 2), 1, 0, True), report(1, 1))
-    (resume,) = messages(commands, m.Resume)
-    assert resume.decision == Decision(0, frozenset({0}), ())
-    assert records(commands, "step") == []
-
-
 def test_a_second_loss_during_a_regroup_begins_again_and_needs_all_new_reports() -> None:
     state, _ = feed(running(), s.Lost(3, "first"), report(0, 1), report(1, 1))
     state, commands = feed(state, s.Lost(2, "second"))
@@ -136,12 +129,6 @@ def test_a_second_loss_during_a_regroup_begins_again_and_needs_all_new_reports()
     assert messages(commands, m.Resume) == []
     state, commands = feed(state, report(1, 2))
     assert [(r.generation, r.roster) for r in messages(commands, m.Resume)] == [(2, (0, 1))]
-
-
-def test_a_second_loss_is_a_failure_of_its_own_and_the_first_is_not_repeated() -> None:
-    state, first = feed(running(), s.Lost(3, "first"))
-    state, again = feed(state, s.Lost(3, "told twice"))
-    assert (len(first), again) == (2, [])
 
 
 @pytest.mark.parametrize("stage_1", [report(1, 2, 0, True), report(1, 2, 1)], ids=["reduced", "applied"])
@@ -315,14 +302,6 @@ def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> 
 # ---------------------------------------------------------------------- steps and losses
 
 
-def test_a_step_is_complete_once_every_live_worker_has_applied_it() -> None:
-    state, commands = feed(running(), *applied((0, 1, 3), 0))
-    assert commands == []
-    state, commands = feed(state, *applied((2,), 0))
-    assert commands == [s.Record("step", 0)]
-    assert state.steps.version == 1
-
-
 def test_a_step_is_completed_by_the_death_of_the_one_that_has_not_applied_it() -> None:
     state, _ = feed(running(), *applied((0, 1, 2), 0))
     state, commands = feed(state, s.Lost(3, "gone"))
@@ -384,11 +363,6 @@ def test_the_losses_of_a_worker_that_died_are_those_that_its_peers_compute_again
     assert commands == [s.Send((0, 1, 2), m.StepLoss(0, 3.0))]
 
 
-def test_losses_of_two_steps_do_not_mix() -> None:
-    _, commands = feed(running(), m.Losses(1, 0, {0: 1.0, 2: 1.0}), m.Losses(3, 1, {1: 9.0, 3: 9.0}))
-    assert commands == []
-
-
 # ---------------------------------------------------------------------- control collectives
 
 
@@ -398,12 +372,6 @@ def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> Non
     state, commands = feed(state, m.Arrive(1, 0, "barrier", 10))
     assert commands == [s.Send(ALL, m.Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1))]
     assert state.collectives.open == {}
-
-
-def test_a_collective_is_completed_by_the_death_of_the_one_it_waits_for() -> None:
-    state, _ = feed(running(), *(m.Arrive(rank, 4, "reduce", rank) for rank in (0, 1, 2)))
-    state, commands = feed(state, s.Lost(3, "gone"))
-    assert messages(commands, m.Answer) == [m.Answer(4, {0: 0, 1: 1, 2: 2}, 1)]
 
 
 def test_a_collective_that_the_leaders_death_completes_names_a_leader_who_has_a_part_in_it() -> None:
@@ -515,138 +483,6 @@ def test_an_exception_of_the_infrastructure_is_a_loss() -> None:
     _state, commands = feed(running(), m.Crash(2, True, "InjectedFaultError: x", None, ""))
     assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 1, 3), 1)]
     assert records(commands, "failure")[0].details == {"cause": "InjectedFaultError: x"}
-
-
-# ---------------------------------------------------------------------- broken connections without a death
-
-
-def disturb(state: s.MembershipState) -> tuple[s.MembershipState, list[s.Command]]:
-    """A connection breaks between live workers and all of them report again."""
-    generation = state.generation.number
-    state, commands = feed(state, m.Broken(0, generation, "connection reset"), s.GraceElapsed(generation, "reset"))
-    if state.outcome is None:
-        state, more = feed(state, *reports(state.roster.ranks, generation + 1, state.steps.version))
-        commands += more
-    return state, commands
-
-
-def test_a_broken_connection_is_given_time_for_a_death_to_explain_it() -> None:
-    state = running()
-    assert transition(state, m.Broken(0, 0, "reset")) == (state, (s.StartGrace(0, "worker (0, 0): reset"),))
-    state, _ = feed(state, m.Broken(0, 0, "reset"), s.Lost(1, "the reason"), *reports((0, 2, 3), 1))
-    assert transition(state, s.GraceElapsed(0, "reset")) == (state, ())
-
-
-def test_without_a_death_the_same_workers_regroup() -> None:
-    state, commands = disturb(running())
-    assert commands[0] == s.StartGrace(0, "worker (0, 0): connection reset")
-    assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, check_links=True)]
-    assert records(commands, "disturbance") == [s.Record("disturbance", 0, None, {"cause": "reset"})]
-    assert (state.generation.regrouping, state.faults.disturbances) == (False, 1)
-
-
-def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() -> None:
-    state = running()
-    for _ in range(MAX_DISTURBANCES):
-        state, _ = disturb(state)
-        assert state.outcome is None
-    state, _ = disturb(state)
-    assert isinstance(state.outcome, s.Failed)
-    assert "step 0, at last because: reset" in state.outcome.reason
-    assert "reach each other" not in state.outcome.reason
-
-
-@pytest.mark.parametrize("relief", ["a committed step", "a loss"])
-def test_disturbances_are_forgotten_after(relief: str) -> None:
-    state = running()
-    for _ in range(MAX_DISTURBANCES):
-        state, _ = disturb(state)
-    if relief == "a loss":
-        state, _ = feed(state, s.Lost(3, "gone"), *reports((0, 1, 2), state.generation.number + 1))
-    else:
-        state, _ = feed(state, *applied(ALL, 0))
-    state, _ = disturb(state)
-    assert state.outcome is None
-
-
-# ---------------------------------------------------------------------- live workers that cannot reach each other
-
-
-def test_after_a_loss_nobody_checks_its_links() -> None:
-    state, _ = disturb(running())
-    _, commands = feed(state, s.Lost(3, "gone"))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 2), 1)]
-
-
-@pytest.mark.parametrize("who_says_it", [[(0, 2)], [(2, 0)], [(0, 2), (2, 0)]], ids=["one", "the other", "both"])
-def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: list[tuple[int, int]]) -> None:
-    state, _ = disturb(running())
-    said = [m.Broken(rank, 1, "no connection", (other,)) for rank, other in who_says_it]
-    state, commands = feed(state, *said)
-    assert commands == [s.StartGrace(1, f"worker {divmod(rank, 2)}: no connection") for rank, _ in who_says_it]
-    state, commands = feed(state, s.GraceElapsed(1, "reset"))
-    assert commands == [s.Evict(2, "it and worker (0, 0) cannot reach each other")]
-    state, commands = feed(state, s.Lost(2, "it and worker (0, 0) cannot reach each other"))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 3), 1)]
-    assert (state.faults.disturbances, state.generation.broken_pairs) == (0, frozenset())
-
-
-def test_a_worker_that_reaches_nobody_is_evicted_for_all_of_them() -> None:
-    state, _ = disturb(running())
-    said = [m.Broken(rank, 1, "no connection", (1,)) for rank in (0, 2, 3)]
-    _, commands = feed(state, *said, s.GraceElapsed(1, "reset"))
-    assert commands[-1:] == [s.Evict(1, "it and workers (0, 0) and (1, 0) and (1, 1) cannot reach each other")]
-
-
-def test_who_alone_has_what_the_others_need_stays() -> None:
-    """Worker 0 has nothing to compute. It missed the end of the reduction of step 0; stage 1 has step 1 behind it."""
-    versions = {0: 0, 1: 2, 2: 1, 3: 2}
-    state, _ = feed(running(), all_losses(0), all_losses(1), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"))
-    state, commands = feed(state, *(report(rank, 1, version) for rank, version in versions.items()))
-    assert messages(commands, m.Resume)[0].decision == Decision(1, frozenset({1}), (Adoption(0, 0, 2),))
-    _, commands = feed(state, m.Broken(0, 1, "no connection", (2,)), s.GraceElapsed(1, "reset"))
-    assert commands[-1:] == [s.Evict(0, "it and worker (1, 0) cannot reach each other")]
-
-
-def test_a_death_explains_what_could_not_be_reached() -> None:
-    state, _ = disturb(running())
-    state, _ = feed(state, m.Broken(0, 1, "no connection", (2,)), s.Lost(2, "its machine is gone"))
-    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
-    state, _ = feed(state, *reports((0, 1, 3), 2))
-    assert transition(state, m.Broken(0, 1, "no connection", (2,))) == (state, ())
-    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
-
-
-def test_a_link_that_heals_costs_nobody() -> None:
-    state, _ = disturb(running())
-    state, _ = feed(state, *applied(ALL, 0))
-    state, commands = disturb(state)
-    assert messages(commands, m.Regroup) == [m.Regroup(2, ALL, 1, check_links=True)]
-    assert state.faults.disturbances == 1
-
-
-def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
-    state, _ = disturb(running_without_3())
-    state, commands = feed(state, m.Broken(1, 2, "no connection", (0, 2)), s.GraceElapsed(2, "reset"))
-    pairs = (((0, 0), (0, 1)), ((0, 1), (1, 0)))
-    assert records(commands, "disturbance") == [
-        s.Record("disturbance", 0, None, {"cause": "reset", "broken_pairs": pairs})
-    ]
-    assert state.generation.broken_pairs == frozenset()
-
-
-def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
-    """Worker 3 is lost, so worker 1 is all that stage 1 has, and worker 0 cannot reach it; then 2 cannot, either."""
-    state = running_without_3()
-    for number in range(MAX_DISTURBANCES + 1):
-        generation = state.generation.number
-        unreachable = m.Broken(1, generation, "no connection", (0, 2)) if number else m.Broken(1, generation, "reset")
-        state, commands = feed(state, unreachable, s.GraceElapsed(generation, "reset"))
-        assert not any(isinstance(command, s.Evict) for command in commands)
-        if state.outcome is None:
-            state, _ = feed(state, *reports((0, 1, 2), generation + 1))
-    assert isinstance(state.outcome, s.Failed)
-    assert "(0, 0) and (0, 1), (0, 1) and (1, 0)" in state.outcome.reason
 
 
 # ---------------------------------------------------------------------- leaders

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import pytest
 from membership_feed import (
     ALL,
-    GRID,
     all_losses,
     applied,
     feed,
@@ -98,14 +97,6 @@ def test_who_is_ready_before_the_first_generation_or_in_a_regroup_waits_for_its_
     assert [type(c.message) for c in commands if isinstance(c, s.Send)] == [m.Resume, m.Pause]
 
 
-def test_the_boundary_is_the_first_step_that_nobody_has_begun() -> None:
-    state, _ = feed(running_without_3(), m.Ready(3))
-    state, commands = feed(state, m.Paused(0, 1, 4), m.Paused(2, 1, 4))
-    assert commands == []
-    _, commands = feed(state, m.Paused(1, 1, 3))
-    assert commands == [s.Send(THREE, m.Boundary(1, 5))]
-
-
 def test_workers_that_have_begun_nothing_stop_at_the_first_step() -> None:
     state, _ = feed(running_without_3(), m.Ready(3))
     _, commands = feed(state, *paused(THREE, 1, -1))
@@ -154,10 +145,6 @@ def test_who_has_joined_is_recorded_once_it_has_its_state() -> None:
     assert commands == [s.Record("rejoined", 2, 3)]
     assert state.roster.joining == frozenset()
     assert state.holders(1) == {1, 3}
-
-
-def test_who_has_no_state_yet_is_no_replica() -> None:
-    assert joining_3().holders(1) == {1}
 
 
 def test_a_worker_that_joined_takes_part_in_counting_steps() -> None:
@@ -224,12 +211,6 @@ def test_a_worker_that_was_told_to_end_leaves_at_the_boundary_and_is_no_failure(
     assert 3 not in state.roster.live | state.roster.leaving
     _, commands = feed(state, *reports(THREE, 1, 3))
     assert messages(commands, m.Resume)[0].decision.version == 3
-
-
-def test_the_last_holder_of_a_stage_stays() -> None:
-    state, commands = feed(running_without_3(), m.Leave(1))
-    assert messages(commands, m.Pause) == []
-    assert state.roster.leaving == {1}
 
 
 def test_of_two_that_want_to_leave_one_stage_the_last_one_stays() -> None:
@@ -353,13 +334,6 @@ def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_ne
     assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 1, 3), 1)]
 
 
-def test_a_broken_connection_during_a_pause_cancels_it_too() -> None:
-    state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0))
-    state, commands = feed(state, s.GraceElapsed(1, "reset"), *reports(THREE, 2))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, THREE, 1, check_links=True)]
-    assert messages(commands, m.Pause) == [m.Pause(2)]
-
-
 def test_a_joiner_lost_before_it_has_its_state_leaves_the_others_where_they_were() -> None:
     state, commands = feed(joining_3(), s.Lost(3, "killed"))
     assert messages(commands, m.Regroup) == [m.Regroup(3, THREE, 1)]
@@ -400,66 +374,46 @@ def test_another_holder_gives_the_state_when_the_donor_dies() -> None:
 # ---------------------------------------------------------------------- late and twice
 
 
+def pausing(*events: s.MembershipEvent) -> s.MembershipState:
+    """All but worker 3 are asked to stop, so that it can join."""
+    return feed(running_without_3(), m.Ready(3), *events)[0]
+
+
 @pytest.mark.parametrize(
-    "stale",
+    ("state", "words"),
     [
-        m.Paused(0, 0, 0), m.Paused(3, 1, 0), at_boundary(0, 1, 0), at_boundary(0, 1, 2), at_boundary(0, 0, 1),
-        at_boundary(3, 1, 1), entered(0, 1), m.Ready(0), m.Ready(3), m.Paused(0, 1, 7),
+        pytest.param(
+            pausing(*paused(THREE, 1, 0)),
+            [
+                m.Paused(0, 0, 0), m.Paused(3, 1, 0), at_boundary(0, 1, 0), at_boundary(0, 1, 2), at_boundary(0, 0, 1),
+                at_boundary(3, 1, 1), entered(0, 1), m.Ready(0), m.Ready(3), m.Paused(0, 1, 7),
+            ],
+            id="of-another-generation-step-or-worker",
+        ),
+        pytest.param(
+            rejoined_3(),
+            [m.Paused(0, 1, 0), at_boundary(0, 1, 2), entered(3, 2), m.Ready(3), entered(0, 2)],
+            id="of-a-pause-that-is-over",
+        ),
+        pytest.param(
+            running_without_3(),
+            [m.Paused(0, 1, 0), at_boundary(0, 1, 1), entered(0, 1), s.CandidateLost(3), entered(3, 1)],
+            id="that-nobody-asked-for",
+        ),
     ],
-    ids=repr,
 )  # fmt: skip
-def test_words_of_another_generation_step_or_worker_do_not_count_in_a_pause(stale: s.MembershipEvent) -> None:
-    state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0))
-    assert transition(state, stale) == (state, ())
+def test_words_that_are_late_early_or_of_another_change_nothing(
+    state: s.MembershipState, words: list[s.MembershipEvent]
+) -> None:
+    for event in words:
+        assert transition(state, event) == (state, ()), event
 
 
-@pytest.mark.parametrize(
-    "stale",
-    [
-        m.Paused(0, 1, 0),
-        at_boundary(0, 1, 2),
-        entered(3, 2),
-        m.Ready(3),
-        entered(0, 2),
-    ],
-    ids=repr,
-)
-def test_words_of_a_pause_that_is_over_change_nothing(stale: s.MembershipEvent) -> None:
-    state = rejoined_3()
-    assert transition(state, stale) == (state, ())
-
-
-@pytest.mark.parametrize(
-    "early",
-    [
-        m.Paused(0, 1, 0),
-        at_boundary(0, 1, 1),
-        entered(0, 1),
-        s.CandidateLost(3),
-        entered(3, 1),
-    ],
-    ids=repr,
-)
-def test_answers_to_what_nobody_asked_change_nothing(early: s.MembershipEvent) -> None:
-    state = running_without_3()
-    assert transition(state, early) == (state, ())
-
-
-def test_an_arrival_that_comes_twice_does_not_stand_for_another_one() -> None:
-    state, _ = feed(running_without_3(), m.Ready(3), *applied(THREE, 0), *paused(THREE, 1, 0))
-    _, commands = feed(state, *arrived((0, 0, 2, 2), 1, 1))
+def test_words_that_come_twice_do_not_stand_for_another_one() -> None:
+    _, commands = feed(pausing(), *paused((0, 0, 2, 2), 1, 0))
     assert commands == []
-
-
-def test_an_answer_that_comes_twice_does_not_stand_for_another_one() -> None:
-    state, _ = feed(running_without_3(), m.Ready(3))
-    _, commands = feed(state, *paused((0, 0, 2, 2), 1, 0))
+    _, commands = feed(pausing(*applied(THREE, 0), *paused(THREE, 1, 0)), *arrived((0, 0, 2, 2), 1, 1))
     assert commands == []
-
-
-def test_the_grid_of_these_tests_is_as_they_say() -> None:
-    assert [GRID.worker(rank).stage for rank in ALL] == [0, 1, 0, 1]
-    assert [WIDE.worker(rank).stage for rank in range(6)] == [0, 1, 0, 1, 0, 1]
 
 
 # ---------------------------------------------------------------------- another plan
@@ -481,22 +435,6 @@ def test_another_plan_begins_at_a_step_that_nobody_has_begun_and_nobody_stops_th
         None,
         False,
     )
-
-
-def test_a_plan_for_other_workers_or_in_the_middle_of_a_regroup_is_dropped() -> None:
-    for state in (running(), feed(running_without_3(), s.Lost(0, "gone"))[0]):
-        after, commands = feed(state, PLAN)
-        assert (after, commands) == (state, [])
-
-
-def test_a_failure_before_the_change_makes_the_plan_the_next_generation_s_business() -> None:
-    state, _ = feed(running_without_3(), PLAN, *paused((0, 1), 1, 4))
-    state, commands = feed(state, s.Lost(2, "gone"))
-    assert [type(message) for message in messages(commands, m.Regroup)] == [m.Regroup]
-    assert (state.generation.plan, state.generation.pause) == (None, None)
-    _, commands = feed(state, m.Paused(2, 1, 4), *reports((0, 1), 2))
-    assert messages(commands, m.Boundary) == []
-    assert len(messages(commands, m.Resume)) == 1
 
 
 def test_who_waits_to_be_let_in_goes_before_a_plan() -> None:
