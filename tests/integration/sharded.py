@@ -1,9 +1,11 @@
 """Runs on positions of several processes, and the plain loop that they must equal."""
 
+import math
 import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +14,7 @@ from support.blocks import WIDTH, blocks
 from support.options import recycle_strategy
 from support.training import QUIET
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,8 +26,12 @@ STEPS, BATCH = 4, 4  # samples of a pipeline in a step
 
 
 def make_parallel(layers: Any, mesh: Any) -> None:
+    """Divides each of ``layers`` over ``mesh`` as for Lightning's ``ModelParallelStrategy``."""
     for block in layers:
-        parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if mesh["tensor_parallel"].size() > 1:
+            parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if mesh["data_parallel"].size() > 1:
+            fully_shard(block, mesh=mesh["data_parallel"])
 
 
 class Ordinary(L.LightningModule):
@@ -35,7 +42,10 @@ class Ordinary(L.LightningModule):
         self.model = blocks()
 
     def configure_model(self) -> None:
-        make_parallel(self.model, self.device_mesh)
+        mesh: Any = self.device_mesh
+        make_parallel(self.model, mesh)
+        if mesh["data_parallel"].size() > 1:
+            fully_shard(self.model, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -102,37 +112,43 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def fit(module: L.LightningModule, grid: tuple[int, int, int], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
-    """Trains ``module`` on (pipelines, stages, members)."""
-    pipelines, stages, members = grid
+def fit(module: L.LightningModule, grid: tuple[int, ...], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+    """Trains ``module`` on (pipelines, stages, [FSDP shards,] tensor parallelism)."""
     validates, ckpt_path = kwargs.pop("validates", False), kwargs.pop("ckpt_path", None)
     data, batch = kwargs.pop("data", None) or dataset(), kwargs.pop("batch", BATCH)
-    options = {"pipeline_parallel_size": stages, "num_microbatches": 2, "tensor_parallel_size": members}
-    strategy = recycle_strategy(**{**options, **kwargs.pop("strategy", {})})
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=pipelines * stages * members,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        **{"max_steps": STEPS, **QUIET, **kwargs},
-    )
-    train, val = (DataLoader(data, batch_size=batch) for _ in range(2))
+    train, val = (DataLoader(each, batch_size=batch) for each in (data, kwargs.pop("val", None) or data))
+    trainer = trainer_for(grid, *callbacks, **kwargs)
     trainer.fit(module, train, val if validates else None, ckpt_path=ckpt_path)
     return trainer
 
 
+def trainer_for(grid: tuple[int, ...], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+    _, stages, *shards, tensor = grid
+    options = {"pipeline_parallel_size": stages, "num_microbatches": 2, "tensor_parallel_size": tensor}
+    options |= {"fsdp_size": shards[0]} if shards else {}
+    strategy = recycle_strategy(**{**options, **kwargs.pop("strategy", {})})
+    more = {"max_steps": STEPS, **QUIET, **kwargs}
+    return L.Trainer(accelerator="cpu", devices=math.prod(grid), strategy=strategy, callbacks=list(callbacks), **more)
+
+
+def parts_of(grid: tuple[int, ...]) -> int:
+    """The number of parts of a global batch, of ``BATCH`` samples each."""
+    return grid[0] * (grid[2] if len(grid) > 3 else 1)
+
+
 def plain_loop(
-    pipelines: int,
+    parts: int,
     clip: float | None = None,
     steps: int = STEPS,
     layers: nn.Sequential | None = None,
     clips: Callable[..., Any] = nn.utils.clip_grad_norm_,
 ) -> nn.Sequential:
+    """Trains on one device with the batches of ``parts`` pipelines, or FSDP's shards of them."""
     layers, data = blocks() if layers is None else layers, dataset()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
     for step in range(steps):
-        begin = step * pipelines * BATCH % len(data)
-        x, y = data[begin : begin + pipelines * BATCH]
+        begin = step * parts * BATCH % len(data)
+        x, y = data[begin : begin + parts * BATCH]
         optimizer.zero_grad()
         (layers(x) - y).square().mean().backward()
         if clip is not None:
@@ -143,7 +159,7 @@ def plain_loop(
 
 def error(module: L.LightningModule, expected: nn.Module) -> float:
     found = {name.split(".", 1)[1]: p for name, p in module.named_parameters()}
-    return max(float((found[name] - p).abs().max()) for name, p in expected.named_parameters())
+    return max(float((found[name] - p).detach().abs().max()) for name, p in expected.named_parameters())
 
 
 def lost(trainer: L.Trainer) -> int:
@@ -220,3 +236,35 @@ class AtPoint(Victim):
         strategy: Any = trainer.strategy
         if self.is_it(trainer):
             strategy.at_point.append(lambda *place: die() if place == self.place else None)
+
+
+class AtCollective(Victim):
+    """Dies before its collective number ``number`` of ``step``, or after it; without a number, counts them in
+    ``report``.
+    """
+
+    def __init__(self, rank: int, step: int, number: int | None, when: str = "before", report: Path | None = None):
+        super().__init__(rank)
+        self.step, self.number, self.when, self.report, self.seen = step, number, when, report, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.is_it(trainer):
+            return
+        from lightning_recycle.runtime.comm.position_mesh import MemberGroup
+
+        strategy: Any = trainer.strategy
+        run: Callable[..., Any] = MemberGroup.run
+
+        def counted(group: Any, *args: Any, **options: Any) -> Any:
+            is_due = strategy.executor.version == self.step and self.seen == self.number
+            self.seen += strategy.executor.version == self.step
+            if is_due and self.when == "before":
+                die()
+            work = run(group, *args, **options)
+            if is_due:
+                die()
+            if self.report is not None:
+                self.report.write_text(str(self.seen))
+            return work
+
+        MemberGroup.run = counted  # type: ignore[method-assign]

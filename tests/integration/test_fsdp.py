@@ -1,9 +1,5 @@
 """Positions whose layers FSDP2 divides: weights equal those of a plain loop, whichever member is lost."""
 
-import os
-import signal
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,105 +8,46 @@ import pytest
 import sharded
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sharded import Kill, dataset
+from sharded import (
+    BATCH,
+    AtCollective,
+    Kill,
+    Piped,
+    Waits,
+    dataset,
+    die,
+    error,
+    fit,
+    kinds,
+    lost,
+    make_parallel,
+    parts_of,
+    plain_loop,
+    trainer_for,
+)
 from support.blocks import WIDTH, blocks
-from support.options import recycle_strategy
-from support.training import QUIET, TOLERANCE
+from support.training import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
 
-from lightning_recycle import PipelineModule
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
-STEPS, BATCH = 4, 4  # samples of a part in a step
 
-
-def shard(layers: Any, mesh: Any) -> None:
-    """Divides ``layers`` over ``mesh`` as for Lightning's ``ModelParallelStrategy``."""
-    for block in layers:
-        if mesh["tensor_parallel"].size() > 1:
-            parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["data_parallel"])
-
-
-class Ordinary(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = blocks()
+class Ordinary(sharded.Ordinary):
+    """Logs its loss; without a mesh it is trained alone."""
 
     def configure_model(self) -> None:
-        if self.trainer.strategy.options.members == 1:  # type: ignore[attr-defined]
-            return
-        shard(self.model, self.device_mesh)
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        if self.device_mesh is not None:
+            super().configure_model()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = (self.model(x) - y).square().mean()
         self.log("train", loss, on_step=False, on_epoch=True)
         return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val", (self.model(x) - y).square().mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Piped(sharded.Piped):
-    def configure_model(self) -> None:
-        PipelineModule.configure_model(self)
-        shard(self.layers, self.device_mesh)
-
-
-def fit(module: L.LightningModule, grid: tuple[int, int, int, int], *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
-    """Trains ``module`` on (pipelines, stages, FSDP shards, tensor parallelism)."""
-    pipelines, stages, shards, tensor = grid
-    validates, ckpt_path = kwargs.pop("validates", False), kwargs.pop("ckpt_path", None)
-    options = {"pipeline_parallel_size": stages, "num_microbatches": 2, "tensor_parallel_size": tensor}
-    strategy = recycle_strategy(**{**options, "fsdp_size": shards, **kwargs.pop("strategy", {})})
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=pipelines * stages * shards * tensor,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        **{"max_steps": STEPS, **QUIET, **kwargs},
-    )
-    train, rest = DataLoader(dataset(), batch_size=BATCH), DataLoader(Subset(dataset(), range(50)), batch_size=BATCH)
-    trainer.fit(module, train, rest if validates else None, ckpt_path=ckpt_path)
-    return trainer
-
-
-def plain_loop(
-    parts: int, clip: float | None = None, steps: int = STEPS, layers: nn.Sequential | None = None
-) -> nn.Sequential:
-    """Trains on one device with the batches of ``parts`` parts."""
-    layers, data = blocks() if layers is None else layers, dataset()
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
-    for step in range(steps):
-        begin = step * parts * BATCH % len(data)
-        x, y = data[begin : begin + parts * BATCH]
-        optimizer.zero_grad()
-        (layers(x) - y).square().mean().backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(layers.parameters(), clip)
-        optimizer.step()
-    return layers
-
-
-def error(module: L.LightningModule, expected: nn.Module) -> float:
-    found = {name.split(".", 1)[1]: p for name, p in module.named_parameters()}
-    return max(float((found[name] - p).detach().abs().max()) for name, p in expected.named_parameters())
-
-
-def lost(trainer: L.Trainer) -> int:
-    strategy: Any = trainer.strategy
-    return sum(event.kind == "failure" for event in strategy.history)
 
 
 def test_an_ordinary_module_trains_with_fsdp() -> None:
@@ -124,23 +61,6 @@ def test_weights_equal_after_a_member_is_killed(rank: int, operation: int) -> No
     module = Ordinary()
     assert lost(fit(module, (2, 1, 2, 1), Kill(rank, 1, operation))) == 1
     assert error(module, plain_loop(4)) < TOLERANCE
-
-
-class Waits(L.Callback):
-    """Each step waits until a replacement is in, if one was lost."""
-
-    def __init__(self, after: int, workers: int) -> None:
-        self.after, self.workers = after, workers
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_step > self.after and strategy.counters.get("live_workers", self.workers) < self.workers:
-            time.sleep(1.0)
-
-
-def kinds(trainer: L.Trainer) -> list[str]:
-    strategy: Any = trainer.strategy
-    return [event.kind for event in strategy.history]
 
 
 @pytest.mark.long
@@ -170,7 +90,7 @@ def test_a_replacement_gets_the_shards_of_its_column() -> None:
     module = Ordinary()
     kills = Kill(1, 1, 2), Kill(2, 18, 1)
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
-    trainer = fit(module, (2, 1, 2, 1), *kills, Waits(2, 4), **limits)
+    trainer = fit(module, (2, 1, 2, 1), *kills, Waits(2), **limits)
     assert "rejoined" in kinds(trainer), kinds(trainer)
     assert error(module, plain_loop(4, steps=20)) < TOLERANCE
 
@@ -218,7 +138,15 @@ class Metrics(Ordinary):
 
 def test_evaluation_metrics_and_gathering_count_parts_of_the_data() -> None:
     module, layers = Metrics(), uneven()
-    trainer = fit(module, (2, 1, 3, 1), Kill(4, 1, 1), validates=True, max_epochs=1, max_steps=-1)
+    trainer = fit(
+        module,
+        (2, 1, 3, 1),
+        Kill(4, 1, 1),
+        validates=True,
+        val=Subset(dataset(), range(50)),
+        max_epochs=1,
+        max_steps=-1,
+    )
     optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), dataset()
     losses = []
     for step in range(len(data) // (6 * BATCH)):
@@ -283,7 +211,7 @@ def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_gri
 
 def test_a_replacement_for_a_member_whose_layers_were_made_on_the_meta_device(tmp_path: Path) -> None:
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
-    trainer, weights = saved(tmp_path, OnMeta(), (2, 1, 2, 1), Kill(1, 1, 2), Kill(2, 18, 1), Waits(2, 4), **limits)
+    trainer, weights = saved(tmp_path, OnMeta(), (2, 1, 2, 1), Kill(1, 1, 2), Kill(2, 18, 1), Waits(2), **limits)
     assert "rejoined" in kinds(trainer), kinds(trainer)
     expected = plain_loop(4, steps=20)
     assert max(float((weights[name] - p).detach().abs().max()) for name, p in expected.named_parameters()) < TOLERANCE
@@ -318,7 +246,7 @@ def test_a_split_backward_leaves_the_sums_to_fsdp() -> None:
 
 class Partly(Ordinary):
     def configure_model(self) -> None:
-        shard(self.model[:1], self.device_mesh)
+        make_parallel(self.model[:1], self.device_mesh)
 
 
 class Itself(Ordinary):
@@ -341,7 +269,7 @@ def test_what_would_be_wrong_is_refused(module: Any, error: Any, expected: str) 
 
 class EachLayer(Ordinary):
     def configure_model(self) -> None:
-        shard(self.model, self.device_mesh)
+        make_parallel(self.model, self.device_mesh)
 
 
 @pytest.mark.long
@@ -364,26 +292,6 @@ def test_several_layers_of_a_stage_that_are_sharded_as_one_are_refused() -> None
         fit(AsOne(), (1, 2, 2, 1), strategy={"layers": "model"})
 
 
-class KillInCollective(L.Callback):
-    """Kills the first process of ``rank`` before collective number ``number`` of its position in step 1."""
-
-    def __init__(self, rank: int, number: int) -> None:
-        self.rank, self.number, self.seen, self.step = rank, number, -1, -1
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
-            for group in strategy.session.mesh.groups.values():
-                group.run = partial(self.counted, strategy.executor, group.run)
-
-    def counted(self, executor: Any, run: Any, name: str, *args: Any, **options: Any) -> Any:
-        if executor.version == 1:
-            self.seen += 1
-            if self.seen == self.number:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return run(name, *args, **options)
-
-
 COLLECTIVES = {(2, 1): 15, (2, 2): 23}
 """Of a member in a step, by FSDP shards and tensor parallelism: to begin it, for the losses and what was logged, and of
 each of two micro-batches 4 gathers of parameters and 2 sums of gradients, or 4 more of tensor parallelism.
@@ -401,7 +309,7 @@ each of two micro-batches 4 gathers of parameters and 2 sums of gradients, or 4 
 def test_weights_equal_after_a_member_is_killed_before_a_collective(grid: Any, number: int) -> None:
     module = Ordinary()
     members = grid[2] * grid[3]
-    trainer = fit(module, grid, KillInCollective(members + number % members, number))
+    trainer = fit(module, grid, AtCollective(members + number % members, 1, number))
     assert lost(trainer) == 1
     assert error(module, plain_loop(4)) < TOLERANCE
 
@@ -447,3 +355,81 @@ def test_a_run_starts_again_after_a_column_is_lost(folder: bool, tmp_path: Path)
     trainer = fit(module, (2, 1, 2, 1), keep, *kills, strategy=options, enable_checkpointing=True)
     assert "stage_lost" in kinds(trainer), kinds(trainer)
     assert error(module, plain_loop(4)) < TOLERANCE
+
+
+# ---------------------------------------------------------------------- outside of steps
+
+MESHES = [(2, 1, 2, 1), (2, 1, 2, 2), (1, 2, 2, 1), (2, 1, 2), (1, 2, 2)]
+"""Pipelines, stages, FSDP shards if there are any, and tensor parallelism."""
+
+
+class Evaluated(Ordinary):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output: Tensor = self.model(batch[0])
+        return output
+
+
+class InDying(L.Callback):
+    """The worker of ``rank`` dies as it computes the second batch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.seen = rank, 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
+            model: Any = pl_module.model
+            model[-1].register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.seen += 1
+        if self.seen == 2:
+            die()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("grid", "dies"), [*((grid, False) for grid in MESHES), *((grid, True) for grid in MESHES if grid[0] > 1)], ids=str
+)
+def test_tests_and_predictions_are_those_of_one_device(grid: tuple[int, ...], dies: bool) -> None:
+    layers, data = blocks(), Subset(dataset(), range(50))
+    x, y = dataset()[:50]
+    for function in ("test", "predict"):
+        options: dict[str, Any] = {"strategy": {"layers": "model"} if grid[1] > 1 else {}}
+        trainer = trainer_for(grid, *([InDying(1)] if dies else []), **options)
+        found = getattr(trainer, function)(Evaluated(), DataLoader(data, batch_size=BATCH))
+        assert lost(trainer) == dies
+        output = layers(x).detach()
+        if function == "test":
+            assert abs(found[0]["val"] - float((output - y).square().mean())) < 1e-6
+        else:
+            assert torch.cat(found).sub(output).abs().max() < TOLERANCE
+
+
+PRECISIONS = [("bf16-true", torch.bfloat16, 0.03), ("bf16-mixed", torch.float32, 0.01)]
+
+
+class InFloat32(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = (part.float() for part in batch)
+        output = self.model(x.to(next(self.parameters()).dtype))
+        return (output - y).square().mean()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [(2, 1, 2, 1), (2, 1, 2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(("precision", "dtype", "tolerance"), PRECISIONS)
+def test_half_precisions_train_as_on_one_device(grid: Any, precision: Any, dtype: Any, tolerance: float) -> None:
+    module, alone = InFloat32(), InFloat32()
+    fit(module, grid, Kill(1, 1, 2), precision=precision)
+    fit(alone, (parts_of(grid), 1, 1), precision=precision)
+    assert {p.dtype for p in module.parameters()} == {dtype}
+    assert error(module, alone.model) < tolerance
+    assert error(module, blocks().to(dtype)) > tolerance, "the training changed nothing"

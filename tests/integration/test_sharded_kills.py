@@ -7,7 +7,6 @@ seconds each).
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sharded import (
     STEPS,
+    AtCollective,
     AtHook,
     AtPoint,
     Kill,
@@ -30,6 +30,7 @@ from sharded import (
     fit,
     kinds,
     lost,
+    parts_of,
     plain_loop,
 )
 from support.sampling import sampled
@@ -37,38 +38,6 @@ from support.training import TOLERANCE
 
 COLLECTIVES = {1: 9, 2: 5}
 """Of a member in a step, by the number of stages: those of the layers, and the meeting before."""
-
-
-class AtCollective(Victim):
-    """Dies before its collective number ``number`` of ``step``, or after it; without a number, counts them in
-    ``report``.
-    """
-
-    def __init__(self, rank: int, step: int, number: int | None, when: str = "before", report: Path | None = None):
-        super().__init__(rank)
-        self.step, self.number, self.when, self.report, self.seen = step, number, when, report, 0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.is_it(trainer):
-            return
-        from lightning_recycle.runtime.comm.position_mesh import MemberGroup
-
-        strategy: Any = trainer.strategy
-        run: Callable[..., Any] = MemberGroup.run
-
-        def counted(group: Any, *args: Any, **options: Any) -> Any:
-            is_due = strategy.executor.version == self.step and self.seen == self.number
-            self.seen += strategy.executor.version == self.step
-            if is_due and self.when == "before":
-                die()
-            work = run(group, *args, **options)
-            if is_due:
-                die()
-            if self.report is not None:
-                self.report.write_text(str(self.seen))
-            return work
-
-        MemberGroup.run = counted  # type: ignore[method-assign]
 
 
 def every_collective() -> list[Any]:
@@ -129,41 +98,71 @@ def name(value: Any) -> str:
     if isinstance(value, L.Callback):
         facts = (f"{v}" for k, v in vars(value).items() if isinstance(v, (int, str, tuple)))
         return f"{type(value).__name__}-{'-'.join(facts)}"
-    return " ".join(map(name, value)) if isinstance(value, list) else ""
+    return " ".join(map(name, value)) if isinstance(value, list) else str(value)
+
+
+OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
+TENSOR, FSDP, BOTH = (2, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2)
 
 
 @pytest.mark.parametrize(
-    "victim", sampled([*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER], 3, rest=pytest.mark.long), ids=name
+    ("victim", "grid"),
+    [
+        *sampled([(victim, TENSOR) for victim in OUTSIDE], 3, rest=pytest.mark.long),
+        *(pytest.param(victim, FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
+        *(pytest.param(victim, BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
+    ],
+    ids=name,
 )
-def test_a_kill_outside_of_steps(victim: Victim, tmp_path: Path) -> None:
+def test_a_kill_outside_of_steps(victim: Victim, grid: tuple[int, ...], tmp_path: Path) -> None:
+    """Checkpoints that are to be written in the background are waited for."""
     module = Ordinary()
     keep = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, save_last=True)
     checks = {"enable_checkpointing": True, "validates": True, "val_check_interval": 2}
-    trainer = fit(module, (2, 1, 2), keep, victim, **checks)
+    trainer = fit(module, grid, keep, victim, **checks, strategy={"background": grid != TENSOR})
     assert lost(trainer) == 1, kinds(trainer)
-    expected = plain_loop(2)
+    expected = plain_loop(parts_of(grid))
     assert error(module, expected) < TOLERANCE
     stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert max(float((stored[f"model.{n}"] - p).abs().max()) for n, p in expected.named_parameters()) < TOLERANCE
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("grid", [(3, 1, 2), (3, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize(("victims", "failures"), TWICE, ids=name)
-def test_two_kills(victims: list[L.Callback], failures: int) -> None:
+def test_two_kills(victims: list[L.Callback], failures: int, grid: tuple[int, ...]) -> None:
     module = Ordinary()
-    assert lost(fit(module, (3, 1, 2), *victims)) == failures
-    assert error(module, plain_loop(3)) < TOLERANCE
+    assert lost(fit(module, grid, *victims)) == failures
+    assert error(module, plain_loop(parts_of(grid))) < TOLERANCE
+
+
+OF_FOUR = [
+    ([KillTwo(1, 6, step=1, operation=1)], 2),
+    ([KillTwo(0, 7, step=2, operation=3)], 2),
+    ([KillTwo(4, 7, step=0, operation=2)], 1),
+    ([Kill(2, 1, 1), WhileParked(3)], 1),
+]
+"""Of positions of two shards and two processes of tensor parallelism."""
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("victims", "failures"), OF_FOUR, ids=name)
+def test_two_kills_where_layers_are_divided_by_both(victims: list[L.Callback], failures: int) -> None:
+    module = Ordinary()
+    assert lost(fit(module, BOTH, *victims)) == failures
+    assert error(module, plain_loop(2 * 2)) < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [(3, 1, 2), pytest.param((3, 1, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize(
     ("victims", "failures"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=name
 )
-def test_members_are_replaced_after_it(victims: list[L.Callback], failures: int) -> None:
+def test_members_are_replaced_after_it(victims: list[L.Callback], failures: int, grid: tuple[int, ...]) -> None:
     module, steps = Ordinary(), 16
     checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9}
     more = {"max_steps": steps, "strategy": {"max_restarts": 8}, **checks}
-    trainer = fit(module, (3, 1, 2), *victims, Waits(4, of=6), **more)
+    trainer = fit(module, grid, *victims, Waits(4, of=6), **more)
     assert lost(trainer) == failures
     assert "rejoined" in kinds(trainer), kinds(trainer)
-    assert error(module, plain_loop(3, steps=steps)) < TOLERANCE
+    assert error(module, plain_loop(parts_of(grid), steps=steps)) < TOLERANCE
