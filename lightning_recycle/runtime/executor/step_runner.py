@@ -426,6 +426,7 @@ class StepRunner:
             self.attempt.is_past = True
             with self.client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
                 step.apply(result)
+            self.stage.clear()  # what layers of FSDP have gathered for a hook are the parameters before the step
             if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
                 self.gradients.look_for_changes()
         step.result = result
