@@ -63,7 +63,8 @@ class ReCycleStrategy(ParallelStrategy):
     Args:
         pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1; and 1 for a
             LightningModule that is no PipelineModule, unless ``layers`` names its layers.
-        num_microbatches: M. By default 2 * S, or the largest divisor of the batch size up to that, if it is known.
+        num_microbatches: M. By default 1 with one stage, else 2 * S, or the largest divisor of the batch size up to
+            that, if it is known.
         tensor_parallel_size: the number of processes that hold each position of the grid together. ``configure_model``
             makes layers parallel over ``self.device_mesh["tensor_parallel"]``, as for Lightning's
             ``ModelParallelStrategy``.

@@ -186,10 +186,12 @@ class Options(OptionGroup):
             stages = 2 if can_be_cut and num_workers % 2 == 0 and num_workers >= 4 else 1
         if num_workers % stages:
             fitting = [str(s) for s in range(1, num_workers // 2 + 1) if num_workers % s == 0] or ["1"]
+            members = self.members
+            of_members = f" of {members} processes each" if members > 1 else ""
             raise ConfigurationError(
-                f"{num_workers} devices cannot be divided into pipelines of pipeline_parallel_size={stages} stages."
-                f" Use {2 * stages} devices or another multiple of {stages}, or pipeline_parallel_size="
-                f"{' or '.join(fitting)}."
+                f"{num_workers * members} devices cannot be divided into pipelines of pipeline_parallel_size={stages}"
+                f" stages{of_members}. Use {2 * stages * members} devices or another multiple of {stages * members}, or"
+                f" pipeline_parallel_size={' or '.join(fitting)}."
             )
         microbatches = self.num_microbatches
         if microbatches is None:

@@ -235,7 +235,7 @@ class Session:
         )
         wanted = self.options.checkpoints
         if wanted.background and context.fitting and self.mesh is not None and self.collectives.is_leader:
-            log.warning("Checkpoints are not written in the background with tensor_parallel_size > 1.")
+            log.warning("Checkpoints are not written in the background where several processes hold a position.")
         background = None
         if wanted.background and context.fitting and self.mesh is None:
             background = BackgroundSaves(

@@ -151,6 +151,7 @@ def test_a_split_backward_defers_the_gradients_of_shards() -> None:
     ("module", "options", "expected"),
     [
         (Ordinary(), {"devices": 3}, "multiple of 2"),
+        (Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
         (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
         (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
         (Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
