@@ -66,6 +66,7 @@ __all__ = [
     "FEATURES",
     "SIDES",
     "SIZES",
+    "Gatekeeper",
     "Memory",
     "Plan",
     "Played",
@@ -73,8 +74,10 @@ __all__ = [
     "Size",
     "main",
     "play_round",
+    "ratio",
     "run_baseline",
     "run_lightning",
+    "run_processes",
     "run_strategy",
 ]
 
@@ -196,7 +199,7 @@ def run_strategy(plan: Plan, gate: Gate, watched: bool = False, **options: Any) 
         strategy,
         devices=WORKERS,
         steps=plan.steps,
-        callbacks=[_Gatekeeper(plan, gate)],
+        callbacks=[Gatekeeper(plan, gate)],
     )
     return float(trainer.callback_metrics["train_loss"])
 
@@ -206,16 +209,18 @@ def _rank(trainer: L.Trainer) -> int:
     return int(getattr(trainer.strategy, "grid_rank", trainer.global_rank))
 
 
-class _Gatekeeper(L.Callback):
+class Gatekeeper(L.Callback):
     """Leads each worker through the gate."""
 
     def __init__(self, plan: Plan, gate: Gate) -> None:
         self.plan, self.gate = plan, gate
+        self._step = -1
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.plan.is_gate(trainer.global_step):
+        is_new, self._step = trainer.global_step != self._step, trainer.global_step  # a step may have several batches
+        if is_new and self.plan.is_gate(trainer.global_step):
             self.gate.wait(_rank(trainer))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -230,10 +235,10 @@ def run_baseline(plan: Plan, gate: Gate) -> float:
     """One run of the hand-written pipeline; returns the loss of its last step."""
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"file://{directory}/rendezvous"
-        return _run_processes(_baseline_worker, [(rank, plan, gate, rendezvous) for rank in range(WORKERS)])
+        return run_processes(_baseline_worker, [(rank, plan, gate, rendezvous) for rank in range(WORKERS)])
 
 
-def _run_processes(worker: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> float:
+def run_processes(worker: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> float:
     """Calls ``worker(*arguments, sender)`` in a process for each; returns the mean of the losses that they send."""
     context = multiprocessing.get_context("forkserver")
     receivers, processes = [], []
@@ -320,7 +325,7 @@ def run_lightning(plan: Plan, gate: Gate, processes: int, threads: int = 1) -> f
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     arguments = [(rank, processes, port, plan, gate, threads) for rank in range(processes)]
-    return _run_processes(_lightning_worker, arguments)
+    return run_processes(_lightning_worker, arguments)
 
 
 def _lightning_worker(rank: int, processes: int, port: int, plan: Plan, gate: Gate, threads: int, sender: Any) -> None:
@@ -345,7 +350,7 @@ def _lightning_worker(rank: int, processes: int, port: int, plan: Plan, gate: Ga
         "ddp" if processes > 1 else "auto",
         devices=processes,
         steps=plan.steps,
-        callbacks=[_Gatekeeper(plan, gate)],
+        callbacks=[Gatekeeper(plan, gate)],
     )
     sender.send(float(trainer.callback_metrics["train_loss"]))
 
@@ -484,9 +489,9 @@ def _alternatives_table(sizes: Sequence[Size], options: argparse.Namespace, roun
                 size.name if side == "baseline" else "",
                 side,
                 f"{statistics.median(size.steps_per_turn / turn.seconds for turn in mine):.2f}",
-                _ratio([base.seconds / turn.seconds for turn, base in pairs]),
+                ratio([base.seconds / turn.seconds for turn, base in pairs]),
                 f"{statistics.median(1e3 * turn.processor_seconds / size.steps_per_turn for turn in mine):.1f}",
-                _ratio([turn.processor_seconds / base.processor_seconds for turn, base in pairs]),
+                ratio([turn.processor_seconds / base.processor_seconds for turn, base in pairs]),
                 *(f"{value / 2**20:.1f}" for value in asdict(memory[side]).values()),
                 end_section=side == list(ALTERNATIVES)[-1],
             )
@@ -504,8 +509,8 @@ def _features_table(size: Size, options: argparse.Namespace, rounds: int) -> Tab
         table.add_row(
             feature,
             f"{statistics.median(1e3 * mine.seconds / size.steps_per_turn for mine, _ in pairs):.1f}",
-            _ratio(ratios),
-            _ratio([mine.processor_seconds / base.processor_seconds for mine, base in pairs]),
+            ratio(ratios),
+            ratio([mine.processor_seconds / base.processor_seconds for mine, base in pairs]),
             f"{(memory[side].own - memory[other].own) / 2**20:+.1f} MiB",
             "" if goal is None else f"{goal}: {'met' if statistics.median(ratios) <= goal else 'missed'}",
         )
@@ -540,7 +545,7 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(f"{time.monotonic() - began:.0f} s. {describe_machine()}", highlight=False)
 
 
-def _ratio(ratios: list[float]) -> str:
+def ratio(ratios: list[float]) -> str:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.3f} ({low:.2f}-{high:.2f})"

@@ -59,9 +59,11 @@ from lightning_recycle.callbacks import Fault, FaultInjectionCallback, Heartbeat
 from lightning_recycle.control.monitoring.history import Event
 
 __all__ = [
+    "GOALS",
     "SCENARIOS",
     "Recovery",
     "Stall",
+    "bounded",
     "main",
     "random_fault",
     "read_recovery",
@@ -289,7 +291,7 @@ def _limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _bounded(function: Callable[[Size, Fault], _T], size: Size, fault: Fault) -> _T:
+def bounded(function: Callable[[Size, Fault], _T], size: Size, fault: Fault) -> _T:
     """A run, repeated if it cannot be read; raises what the last one raised."""
     for attempt in range(ATTEMPTS):
         try:
@@ -433,11 +435,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for scenario in options.scenarios:
             if scenario in FAILURES:
                 fault = random_fault(draw, scenario)
-                recoveries.setdefault(scenario, []).append(_bounded(run, size, fault))
+                recoveries.setdefault(scenario, []).append(bounded(run, size, fault))
             else:
                 fault = random_fault(draw, "kill" if scenario == "rejoin" else scenario)
                 function = run_until_rejoined if scenario == "rejoin" else run_preemption
-                stalls.setdefault(scenario, []).append(_bounded(function, size, fault))
+                stalls.setdefault(scenario, []).append(bounded(function, size, fault))
 
     title = f"{size.name} GPT, {PIPELINES} x {STAGES} workers"
     if options.details and recoveries:
