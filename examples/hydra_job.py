@@ -114,7 +114,7 @@ def run_as_command(application: Callable[[], object]) -> None:
 
 def _render_sweep() -> Table:
     names = " or ".join(dict.fromkeys(name for _, name, _ in _sweep))
-    table = Table("job", "what differs", "result", title=f"Sweep; result: {names}", title_justify="left")
+    table = Table("job", "what differs", names, title="Sweep", title_justify="left")
     common = set.intersection(*(set(overrides) for overrides, _, _ in _sweep))
     for number, (overrides, _, result) in enumerate(_sweep):
         differs = " ".join(override for override in overrides if override not in common)
