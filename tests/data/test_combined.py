@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
+from support.samplers import Numbers
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, as_one_step
@@ -18,23 +18,10 @@ from lightning_recycle.planning.grid import Grid, Microbatch
 GRID = Grid(2, 1, 2)
 
 
-class Numbers(Dataset[Tensor]):
-    """Sample i is first + i."""
-
-    def __init__(self, first: int, size: int) -> None:
-        self.first, self.size = first, size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(self.first + index)
-
-
 def loader(
     first: int, steps: int, evaluation: bool = False, size: int | None = None, **options: Any
 ) -> MicrobatchLoader:
-    data = DataLoader(Numbers(first, size or 4 * steps), batch_size=2, **options)
+    data = DataLoader(Numbers(size or 4 * steps, first), batch_size=2, **options)
     return MicrobatchLoader(data, GRID, 0, 11, evaluation=evaluation)
 
 
@@ -52,7 +39,7 @@ def microbatches(step: StepHandle) -> list[Any]:
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_the_microbatches_of_a_step_hold_each_loaders_batch_once(mode: str) -> None:
     expected = [
-        batch for batch, _, _ in CombinedLoader([DataLoader(Numbers(f, 4 * n), 4) for f, n in ((0, 5), (100, 2))], mode)
+        batch for batch, _, _ in CombinedLoader([DataLoader(Numbers(4 * n, f), 4) for f, n in ((0, 5), (100, 2))], mode)
     ]  # type: ignore[arg-type]
     found = list(steps_of(mode, loader(0, 5), loader(100, 2)))
     assert [step.index for step in found] == list(range(len(expected)))
@@ -107,7 +94,7 @@ def test_what_is_no_combination_of_addresses_is_left_alone() -> None:
 
 
 def test_divisions_are_those_of_each_loader() -> None:
-    large = DataLoader(Numbers(100, 40), batch_size=4)
+    large = DataLoader(Numbers(40, 100), batch_size=4)
     step = next(steps_of("min_size", loader(0, 5), loader(50, 5), MicrobatchLoader(large, GRID, 0, 11)))
     divisions = step.loader.divisions(step, [1, 1, 1, 1])
     assert divisions == [[range(g, 4, 4) for g in range(4)], [range(g, 8, 4) for g in range(4)]]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.process_tree import is_alive
+from support.samplers import Numbers
 from support.waiting import next_line, wait_for
 from torch import Tensor
 from torch.utils.data import (
@@ -33,19 +34,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 
 SEED = 11
-
-
-class Numbers(Dataset[Tensor]):
-    """Sample i is i."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(index)
 
 
 class Augmented(Numbers):

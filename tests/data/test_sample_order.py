@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.samplers import Counts
+from support.samplers import Counts, Numbers
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.prebatched import GivenBatchLoader
@@ -22,22 +22,11 @@ from lightning_recycle.planning.grid import Grid, Microbatch
 SIZE, STEPS = 24, 3
 
 
-class Numbers(Dataset[Tensor]):
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return torch.as_tensor(index) + self.first
-
-
 class OwnGenerator(Numbers):
     """Draws from a generator that nothing seeds by sample."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(SIZE)
         self.draws = np.random.default_rng()
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -71,12 +60,12 @@ class Draws(Counts):
 
 def loader(data: Any = None, pipeline: int = 0, batch: int = 4, **options: Any) -> MicrobatchLoader:
     grid = Grid(pipelines=2, stages=1, microbatches=1)
-    return MicrobatchLoader(DataLoader(data or Numbers(), batch_size=batch, **options), grid, pipeline, 7)
+    return MicrobatchLoader(DataLoader(data or Numbers(SIZE), batch_size=batch, **options), grid, pipeline, 7)
 
 
 SAMPLERS: dict[str, Any] = {
     "that counts": lambda: {"sampler": Counts(SIZE)},
-    "with generators": lambda: {"sampler": Draws(Numbers())},
+    "with generators": lambda: {"sampler": Draws(Numbers(SIZE))},
     "weighted": lambda: {
         "sampler": WeightedRandomSampler([1.0, 9.0] * 12, SIZE, generator=torch.Generator().manual_seed(1))
     },
@@ -132,7 +121,7 @@ def test_a_loader_that_the_user_gives_anew_for_the_epoch_begins_as_given() -> No
 
 
 def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_neither() -> None:
-    sampler = Draws(Numbers())
+    sampler = Draws(Numbers(SIZE))
     taker = SamplerState(sampler)
     list(sampler)
     assert len(pickle.dumps(taker.take())) < 20_000
@@ -142,7 +131,7 @@ def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_nei
 
 
 def test_a_state_can_be_loaded_without_trust(tmp_path: Any) -> None:
-    source = loader(sampler=Draws(Numbers()))
+    source = loader(sampler=Draws(Numbers(SIZE)))
     order(source, 0)
     torch.save(source.order_state(), tmp_path / "state")
     torch.load(tmp_path / "state", weights_only=True)
@@ -159,7 +148,7 @@ def test_workers_with_other_samples_lengths_or_orders_are_refused_by_name() -> N
     same = [loader(pipeline=d, sampler=Counts(SIZE)).facts() for d in (0, 1)]
     compare([[facts] for facts in same])
     with pytest.raises(ConfigurationError, match=r"samples of Numbers differ.*default_rng\(0\)"):
-        compare([[loader(Numbers(d)).facts()] for d in (0, 1)])
+        compare([[loader(Numbers(SIZE, d)).facts()] for d in (0, 1)])
     weights = [1.0] * SIZE
     with pytest.raises(ConfigurationError, match="orders of WeightedRandomSampler differ"):
         compare([[loader(sampler=WeightedRandomSampler(weights, SIZE, generator=seeded(d))).facts()] for d in (0, 1)])
@@ -170,13 +159,13 @@ def test_other_classes_and_numbers_of_loaders_are_named() -> None:
         pass
 
     with pytest.raises(ConfigurationError, match="classes of what gives the lengths differ"):
-        compare([[loader(data()).facts()] for data in (Numbers, Words)])
+        compare([[loader(data(SIZE)).facts()] for data in (Numbers, Words)])
     with pytest.raises(ConfigurationError, match="numbers of DataLoaders differ"):
-        compare([[loader(Numbers()).facts()] * count for count in (1, 2)])
+        compare([[loader(Numbers(SIZE)).facts()] * count for count in (1, 2)])
 
 
 def test_a_replacement_whose_samples_are_others_is_refused() -> None:
-    donor, joiner = loader(Numbers()), loader(Numbers(1))
+    donor, joiner = loader(Numbers(SIZE)), loader(Numbers(SIZE, 1))
     donor.facts()
     with pytest.raises(ConfigurationError, match="Numbers must be the same in every process"):
         joiner.take_over(donor.order())
@@ -192,7 +181,7 @@ def test_samples_that_differ_with_each_reading_are_not_compared_but_named(proces
 def test_an_index_may_be_a_list_which_the_dataset_reads_at_once() -> None:
     batches = BatchSampler(Counts(SIZE), batch_size=4, drop_last=True)
     grid = Grid(pipelines=2, stages=1, microbatches=2)
-    given = DataLoader(Numbers(), batch_size=None, sampler=batches)
+    given = DataLoader(Numbers(SIZE), batch_size=None, sampler=batches)
     source = GivenBatchLoader(given, grid, 0, 7)
     step = next(iter(source))
     read = [source.fetch(step, Microbatch(d, m)) for d in (0, 1) for m in (0, 1)]

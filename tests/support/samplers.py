@@ -1,11 +1,26 @@
-"""Samplers that tests of the order of samples share."""
+"""Data and samplers that tests of the order of samples share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is ``first`` + i."""
+
+    def __init__(self, size: int, first: int = 0) -> None:
+        self.size, self.first = size, first
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.as_tensor(index) + self.first
 
 
 class Counts(Sampler[int]):
