@@ -49,6 +49,7 @@ from lightning_recycle.torch_internals import version_of
 __all__ = ["Action", "BackgroundSaves", "Batch", "HolderGroup", "SaveRequest", "StateCopies"]
 
 _PIECE = 1 << 20  # bytes that are copied at once, or sent in one message: what else the connection carries waits
+_LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
 _WINDOW = 4  # pieces under way
 _FAILED = "failed"
 _LOOK_SECONDS = 0.01
@@ -126,7 +127,7 @@ class StateCopies:
 
     @torch.no_grad()
     def _new_copy(self, tensor: Tensor, old: Tensor | None, until_step: bool) -> Tensor:
-        if not (until_step and tensor.nbytes >= _PIECE and tensor.is_contiguous()):
+        if not (until_step and tensor.nbytes >= _LARGE and tensor.is_contiguous()):
             copy: Tensor = copied(tensor.detach(), old)
             return copy
         copy = old if old is not None and fits(old, tensor) and old.is_contiguous() else torch.empty_like(tensor)
@@ -555,13 +556,9 @@ class BackgroundSaves:
         """This worker enters a running training; ``is_pending``: of its donor."""
         self.is_pending, self._posted = is_pending, None
 
-    def complete(self, wait: bool = True) -> None:
-        """Takes up what follows from the batch, if it is complete; all workers call it.
-
-        Args:
-            wait: whether to wait until it is.
-        """
-        self._agree(None if wait else 0.0)
+    def complete(self) -> None:
+        """Waits for the batch, and takes up what follows from it; all workers call it."""
+        self._agree(None)
 
     def await_thread(self) -> None:
         """The run is over: waits until this worker has done its part, for :attr:`patience` seconds at most."""
@@ -574,7 +571,7 @@ class BackgroundSaves:
         batch = self.batch
         if not self.is_pending:
             return
-        if batch is not None and not batch.is_written and patience != 0.0:
+        if batch is not None and not batch.is_written:
             end = None if patience is None else time.monotonic() + patience
             self._collectives.client.await_thread(
                 lambda: batch.is_written or (end is not None and time.monotonic() > end), "writing a checkpoint"

@@ -81,13 +81,12 @@ class _StagePart:
     copies: Copies
 
 
-def _frozen(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """``checkpoint`` as it would be read from a file that was written now."""
+def _freeze(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Returns what returns ``checkpoint``, as it would be read from a file that was written now."""
     file = io.BytesIO()
     torch.save(dict(checkpoint), file)
     file.seek(0)
-    found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-    return found
+    return partial(torch.load, file, map_location="cpu", weights_only=False)
 
 
 @dataclass
@@ -412,30 +411,19 @@ class Checkpoints:
             self._not_written(WriteFailure(busy, is_refusal=False))
         return batch
 
-    def post(self) -> None:
-        """Called early in a step; see :meth:`BackgroundSaves.post`."""
-        if (background := self.in_background) is not None:
-            background.post()
-
-    def finish_copies(self) -> None:
-        """Called before STEP writes parameters and optimizer states."""
-        if self.background is not None:
-            self.background.finish_copies()
-
     def take_up(self) -> None:
         """Called after a step; see :meth:`BackgroundSaves.take_up`."""
         if (background := self.in_background) is not None:
             with self._stalling():
                 background.take_up()
 
-    def complete(self, wait: bool = True) -> None:
-        """Takes up what follows from checkpoints that were asked for, if they are complete; all workers call it."""
+    def complete(self) -> None:
+        """Waits for checkpoints that were asked for, and takes up what follows from them; all workers call it."""
         if (background := self.in_background) is not None:
             with self._stalling():
-                background.complete(wait)
-            if wait:
-                with self._waiting():
-                    self.ask_again()
+                background.complete()
+            with self._waiting():
+                self.ask_again()
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
@@ -473,7 +461,7 @@ class Checkpoints:
         write = None
         if group.is_column_leader:
             part = self._part(batch.copies, checkpoint)
-            rest = _frozen(checkpoint) if group.is_leader else {}
+            rest = _freeze(checkpoint) if group.is_leader else dict
             of_stages = self._written_by_stage if self.sharded else self._written_by_leader
             write = partial(of_stages, batch, part, rest, path, storage_options)
         background.asked(os.fspath(path))
@@ -502,9 +490,9 @@ class Checkpoints:
         )
 
     def _written_by_leader(
-        self, batch: Batch, part: _StagePart, rest: dict[str, Any], path: Any, storage_options: Any
+        self, batch: Batch, part: _StagePart, frozen: Callable[[], dict[str, Any]], path: Any, storage_options: Any
     ) -> WriteFailure | None:
-        group = batch.group
+        group, rest = batch.group, frozen()
         if not group.is_leader:
             group.send(part)
             return None
@@ -534,9 +522,9 @@ class Checkpoints:
         return failure
 
     def _written_by_stage(
-        self, batch: Batch, part: _StagePart, rest: dict[str, Any], path: Any, storage_options: Any
+        self, batch: Batch, part: _StagePart, frozen: Callable[[], dict[str, Any]], path: Any, storage_options: Any
     ) -> WriteFailure | None:
-        group = batch.group
+        group, rest = batch.group, frozen()
         if group.is_leader:
             self._announce(path, batch.version, SavePhase.BEGUN)
         told = group.gather_all("names and objects", (part.names, part.objects))

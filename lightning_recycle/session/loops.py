@@ -302,7 +302,6 @@ class PipelineFitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self.runner.settle()  # hooks at the end of an epoch may look at parameters
-        self.runner.checkpoints.complete(wait=False)
         super().on_advance_end()
 
     @override

@@ -142,8 +142,9 @@ class TrainingSteps:
         scaler, side_effects = scaler_of(self._trainer), self._recorder.side_effects
 
         def apply_with_hooks(result: StepResult) -> None:
-            self.checkpoints.post()
-            self.checkpoints.finish_copies()
+            self._post()
+            if self.checkpoints.background is not None:
+                self.checkpoints.background.finish_copies()
             side_effects.rewind()
             self._warn_of_writes(marks)
             self._newest_loss = result.loss
@@ -191,7 +192,11 @@ class TrainingSteps:
 
     def before_operation(self, step: int, _: Op) -> None:
         if step == self._running:  # otherwise it is computed for others once more
-            self.checkpoints.post()
+            self._post()
+
+    def _post(self) -> None:
+        if (background := self.checkpoints.in_background) is not None:
+            background.post()
 
     def settle(self) -> None:
         self.executor.settle_newest()
