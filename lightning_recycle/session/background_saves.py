@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,6 +227,15 @@ class HolderGroup:
         for rank in self.ranks:
             if rank != self.rank:
                 self._give(rank, _FAILED, why)
+
+    def check(self) -> None:
+        """Called before a checkpoint gets its name.
+
+        Raises:
+            GivenUp: if all have given it up.
+        """
+        if not self.is_wanted:
+            raise GivenUp("the others do not wait for it any more")
 
     def end(self) -> None:
         """Nothing is taken any more."""
@@ -474,12 +483,13 @@ class BackgroundSaves:
         """The batch of the boundary after ``version`` steps; None if the one before is not complete. All call it."""
         if self.batch is not None and self.batch.version == version:
             return self.batch
-        self._agree(self._patience)
+        collectives = self._collectives
+        # Who has just answered is newer than the generation, which this worker may not have entered yet.
+        live = self._agree(self._patience) or collectives.live_workers
         if self.is_pending:
             return None
-        collectives = self._collectives
         collectives.settle()
-        positions, live = collectives.positions, collectives.live_workers
+        positions = collectives.positions
         ranks = [
             min((self._loads.get(rank, 0), rank) for rank in live if positions.stage(rank) == stage)[1]
             for stage in range(collectives.grid.stages)
@@ -566,17 +576,21 @@ class BackgroundSaves:
         while self.batch is not None and not self.batch.is_written and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
-    def _agree(self, patience: float | None) -> None:
-        """At a boundary: waits for the batch, for ``patience`` seconds or without limit, and for all others."""
+    def _agree(self, patience: float | None) -> Collection[int]:
+        """At a boundary, if a batch is pending: waits for it, for ``patience`` seconds or without limit, and for all
+        others, whose ranks it returns.
+        """
         batch = self.batch
         if not self.is_pending:
-            return
+            return ()
         if batch is not None and not batch.is_written:
             end = None if patience is None else time.monotonic() + patience
             self._collectives.client.await_thread(
                 lambda: batch.is_written or (end is not None and time.monotonic() > end), "writing a checkpoint"
             )
-        self._hear(self._collectives.gather_all("checkpoint", self._known()))
+        found = self._collectives.gather_all("checkpoint", self._known())
+        self._hear(found)
+        return found.keys()
 
     def _known(self) -> tuple[int, BatchReport | None]:
         """What this worker lets all others know: its load, and its report."""
@@ -585,11 +599,12 @@ class BackgroundSaves:
     def _hear(self, found: Mapping[int, tuple[int, BatchReport | None]]) -> None:
         self._loads = {rank: load for rank, (load, _) in found.items()}
         reports = [one for _, (_, one) in sorted(found.items()) if one is not None]
-        writer = next((one for one in reports if one.writes), None)
-        if len({one.holders for one in reports}) > 1:  # some did not know of a loss yet when they chose them
-            writer = None
-        if writer is not None and not writer.is_written:
-            return
+        writers = [one for one in reports if one.writes]
+        writer = next((one for one in writers if one.is_written and not any(one.failures)), None)
+        if writer is None and len({one.holders for one in reports}) == 1 and writers:
+            (writer,) = writers  # otherwise some did not know of a loss yet when they chose the holders
+            if not writer.is_written:
+                return
         self.is_pending = False
         if reports:
             self._end(reports[0], writer)

@@ -117,6 +117,12 @@ def test_a_batch_whose_holders_were_chosen_before_and_after_a_loss_is_given_up()
     assert ["given up" in text for text in worker.failures] == [True]
 
 
+def test_what_was_written_counts_whoever_else_chose_other_holders() -> None:
+    worker = Followed()
+    worker.hear(report((0, 1, 1)), report((0, 3, 3)), report((0, 3, 3), writes=True))
+    assert worker.failures == [None]
+
+
 def test_a_batch_whose_writer_was_lost_is_given_up() -> None:
     worker = Followed()
     worker.hear(report((0, 1, 1)), None)
