@@ -93,7 +93,7 @@ class StateCopies:
 
     def finish(self) -> bool:
         """Makes the copies that are left, together with the other thread; returns when all are made, and whether they
-        are of the boundary: None of the originals was written before.
+        are of the boundary: whether no original was written before.
         """
         while True:
             with self._changed:
@@ -102,12 +102,14 @@ class StateCopies:
                     return not self._is_torn
                 original, copy, version = self._owed.popleft()
                 self._under_way += 1
+            is_whole = False
             try:
                 with torch.no_grad():
                     copy.copy_(original)
+                is_whole = version_of(original) == version
             finally:
                 with self._changed:
-                    self._is_torn = self._is_torn or version_of(original) != version
+                    self._is_torn = self._is_torn or not is_whole
                     self._under_way -= 1
                     self._changed.notify_all()
 
