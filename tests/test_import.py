@@ -3,14 +3,16 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from support.sampling import sampled
+from support.waiting import next_line
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,30 +46,60 @@ for module in sys.argv[1:]:
     assert run(code, *modules).splitlines() == [f"{module} []" for module in modules]
 
 
-# Each in a child of one interpreter that has loaded what takes long: torch, and torchmetrics with all that it loads.
-IN_CHILDREN = """
-import os, sys
+# Runs each code in a child, as of a new interpreter that has loaded what takes long: torch, and torchmetrics with what
+# that loads.
+FORKING = """
+import json, os, sys, traceback
 import torch, torchmetrics
-for imports in sys.argv[1:]:
+for code in sys.stdin:
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        exec(imports)
-        from lightning.pytorch.strategies import StrategyRegistry
-        print(imports, "recycle" in StrategyRegistry, flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+        os.dup2(writer, 1)
+        status = 1
+        try:
+            exec(json.loads(code), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    os.close(writer)
+    with open(reader) as output:
+        printed = output.read()
+    print(json.dumps([os.waitpid(child, 0)[1], printed.strip()]), flush=True)
 """
 
 
+@pytest.fixture(scope="module")
+def in_child() -> Iterator[Callable[[str], str]]:
+    """Runs a code with torch in a process of its own, and returns what it prints."""
+    command = [sys.executable, "-c", FORKING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+
+        def run_in_child(code: str) -> str:
+            print(json.dumps(code), file=process.stdin, flush=True)
+            status, printed = json.loads(next_line(process))
+            assert status == 0, "its traceback is above"
+            return printed
+
+        yield run_in_child
+        process.stdin.close()
+
+
 @pytest.mark.long
-def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_not_know_it() -> None:
-    ours = [
+def test_recycle_is_registered_in_any_order_of_imports_and_lightning_alone_does_not_know_it(
+    in_child: Callable[[str], str],
+) -> None:
+    registered = "from lightning.pytorch.strategies import StrategyRegistry\nprint('recycle' in StrategyRegistry)"
+    for ours in (
         "import lightning_recycle; import lightning",
         "import lightning; import lightning_recycle",
         "import lightning_recycle.planning; import lightning",
-    ]
-    alone = "import lightning"
-    assert run(IN_CHILDREN, *ours, alone).splitlines() == [*(f"{order} True" for order in ours), f"{alone} False"]
+    ):
+        assert in_child(f"{ours}\n{registered}") == "True", ours
+    assert in_child(f"import lightning\n{registered}") == "False"
 
 
 def test_trainer_accepts_the_name() -> None:
@@ -86,7 +118,7 @@ def test_trainer_accepts_the_name() -> None:
         ["import lightning_recycle", "import pytorch_lightning", "import lightning.pytorch"], 1, rest=pytest.mark.long
     ),
 )
-def test_both_names_of_lightning_mean_the_same_modules(first: str) -> None:
+def test_both_names_of_lightning_mean_the_same_modules(first: str, in_child: Callable[[str], str]) -> None:
     code = f"""
 {first}
 from lightning_recycle import ReCycleStrategy
@@ -99,11 +131,11 @@ for strategy in ("recycle", ReCycleStrategy()):
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     print(type(trainer.strategy) is ReCycleStrategy, type(trainer.accelerator) is pl.accelerators.CPUAccelerator)
 """
-    assert run(code).split() == ["True"] * 6
+    assert in_child(code).split() == ["True"] * 6
 
 
 @pytest.mark.long
-def test_a_trainer_of_another_pytorch_lightning_is_told_what_to_import() -> None:
+def test_a_trainer_of_another_pytorch_lightning_is_told_what_to_import(in_child: Callable[[str], str]) -> None:
     code = """
 import lightning.pytorch, pytorch_lightning as pl
 from lightning_recycle import ReCycleStrategy
@@ -113,7 +145,7 @@ for strategy in ("recycle", ReCycleStrategy()):
     except ValueError as error:
         print("import lightning.pytorch as pl" in str(error))
 """
-    assert run(code).splitlines() == ["True", "True"]
+    assert in_child(code).splitlines() == ["True", "True"]
 
 
 ALIAS = """
@@ -137,14 +169,16 @@ sys.meta_path.insert(0, Alias())
 
 
 @pytest.mark.parametrize("ours_first", sampled([False, True], 1, rest=pytest.mark.long))
-def test_pytorch_lightning_as_another_name_of_lightning_has_the_strategy(ours_first: bool) -> None:
+def test_pytorch_lightning_as_another_name_of_lightning_has_the_strategy(
+    ours_first: bool, in_child: Callable[[str], str]
+) -> None:
     both = ["import lightning_recycle", ALIAS]
     code = """
 import pytorch_lightning as pl, pytorch_lightning.strategies, pytorch_lightning.callbacks
 trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="recycle", logger=False, enable_checkpointing=False)
 print(type(trainer.strategy).__name__)
 """
-    assert run("\n".join([*(both if ours_first else reversed(both)), code])) == "ReCycleStrategy"
+    assert in_child("\n".join([*(both if ours_first else reversed(both)), code])) == "ReCycleStrategy"
 
 
 def test_public_names_are_found_and_unknown_ones_are_not() -> None:
