@@ -402,16 +402,14 @@ class Batch:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
 
-    def report(self) -> BatchReport:
-        """This worker's report to all.
+    def raise_error(self) -> None:
+        """Raises what the user's code has raised in the thread."""
+        for error in [request.error for request in self.requests if request.error is not None]:
+            raise error
 
-        Raises:
-            BaseException: what the user's code has raised.
-        """
+    def report(self) -> BatchReport:
+        """This worker's report to all."""
         is_written, group = self.is_written, self.group
-        if is_written:
-            for error in [request.error for request in self.requests if request.error is not None]:
-                raise error
         failures = tuple(request.failure for request in self.requests)
         paths = tuple(request.path for request in self.requests)
         holders = (*group.ranks, group.writer)
@@ -560,6 +558,8 @@ class BackgroundSaves:
     def take_up(self) -> None:
         """After a step: takes up what follows from the batch, if it was complete when all began the step."""
         self.post()  # if a recovery has applied the step in this worker
+        if self.batch is not None:
+            self.batch.raise_error()
         if self._posted is not None:
             posted, self._posted = self._posted, None
             self._hear(posted())
@@ -590,6 +590,8 @@ class BackgroundSaves:
             self._collectives.client.await_thread(
                 lambda: batch.is_written or (end is not None and time.monotonic() > end), "writing a checkpoint"
             )
+        if batch is not None:
+            batch.raise_error()
         found = self._collectives.gather_all("checkpoint", self._known())
         self._hear(found)
         return found.keys()

@@ -252,6 +252,24 @@ def test_a_checkpoint_is_left_out_if_the_one_before_takes_too_long(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["2.ckpt", "8.ckpt"]
 
 
+class BrokenIO(WholeCheckpointIO):
+    @override
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        raise RuntimeError("this plugin is broken")
+
+
+def test_an_error_of_a_plugin_ends_the_run_and_is_no_fault_of_the_machine(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
+    run = trainer(
+        2, 1, max_steps=LENGTH, callbacks=[saving, LambdaCallback(on_train_batch_start=wait_until_written)],
+        enable_checkpointing=True, strategy={"background": True, "checkpoint_io": BrokenIO()},
+    )  # fmt: skip
+    with pytest.raises(Exception, match="this plugin is broken"):
+        run.fit(Regression().double(), DataLoader(dataset(GLOBAL_BATCH * LENGTH), batch_size=GLOBAL_BATCH // 2))
+    assert not happened(run, "retried")
+    assert not happened(run, "evicted")
+
+
 class Uploads(CSVLogger):
     """Reads what it is told of."""
 
