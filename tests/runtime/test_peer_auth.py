@@ -188,17 +188,13 @@ def address_of(gate: Gate) -> tuple[str, int]:
     return host, port
 
 
-def test_workers_connect(gates: list[Gate]) -> None:
-    workers = Workers(gates)
-    check_connected([future.result() for future in [workers.start(rank) for rank in range(3)]])
-
-
-def test_late_workers_connect(gates: list[Gate]) -> None:
+@pytest.mark.parametrize("late", [0.0, 0.4])  # seconds; the second is longer than an attempt
+def test_workers_connect(gates: list[Gate], late: float) -> None:
     workers = Workers(gates)
     futures = []
     for rank in range(3):
         futures.append(workers.start(rank))
-        time.sleep(0.4)  # longer than an attempt
+        time.sleep(late)
     check_connected([future.result() for future in futures])
 
 

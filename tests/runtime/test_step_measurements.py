@@ -217,9 +217,6 @@ def test_an_operation_that_fails_counts_for_nothing(allocator: Allocator) -> Non
 # ---------------------------------------------------------------------- the trial of a split backward
 
 
-F, BW, B, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
-
-
 def program(count: int, split_backward: bool = False, recomputed: bool = False) -> list[Task]:
     ops = [(Op(F, 0, Microbatch(0, index)), index) for index in range(count)]
     return [Task(op, str(op), index, split_backward=split_backward, recomputed=recomputed) for op, index in ops]
