@@ -19,6 +19,7 @@ __all__ = [
     "DATA_PARALLEL",
     "TENSOR_PARALLEL",
     "TensorShard",
+    "empty_like",
     "has_plain_memory",
     "is_divided_by",
     "is_sharded",
@@ -202,6 +203,13 @@ def part_like(given: Tensor, tensor: Tensor) -> Tensor:
         return given
     shard = shard_of(tensor)
     return sharded_like(tensor, given[shard.place].to(shard.part.device).contiguous())
+
+
+def empty_like(shape: Sequence[int], dtype: torch.dtype, tensor: Any) -> Tensor:
+    """Memory for a tensor on the CPU; if ``tensor`` is sharded and has that shape, for its part."""
+    if not is_sharded(tensor) or tensor.shape != shape:
+        return torch.empty(shape, dtype=dtype)
+    return sharded_like(tensor, torch.empty(local_part(tensor).shape, dtype=dtype))
 
 
 def to_cpu(value: Any, copies: bool = True) -> Any:

@@ -6,12 +6,14 @@ fails leaves the previous checkpoint unchanged.
 A file is the zip archive that torch writes: the directory of the archive, which comes last, has the size and the CRC-32
 of each of its records, so the file needs nothing beside it to be checked, copied or renamed.
 
-A folder is a sharded checkpoint in torch's distributed format, as Lightning writes it and ``python -m
-lightning.pytorch.utilities.consolidate_checkpoint`` reads it: ``model`` and ``optimizer_0`` in the shards, each stage's
-tensors in a file of its own, everything else in ``meta.pt``. Sizes and checksums of its files are in ``manifest.json``,
-written last. torch.distributed.checkpoint coordinates its writers through the default process group; without one it
-takes each writer for the only one. Here its steps (local plan, global plan, write, finish) are called one by one, and
-their messages go through the control plane, so a peer replaces a writer that dies, and the folder is written again.
+A folder is a sharded checkpoint in torch's distributed format, with the names of Lightning's strategies: the weights
+are ``state_dict``, as ModelParallelStrategy has them, and by reference to the same bytes ``model``, as FSDPStrategy and
+``python -m lightning.pytorch.utilities.consolidate_checkpoint`` do; ``optimizer_0`` has states by names of parameters.
+Each writer's tensors are in a file, everything else in ``meta.pt``. Sizes and checksums of its files are in
+``manifest.json``, written last. torch.distributed.checkpoint coordinates its writers through the default process group;
+without one it takes each writer for the only one. Here its steps (local plan, global plan, write, finish) are called
+one by one, and their messages go through the control plane, so a peer replaces a writer that dies, and the folder is
+written again.
 
 Must not know: the run's reaction to a failure.
 """
@@ -23,8 +25,9 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,8 +37,10 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_recycle.control.protocol.positions import Positions
@@ -51,9 +56,10 @@ from lightning_recycle.files import (
 )
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
-    EmptyStateDictLoadPlanner,
     load_distributed_checkpoint,
+    unflatten_state_dict,
 )
+from lightning_recycle.tensor_memory import empty_like
 
 __all__ = [
     "WholeCheckpointIO",
@@ -310,6 +316,7 @@ def discard(folder: Path) -> None:
 # ---------------------------------------------------------------------- sharded checkpoints
 
 _TORCH_METADATA = ".metadata"
+_WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 
 class Writers(Protocol):
@@ -418,7 +425,7 @@ def _write_once(
 
     def finish() -> bool:
         parts = [written[rank] for rank in sorted(written)]
-        writer.finish(metadata, [results for results, _ in parts])
+        writer.finish(metadata, _with_other_names(metadata, [results for results, _ in parts]))
         with replacing(folder / METADATA_FILENAME) as file:
             save_with_checksums(rest, file)
         checksums = {name: value for _, found in parts for name, value in found.items()}
@@ -436,6 +443,20 @@ def _write_once(
     return (named is not None) if outcomes else None
 
 
+def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[list[WriteResult]]:
+    """Adds the weights under the name that FSDPStrategy has for them, to ``metadata`` and a copy of ``results``."""
+    stored, paths = metadata.state_dict_metadata, metadata.planner_data
+    others = {key: _FSDP_WEIGHTS + key.removeprefix(_WEIGHTS) for key in stored if paths[key][0] == _WEIGHTS}
+    for key, other in others.items():
+        stored[other], paths[other] = stored[key], (_FSDP_WEIGHTS, *paths[key][1:])
+    added = []
+    for of_writer in results:
+        weights = (result for result in of_writer if result.index.fqn in others)
+        renamed = (replace(w, index=replace(w.index, fqn=others[w.index.fqn])) for w in weights)
+        added.append([*of_writer, *renamed])
+    return added
+
+
 def _parts(gathered: Mapping[int, Any]) -> dict[int, Any] | WriteFailure:
     """The contributions of workers, by rank; or the failure of one of them."""
     parts = {rank: part for rank, part in gathered.items() if part is not None}
@@ -443,23 +464,42 @@ def _parts(gathered: Mapping[int, Any]) -> dict[int, Any] | WriteFailure:
     return failures[0] if failures else parts
 
 
-def load_sharded(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Reads a folder that :func:`save_sharded` wrote.
+def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Reads a folder that :func:`save_sharded` or another strategy of Lightning wrote.
 
     Args:
         path: the folder's path.
-        wanted: whether to read a key such as ``model.layers.0.weight`` or ``optimizer_0.state.3.exp_avg``.
+        wanted: what to read, by keys such as ``state_dict.layers.0.weight``, or the beginning of several such as
+            ``optimizer_0.state.layers.0.weight``. Where the value is a DTensor, tensors of its shape become DTensors
+            with its placements, of which this process reads its shard only. Everything by default.
 
     Returns:
         The checkpoint as one device would have written it, with the wanted parts of ``state_dict`` and
         ``optimizer_states``.
     """
     reader = FileSystemReader(path)
-    keys = {key for key in reader.read_metadata().state_dict_metadata if wanted(key)}
-    checkpoint: dict[str, Any] = {}
-    load_distributed_checkpoint(checkpoint, reader, planner=EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
-    rest = torch.load(Path(path) / METADATA_FILENAME, map_location="cpu", weights_only=True)
-    optimizers = sorted(key for key in checkpoint if key.startswith("optimizer_"))
+    metadata = reader.read_metadata()
+    paths = metadata.planner_data
+    weights = _WEIGHTS if any(way[0] == _WEIGHTS for way in paths.values()) else _FSDP_WEIGHTS
+    found: dict[str, Any] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        top, *rest = paths[key]
+        if top == _FSDP_WEIGHTS and weights == _WEIGHTS:
+            continue  # the same bytes
+        names = accumulate((_WEIGHTS if top == weights else top, *rest), lambda name, part: f"{name}.{part}")
+        name = next((name for name in names if wanted is None or name in wanted), None)
+        if name is not None:
+            found[key] = None
+            if isinstance(stored, TensorStorageMetadata):
+                like = None if wanted is None else wanted[name]
+                found[key] = empty_like(stored.size, stored.properties.dtype, like)
+    load_distributed_checkpoint(found, reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
+    checkpoint: dict[str, Any] = unflatten_state_dict(found, paths)
+    others = torch.load(Path(path) / METADATA_FILENAME, map_location="cpu", weights_only=True)
+    optimizers = sorted((key for key in checkpoint if key.startswith("optimizer_")), key=_number_of)
     states = [checkpoint.pop(key) for key in optimizers]
-    weights = checkpoint.pop("model", None) or checkpoint.pop("state_dict", {})
-    return {**rest, **checkpoint, "state_dict": weights, "optimizer_states": states}
+    return {**others, "state_dict": checkpoint.pop(weights, {}), **checkpoint, "optimizer_states": states}
+
+
+def _number_of(key: str) -> int:
+    return int(key.rpartition("_")[2])

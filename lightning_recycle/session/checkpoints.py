@@ -45,7 +45,6 @@ from lightning_recycle.session.optimizer_states import (
     Copies,
     group_names,
     merge_optimizer_states,
-    parameter_numbers,
     sharded_optimizer_state,
     split_optimizer_state,
     stage_optimizer_state,
@@ -180,7 +179,7 @@ class Checkpoints:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole model's optimizer state, parameters numbered in the order of the layers; with sharded checkpoints
-        the stage's, with the same numbers.
+        the stage's, by name.
         """
         optimizer = plain_optimizer(optimizer)
         if self.in_background is not None:  # its numbers follow when the stages are joined
@@ -250,17 +249,15 @@ class Checkpoints:
             optimizer.load_state_dict(sharded_optimizer_state(state, optimizer))
 
     def _load_sharded(self, path: Any) -> dict[str, Any]:
-        """This worker's part of a sharded checkpoint."""
-        kinds = ("model", "state_dict", *_FURTHER_WEIGHTS)
-        wanted = {f"{kind}.{name}" for kind in kinds for name in self.module.state_dict()}
-        states: list[str] = []
+        """This worker's part of a sharded checkpoint; of sharded tensors its shards."""
+        kinds = ("state_dict", *_FURTHER_WEIGHTS)
+        wanted = {f"{kind}.{name}": value for kind in kinds for name, value in self.module.state_dict().items()}
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
-        for index, optimizer in enumerate(optimizers):
-            names = self._all_parameter_names(optimizer)
-            mine = [self.copies.get((self._stage, name), name) for group in names[self._stage] for name in group]
-            keys = [*parameter_numbers(names, self.copies, self._stage), *mine]  # of this package, of others
-            states += [f"optimizer_{index}.param_groups", *(f"optimizer_{index}.state.{key}." for key in keys)]
-        return load_sharded(path, lambda key: key in wanted or key.startswith(tuple(states)))
+        for index in range(len(optimizers)):
+            wanted[f"optimizer_{index}.param_groups"] = None
+            for name, parameter in self.module.named_parameters():
+                wanted[f"optimizer_{index}.state.{self.copies.get((self._stage, name), name)}"] = parameter
+        return load_sharded(path, wanted)
 
     # ------------------------------------------------------------------ saving
 
@@ -371,8 +368,7 @@ class Checkpoints:
         self.collectives.client.send(saved)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
-        weights = {"model": checkpoint.pop("state_dict")}
-        weights |= {kind: checkpoint.pop(kind) for kind in _FURTHER_WEIGHTS if kind in checkpoint}
+        weights = {kind: checkpoint.pop(kind) for kind in ("state_dict", *_FURTHER_WEIGHTS) if kind in checkpoint}
         shard = self._shard(self._own_weights(weights), checkpoint.pop("optimizer_states", []))
         return self._save_folder(path, shard, checkpoint, self.collectives, self.executor.version)
 
@@ -539,11 +535,10 @@ class Checkpoints:
             stage_optimizer_state(state, [of_stage[n] for of_stage in names], part.copies, self._stage)
             for n, state in enumerate(part.states)
         ]
-        weights = {"model" if kind == "state_dict" else kind: value for kind, value in part.weights.items()}
         kept = {name: value for name, value in rest.items() if name not in (*part.weights, "optimizer_states")}
         if part.objects is not None:
             kept[_OBJECTS] = list(objects)
-        return self._save_folder(path, self._shard(weights, states), kept, group, batch.version)
+        return self._save_folder(path, self._shard(part.weights, states), kept, group, batch.version)
 
     def _not_completed(self, version: int, failures: Mapping[str, WriteFailure]) -> None:
         """All know that checkpoints of the background were not written."""

@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_distributed_checkpoint
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -40,7 +40,6 @@ __all__ = [
     "AFTER_SAVING",
     "METADATA_FILENAME",
     "DataLoaderSource",
-    "EmptyStateDictLoadPlanner",
     "GlobalStateSnapshot",
     "SignalHandlers",
     "TrainerState",
@@ -79,6 +78,7 @@ __all__ = [
     "spare_moves",
     "synchronises_batchnorm",
     "transfer_batch",
+    "unflatten_state_dict",
 ]
 
 _SETTINGS = (bool, int, float, str, timedelta, NoneType)

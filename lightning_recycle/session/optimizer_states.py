@@ -1,7 +1,8 @@
 """State dicts of stages and of the whole model: joined for checkpoints, split for the stages that read them.
 
-A checkpoint is that of a single device: one optimizer over all parameters. The optimizer's state names parameters by
-number, counted through the groups and, within a group, in the order in which one device has them.
+A checkpoint is that of a single device: one optimizer over all parameters. In a file the optimizer's state names
+parameters by number, counted through the groups and, within a group, in the order in which one device has them; in a
+folder by their names in the module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ __all__ = [
     "group_names",
     "merge_optimizer_states",
     "merged_names",
-    "parameter_numbers",
     "sharded_optimizer_state",
     "split_optimizer_state",
     "stage_optimizer_state",
@@ -144,14 +144,6 @@ def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
         found[next(agreed, heads[0])] = None
 
 
-def parameter_numbers(names: Sequence[GroupNames], copies: Copies, stage: int) -> list[int]:
-    """The numbers of ``stage``'s parameters in the state of one optimizer over all layers; arguments as in
-    :func:`merge_optimizer_states`.
-    """
-    numbers = _numbers(names, copies)
-    return [numbers[copies.get((stage, name), name)] for group in names[stage] for name in group]
-
-
 def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
     return dict(zip((name for members in merged_names(names, copies) for name in members), count(), strict=False))
 
@@ -159,24 +151,18 @@ def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
 def stage_optimizer_state(
     part: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
-    """The state dict of ``stage``'s optimizer, with the numbers of one optimizer over all layers, as text; arguments as
-    in :func:`merge_optimizer_states`. The groups are those of the whole model.
-
-    They are text because torch's distributed checkpoints turn every key into text; ``Optimizer.load_state_dict`` takes
-    any names that the groups use too.
+    """The state dict of ``stage``'s optimizer, with names in place of numbers; arguments as in
+    :func:`merge_optimizer_states`. The groups are those of the whole model.
     """
-    numbers = _numbers(names, copies)
     mine = [name for group in names[stage] for name in group]
     old = [index for group in part["param_groups"] for index in group["params"]]
     state = {
-        str(numbers[name]): part["state"][index]
+        name: part["state"][index]
         for name, index in zip(mine, old, strict=True)
         if (stage, name) not in copies and index in part["state"]
     }
-    groups = [
-        {**group, "params": [str(numbers[name]) for name in members]}
-        for group, members in zip(part["param_groups"], merged_names(names, copies), strict=True)
-    ]
+    merged = merged_names(names, copies)
+    groups = [{**group, "params": members} for group, members in zip(part["param_groups"], merged, strict=True)]
     return {"state": state, "param_groups": groups}
 
 
@@ -200,7 +186,7 @@ def split_optimizer_state(
                 f"Parameter group {index} of the checkpoint's optimizer has {len(group['params'])} parameters, that of"
                 f" this model {len(known)}: the model or configure_optimizers() differs from the one that was saved."
             )
-        by_name = set(known) == set(group["params"])  # as ModelParallelStrategy has them
+        by_name = set(known) == set(group["params"])  # as in folders
         saved.update(zip(group["params"] if by_name else known, group["params"], strict=True))
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []

@@ -83,6 +83,24 @@ def test_a_folder_goes_on_with_any_stages_and_members(
     assert error(resumed, plain_loop(2, steps=2 * STEPS)) < TOLERANCE
 
 
+class ReadsShards(Ordinary):
+    """Of a folder each member reads its own part."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        (optimizer,) = checkpoint["optimizer_states"]
+        name = "model.0.up.weight"
+        for tensor in (checkpoint["state_dict"][name], *map(optimizer["state"][name].get, ("exp_avg", "exp_avg_sq"))):
+            assert tensor.to_local().shape[0] == tensor.shape[0] // 4
+
+
+@pytest.mark.long
+def test_no_member_has_whole_tensors_of_a_folder(tmp_path: Path) -> None:
+    train(Ordinary(), (2, 1, 2), saving(tmp_path), sharded=True, enable_checkpointing=True)
+    module = ReadsShards()
+    train(module, (1, 1, 4), max_steps=2 * STEPS, ckpt_path=tmp_path / f"step={STEPS}.ckpt")
+    assert error(module, plain_loop(2, steps=2 * STEPS)) < TOLERANCE
+
+
 class PipedAlone(Piped):
     @override
     def configure_model(self) -> None:

@@ -1,16 +1,20 @@
 """A small Llama as in Lightning's example of ModelParallelStrategy.
 
-``model_parallel_script.py STRATEGY STEPS OUTPUT [resume=CHECKPOINT] [folder]``: trains with ``model_parallel`` or
-``recycle`` on a mesh of 1 x 2 and saves a checkpoint; with ``folder`` a distributed one.
+``model_parallel_script.py STRATEGY MESH STEPS OUTPUT [resume=CHECKPOINT] [folder]``: trains with ``model_parallel``,
+``fsdp`` or ``recycle`` on a mesh such as ``1x2`` (data x tensor parallel) and saves checkpoints every ten steps; with
+``folder`` distributed ones.
 """
 
 import sys
+from functools import partialmethod
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_recycle import CheckpointOptions, ReCycleStrategy
 
@@ -94,15 +98,21 @@ BLOCK: dict[str, Any] = {
 
 
 class Llama(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
         super().__init__()
-        self.model = Transformer()
+        self.model, self.batch_size = Transformer(), batch_size
 
     def configure_model(self) -> None:
-        mesh = self.device_mesh["tensor_parallel"]
-        parallelize_module(self.model, mesh, OUTER)
-        for layer in self.model.layers:
-            parallelize_module(layer, mesh, BLOCK)
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            return
+        mesh: Any = self.device_mesh
+        if mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.model, mesh["tensor_parallel"], OUTER)
+            for layer in self.model.layers:
+                parallelize_module(layer, mesh["tensor_parallel"], BLOCK)
+        if mesh["data_parallel"].size() > 1:
+            for module in (*self.model.layers, self.model):
+                fully_shard(module, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Tensor) -> Tensor:
         output = self.model(batch[:, :-1])
@@ -117,7 +127,10 @@ class Llama(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=True)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(RandomTokens(), batch_size=8)
+        sampler, strategy = None, self.trainer.strategy
+        if not isinstance(strategy, ReCycleStrategy):  # Lightning's would shuffle
+            sampler = DistributedSampler(RandomTokens(), shuffle=False, **strategy.distributed_sampler_kwargs)  # type: ignore[attr-defined]
+        return DataLoader(RandomTokens(), self.batch_size, sampler=sampler)
 
 
 class RandomTokens(Dataset[Any]):
@@ -129,25 +142,49 @@ class RandomTokens(Dataset[Any]):
         return torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
 
 
+class FSDPOnCPU(FSDPStrategy):
+    """Lightning refuses the class itself without a GPU, and torch wants to be told that there is none."""
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        with patch.object(
+            FullyShardedDataParallel, "__init__", partialmethod(_on_cpu, FullyShardedDataParallel.__init__)
+        ):
+            return super()._setup_model(model)
+
+
+def _on_cpu(self: Any, init: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+
 def main() -> None:
-    name, steps, output, *rest = sys.argv[1:]
+    name, mesh, steps, output, *rest = sys.argv[1:]
+    data_parallel, tensor_parallel = map(int, mesh.split("x"))
     folder, options = "folder" in rest, dict(word.split("=", 1) for word in rest if "=" in word)
     strategies: dict[str, Any] = {
-        "model_parallel": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=folder),
+        "model_parallel": lambda: ModelParallelStrategy(data_parallel, tensor_parallel, folder),
+        "fsdp": lambda: FSDPOnCPU(auto_wrap_policy={Block}, state_dict_type="sharded" if folder else "full"),
         "recycle": lambda: ReCycleStrategy(
             pipeline_parallel_size=1,
             num_microbatches=2,
-            tensor_parallel_size=2,
+            tensor_parallel_size=tensor_parallel,
+            fsdp_size=data_parallel,
             checkpoints=CheckpointOptions(save_distributed_checkpoint=folder),
         ),
     }
     L.seed_everything(1)
-    keep = L.pytorch.callbacks.ModelCheckpoint(output, "{step}", every_n_train_steps=int(steps))
+    keep = L.pytorch.callbacks.ModelCheckpoint(output, "{step}", save_top_k=-1, every_n_train_steps=10)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategies[name](), max_steps=int(steps), callbacks=[keep],
-        use_distributed_sampler=False, logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Llama(), ckpt_path=options.get("resume"))
+        accelerator="cpu",
+        devices=data_parallel * tensor_parallel,
+        strategy=strategies[name](),
+        max_steps=int(steps),
+        callbacks=[keep],
+        use_distributed_sampler=name == "recycle",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Llama(8 // data_parallel), ckpt_path=options.get("resume"))
 
 
 if __name__ == "__main__":

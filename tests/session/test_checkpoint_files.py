@@ -41,14 +41,14 @@ class Alone:
 def save(path: Path, step: int, sharded: bool) -> None:
     weights = torch.full((SIZE,), float(step))
     if sharded:
-        assert save_sharded(path, {"model": {"w": weights}}, {"global_step": step}, Alone(), lambda: None) is True  # type: ignore[arg-type]
+        assert save_sharded(path, {"state_dict": {"w": weights}}, {"global_step": step}, Alone(), lambda: None) is True  # type: ignore[arg-type]
     else:
         WholeCheckpointIO().save_checkpoint({"state_dict": {"w": weights}, "global_step": step}, path)
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint, whose content must be of that step to the last number."""
-    loaded = load_sharded(path, lambda key: True) if path.is_dir() else torch.load(path, weights_only=True)
+    loaded = load_sharded(path) if path.is_dir() else torch.load(path, weights_only=True)
     assert torch.equal(loaded["state_dict"]["w"], torch.full((SIZE,), float(loaded["global_step"])))
     return int(loaded["global_step"])
 

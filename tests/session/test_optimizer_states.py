@@ -10,8 +10,8 @@ import torch
 from lightning_recycle.session.optimizer_states import (
     merge_optimizer_states,
     merged_names,
-    parameter_numbers,
     split_optimizer_state,
+    stage_optimizer_state,
 )
 
 ONE_LAYER_EACH = ([["a"], ["b"]], {}, ["a", "b"])
@@ -45,6 +45,7 @@ def test_numbers_are_those_of_one_device_and_go_back(names: Any, copies: Any, ex
     )
     for stage, part in enumerate(parts):
         assert split_optimizer_state(whole, grouped, copies, stage) == part
-        assert parameter_numbers(grouped, copies, stage) == [
-            expected.index(copies.get((stage, n), n)) for n in names[stage]
-        ]
+        by_name = stage_optimizer_state(part, grouped, copies, stage)
+        assert by_name["param_groups"] == [{"lr": 1.0, "params": expected}]
+        owned = {name: expected.index(name) for name in names[stage] if (stage, name) not in copies}
+        assert {name: int(state["step"]) for name, state in by_name["state"].items()} == owned
