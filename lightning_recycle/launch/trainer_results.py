@@ -48,7 +48,12 @@ from lightning_recycle.session.lightning_internals import (
     restore_settings,
     set_predictions,
 )
-from lightning_recycle.session.optimizer_states import Copies, merge_optimizer_states, merged_names
+from lightning_recycle.session.optimizer_states import (
+    Copies,
+    merge_optimizer_states,
+    merged_names,
+    parameters_by_name,
+)
 from lightning_recycle.session.weight_callbacks import swap_schedules, take_pruned_form
 from lightning_recycle.torch_internals import version_of
 
@@ -149,7 +154,7 @@ def make_optimizers(
         ) from error
     of_stages = [list(zip(*of_one, strict=True)) for of_one in zip(*stages, strict=True)]  # (states, names) of each
     for optimizer, (_, names) in zip(optimizers, of_stages, strict=True):
-        _group(optimizer, dict(module.named_parameters()), names, copies)
+        _group(optimizer, parameters_by_name(module), names, copies)
     swap_schedules(module.trainer, optimizers, configs)
     if len(configs) != len(schedulers):
         raise ConfigurationError(

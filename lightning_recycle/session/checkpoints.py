@@ -45,6 +45,7 @@ from lightning_recycle.session.optimizer_states import (
     Copies,
     group_names,
     merge_optimizer_states,
+    parameters_by_name,
     sharded_optimizer_state,
     split_optimizer_state,
     stage_optimizer_state,
@@ -255,7 +256,7 @@ class Checkpoints:
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index in range(len(optimizers)):
             wanted[f"optimizer_{index}.param_groups"] = None
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in parameters_by_name(self.module).items():
                 wanted[f"optimizer_{index}.state.{self.copies.get((self._stage, name), name)}"] = parameter
         return load_sharded(path, wanted)
 

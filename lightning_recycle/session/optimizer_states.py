@@ -28,6 +28,7 @@ __all__ = [
     "group_names",
     "merge_optimizer_states",
     "merged_names",
+    "parameters_by_name",
     "sharded_optimizer_state",
     "split_optimizer_state",
     "stage_optimizer_state",
@@ -39,6 +40,13 @@ GroupNames: TypeAlias = Sequence[Sequence[str]]
 Copies: TypeAlias = Mapping[tuple[int, str], str]
 """For the stage and the name of each parameter that is a copy of another stage's: the name of that one."""
 
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``module`` by their names in its state dict, which hides torch's ``checkpoint_wrapper``."""
+    return {name.replace(_WRAPPER, ""): parameter for name, parameter in module.named_parameters()}
+
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The names of the optimizer's parameters, by group.
@@ -46,7 +54,7 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     Raises:
         UnsupportedFeatureError: if it has a parameter that ``module`` lacks.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in parameters_by_name(module).items()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
         raise UnsupportedFeatureError(
             f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in the"

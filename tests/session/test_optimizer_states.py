@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_recycle.session.optimizer_states import (
+    group_names,
     merge_optimizer_states,
     merged_names,
     split_optimizer_state,
@@ -49,3 +52,9 @@ def test_numbers_are_those_of_one_device_and_go_back(names: Any, copies: Any, ex
         assert by_name["param_groups"] == [{"lr": 1.0, "params": expected}]
         owned = {name: expected.index(name) for name in names[stage] if (stage, name) not in copies}
         assert {name: int(state["step"]) for name, state in by_name["state"].items()} == owned
+
+
+def test_names_are_those_of_the_state_dict_where_activations_are_computed_again() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
+    (names,) = group_names(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    assert names == list(module.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
