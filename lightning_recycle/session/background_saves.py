@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -578,23 +578,26 @@ class BackgroundSaves:
         while self.batch is not None and not self.batch.is_written and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
-    def _agree(self, patience: float | None) -> Collection[int]:
+    def _agree(self, patience: float | None) -> tuple[int, ...]:
         """At a boundary, if a batch is pending: waits for it, for ``patience`` seconds or without limit, and for all
-        others, whose ranks it returns.
+        others, whose ranks it returns. They are asked first: a holder may wait for one that chose others.
         """
         batch = self.batch
-        if not self.is_pending:
-            return ()
-        if batch is not None and not batch.is_written:
-            end = None if patience is None else time.monotonic() + patience
-            self._collectives.client.await_thread(
-                lambda: batch.is_written or (end is not None and time.monotonic() > end), "writing a checkpoint"
-            )
-        if batch is not None:
-            batch.raise_error()
-        found = self._collectives.gather_all("checkpoint", self._known())
-        self._hear(found)
-        return found.keys()
+        live: tuple[int, ...] = ()
+        end = float("inf") if patience is None else time.monotonic() + patience
+        for waits in (False, True):
+            if not self.is_pending:
+                break
+            if batch is not None and waits:
+                self._collectives.client.await_thread(
+                    lambda: batch.is_written or time.monotonic() > end, "writing a checkpoint"
+                )
+            if batch is not None:
+                batch.raise_error()
+            found = self._collectives.gather_all("checkpoint", self._known())
+            self._hear(found)
+            live = tuple(found)
+        return live
 
     def _known(self) -> tuple[int, BatchReport | None]:
         """What this worker lets all others know: its load, and its report."""
