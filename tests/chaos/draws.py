@@ -30,7 +30,8 @@ _SHORT_TIMEOUT = 1.0  # seconds; with it a scenario that outlasts it does not ta
 _LONG = 1.6  # seconds: longer than that
 _MOST_POSITIONS = 4  # with two members each
 _SHARE_WITH_MEMBERS = 0.6  # of the scenarios that have so few: a third of all
-_ENDING_AT_ONCE = ("kill", "kill", "exit", "exception", "hang", "preempt")
+_ENDING_JOINED = ("kill", "kill", "exit", "exception", "preempt")  # nothing here would end one that hangs
+_ENDING_INITIAL = (*_ENDING_JOINED, "hang")
 _SHARE_ELASTIC = 0.08
 _ELASTIC_PIPELINES = 3
 _WEIGHTS = {"faults": 8}  # of the families that are not as likely as the others, which have 1
@@ -346,12 +347,12 @@ def _elastic(rng: random.Random, common: Scenario) -> Scenario:
     crowds = tuple(Crowd(step, size, kills=rng.random() < 0.4) for step, size in zip(steps, sizes, strict=True))
     initial = [(lane, stage) for lane in range(1, begins) for stage in range(stages)]
     faults = tuple(
-        Fault(rng.choice(_ENDING_AT_ONCE), *position, rng.randrange(common.recipe.steps), rng.choice(_OPERATIONS))
+        Fault(rng.choice(_ENDING_INITIAL), *position, rng.randrange(common.recipe.steps), rng.choice(_OPERATIONS))
         for position in rng.sample(initial, min(len(initial), rng.randint(0, 2)))
     )
     joined = [(lane, stage) for lane in range(begins, lanes) for stage in range(stages)]
     late = tuple(
-        LateFault(rng.choice(_ENDING_AT_ONCE if operations > 0 else _ANYWHERE), *position, operations)
+        LateFault(rng.choice(_ENDING_JOINED if operations > 0 else _ANYWHERE), *position, operations)
         for position in rng.sample(joined, rng.randint(0, 3))
         for operations in (rng.choice((-1, 0, rng.randrange(1, 80))),)
     )
