@@ -9,13 +9,12 @@ import lightning as L
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, difference, failures, on_one_device
+from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 BATCH = 12
 STEPS = 6  # of an epoch
@@ -84,14 +83,7 @@ def data() -> TensorDataset:
 
 
 def on_grid(model: Any, faults: Any = (), strategy: Any = None, **kwargs: Any) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        strategy=recycle_strategy(**{"num_microbatches": 2, **(strategy or {})}),
-        callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
-        **{**QUIET, **kwargs},
-    )
+    trainer = grid_trainer(2, 1, faults, {"num_microbatches": 2, **(strategy or {})}, max_epochs=2, **kwargs)
     trainer.fit(model, DataLoader(data(), BATCH // 2))
     return trainer
 

@@ -14,14 +14,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, difference, failures
+from support.training import QUIET, difference, failures, grid_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_recycle import ConfigurationError, ReCycleError, ReCycleStrategy
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 from lightning_recycle.launch.local_workers import _ensure_fork_server, process_context
 
 PIPELINES = 3
@@ -177,15 +176,9 @@ def under_ddp(model: L.LightningModule, **kwargs: Any) -> L.Trainer:
 def on_grid(
     model: L.LightningModule, faults: Any = (), strategy: Any = None, pipelines: int = PIPELINES, **kwargs: Any
 ) -> L.Trainer:
-    fit = {"ckpt_path": kwargs.pop("ckpt_path", None)}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=pipelines,
-        strategy=recycle_strategy(**(strategy or {})),
-        callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
-        **{**QUIET, "max_epochs": EPOCHS, **kwargs},
-    )
-    trainer.fit(model, Data(PIPELINES * BATCH // pipelines), **fit)
+    ckpt_path = kwargs.pop("ckpt_path", None)
+    trainer = grid_trainer(pipelines, 1, faults, strategy, **{"max_epochs": EPOCHS, **kwargs})
+    trainer.fit(model, Data(PIPELINES * BATCH // pipelines), ckpt_path=ckpt_path)
     return trainer
 
 

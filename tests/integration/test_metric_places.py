@@ -11,14 +11,13 @@ import lightning as L
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
-from support.training import QUIET, on_one_device
+from support.training import grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricCollection
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 BATCH, STEPS, EPOCHS = 24, 6, 2
 GLOBAL = MeanAbsoluteError()
@@ -145,13 +144,8 @@ def on_one() -> dict[str, Any]:
 
 
 def on_grid(stages: int, faults: Any = (), **kwargs: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=2 * stages,
-        strategy=recycle_strategy(pipeline_parallel_size=stages, num_microbatches=2, max_restarts=10),
-        callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
-        **{**QUIET, "max_epochs": EPOCHS, **kwargs},
-    )
+    options = {"num_microbatches": 2, "max_restarts": 10}
+    return grid_trainer(2, stages, faults, options, **{"max_epochs": EPOCHS, **kwargs})
 
 
 @pytest.mark.parametrize(("stages", "by_hand"), [(1, False), (1, True), (2, False)], ids=["2x1", "by hand", "2x2"])

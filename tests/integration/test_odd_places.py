@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
+from support.training import difference, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_recycle import RecoveryOptions, ReCycleStrategy
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 SAMPLES, EPOCHS, WIDTH = 24, 4, 4
 
@@ -168,18 +168,11 @@ class ScalesData(Plain):
 
 
 def _fit(module: L.LightningModule, data: Dataset[Tensor], devices: int, collate: Any = None) -> L.Trainer:
-    several = devices > 1
-    callbacks: list[L.Callback] = [AwaitReplacement([4]), FaultInjectionCallback([Fault("kill", 1, 0, step=3)])]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=ReCycleStrategy(recovery=RecoveryOptions(max_restarts=10)) if several else "auto",
-        callbacks=callbacks if several else [],
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    faults, options = [Fault("kill", 1, 0, step=3)], {"max_restarts": 10}
+    trainer = (
+        grid_trainer(devices, 1, faults, options, callbacks=[AwaitReplacement([4])], max_epochs=EPOCHS)
+        if devices > 1
+        else on_one_device(max_epochs=EPOCHS)
     )
     trainer.fit(module, DataLoader(data, batch_size=8 // devices, collate_fn=collate))
     return trainer
@@ -194,8 +187,7 @@ def _assert_same_after_a_replacement(
     _fit(expected, data, 1, collate())
     trainer = _fit(module, data, 2, collate())
     assert rejoined(trainer) == [(1, 0)]
-    for (name, weight), other in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
-        assert (weight - other).abs().max() < 1e-10, name
+    assert difference(module.state_dict(), expected.state_dict()) < 1e-10
     return module, trainer
 
 
@@ -236,12 +228,5 @@ class Late(Plain):
 def test_stages_bring_home_what_hooks_have_made(kind: type[L.LightningModule]) -> None:
     expected, module = kind(), kind()
     _fit(expected, Samples(), 1)
-    strategy = ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=1)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=EPOCHS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(Samples(), batch_size=8))
-    assert module.state_dict().keys() == expected.state_dict().keys()
-    for (name, weight), other in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
-        assert (weight - other).abs().max() < 1e-10, name
+    grid_trainer(1, 2, (), {"num_microbatches": 1}, max_epochs=EPOCHS).fit(module, DataLoader(Samples(), batch_size=8))
+    assert difference(module.state_dict(), expected.state_dict()) < 1e-10

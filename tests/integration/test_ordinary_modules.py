@@ -10,16 +10,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, difference, failures, on_one_device
+from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
 from lightning_recycle import ReCycleError, ReCycleStrategy
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 BATCH = 24
 STEPS = 6  # of an epoch
@@ -96,13 +96,7 @@ def data(samples: int = BATCH * STEPS + 7) -> TensorDataset:
 
 
 def on_grid(pipelines: int, faults: Any = (), strategy: Any = None, **kwargs: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=pipelines,
-        strategy=recycle_strategy(**(strategy or {})),
-        callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
-        **{**QUIET, "max_epochs": EPOCHS, **kwargs},
-    )
+    return grid_trainer(pipelines, 1, faults, strategy, **{"max_epochs": EPOCHS, **kwargs})
 
 
 def everything(trainer: L.Trainer, batch: int) -> dict[str, Any]:
@@ -323,6 +317,23 @@ def test_a_step_knows_where_to_save_images(tmp_path: Path) -> None:
     run.fit(model, DataLoader(data(), BATCH // 2, drop_last=True))
     assert failures(run) == [(0, 0)]
     assert {path.name for path in tmp_path.glob("*.png")} == {f"{step}.png" for step in range(STEPS)}
+
+
+class LogsImages(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.add_image("seen", torch.rand(3, 2, 2), self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("pipeline", sampled([0, 1], 1, rest=pytest.mark.long))  # the leader, and another
+def test_an_image_of_a_step_is_written_once(tmp_path: Path, pipeline: int) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, name="board", version=0)
+    faults = [Fault("kill", pipeline, 0, 2, at="reduce")]
+    on_grid(2, faults, logger=logger, max_epochs=1).fit(LogsImages().double(), DataLoader(data(), 8, drop_last=True))
+    accumulator = EventAccumulator(logger.log_dir, size_guidance={"images": 0}).Reload()
+    assert [image.step for image in accumulator.Images("seen")] == list(range(9))
 
 
 @pytest.mark.parametrize(

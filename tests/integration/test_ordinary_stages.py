@@ -15,15 +15,14 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from support.comparison import differences
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, difference, failures, on_one_device
+from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
 from lightning_recycle import ConfigurationError, PipelineModule
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 pytestmark = pytest.mark.long
 
@@ -131,14 +130,8 @@ def text() -> TensorDataset:
 
 
 def on_grid(pipelines: int, stages: int, faults: Any = (), strategy: Any = None, **kwargs: Any) -> L.Trainer:
-    options = {"pipeline_parallel_size": stages, "num_microbatches": 4 // pipelines, **(strategy or {})}
-    return L.Trainer(
-        accelerator="cpu",
-        devices=pipelines * stages,
-        strategy=recycle_strategy(**options),
-        callbacks=[FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])],
-        **{**QUIET, "max_epochs": 1, **kwargs},
-    )
+    options = {"num_microbatches": 4 // pipelines, **(strategy or {})}
+    return grid_trainer(pipelines, stages, faults, options, **{"max_epochs": 1, **kwargs})
 
 
 def train(run: L.Trainer, model: L.LightningModule, data: TensorDataset, batch: int, **kwargs: Any) -> dict[str, Any]:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, difference, failures, on_one_device
+from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -137,14 +136,8 @@ class Dies(Callback):
 
 
 def on_grid(pipelines: int, stages: int, callbacks: list[Callback], strategy: Any = None, **kwargs: Any) -> L.Trainer:
-    options = {"pipeline_parallel_size": stages, "num_microbatches": 4 // pipelines, **(strategy or {})}
-    return L.Trainer(
-        accelerator="cpu",
-        devices=pipelines * stages,
-        strategy=recycle_strategy(**options),
-        callbacks=callbacks,
-        **{**QUIET, "max_epochs": 2, **kwargs},
-    )
+    options = {"num_microbatches": 4 // pipelines, **(strategy or {})}
+    return grid_trainer(pipelines, stages, (), options, callbacks=callbacks, **{"max_epochs": 2, **kwargs})
 
 
 def train(run: L.Trainer, model: L.LightningModule, pipelines: int = 1) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import AwaitReplacement, happened, rejoined
+from support.training import grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_recycle import RecoveryOptions, ReCycleError, ReCycleStrategy
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle import ReCycleError
+from lightning_recycle.callbacks import Fault
 
-EPOCH = 5  # steps
+EPOCH, EPOCHS = 5, 4  # steps of an epoch
 SAMPLES = 8 * EPOCH
 
 
@@ -106,27 +108,10 @@ class Scales(L.Callback):
             parameter.grad.mul_(0.5 + 0.1 * len(self.memory.epochs))
 
 
-def _trainer(devices: int, callbacks: list[L.Callback], strategy: Any, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        callbacks=callbacks,
-        **{
-            "max_epochs": 4,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **options,
-        },
-    )
-
-
 def _train(faults: list[Fault], steps: tuple[int, ...] = (9, 14)) -> tuple[L.Trainer, Annealed]:
     model = Annealed()
-    callbacks = [Scales(), AwaitReplacement(steps), FaultInjectionCallback(faults)]
-    trainer = _trainer(2, callbacks, ReCycleStrategy(recovery=RecoveryOptions(max_restarts=10)))
+    callbacks = [Scales(), AwaitReplacement(steps)]
+    trainer = grid_trainer(2, 1, faults, {"max_restarts": 10}, callbacks=callbacks, max_epochs=EPOCHS)
     trainer.fit(model, datamodule=Data(batch_size=4))
     return trainer, model
 
@@ -148,10 +133,9 @@ def test_a_run_that_begins_again_has_what_hooks_had_set_by_the_checkpoint(tmp_pa
     _, undisturbed = _train([])
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     faults = [Fault("kill", d, 0, step=8 + d) for d in range(2)]
-    callbacks = [Scales(), checkpoints, FaultInjectionCallback(faults)]
-    trainer = _trainer(
-        2, callbacks, ReCycleStrategy(recovery=RecoveryOptions(on_stage_lost="restart")), enable_checkpointing=True
-    )
+    callbacks = [Scales(), checkpoints]
+    options = {"callbacks": callbacks, "max_epochs": EPOCHS, "enable_checkpointing": True}
+    trainer = grid_trainer(2, 1, faults, {"on_stage_lost": "restart"}, **options)
     model = Annealed()
     trainer.fit(model, datamodule=Data(batch_size=4))
     assert happened(trainer, "stage_lost")
@@ -169,10 +153,10 @@ def test_what_is_left_in_objects_comes_home_into_the_same_objects() -> None:
         dataset = Curriculum()
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
         memory, loader = scales.memory, DataLoader(dataset, batch_size=8 // devices, sampler=sampler)
-        strategies = [ReCycleStrategy() if devices > 1 else "auto" for _ in range(2)]
-        _trainer(devices, [scales], strategies[0]).fit(model, datamodule=data)
+        make = on_one_device if devices == 1 else partial(grid_trainer, 2, 1)
+        make(callbacks=[scales], max_epochs=EPOCHS).fit(model, datamodule=data)
         assert scales.memory is memory
-        _trainer(devices, [Levels(dataset)], strategies[1]).fit(Plain(), loader)
+        make(callbacks=[Levels(dataset)], max_epochs=EPOCHS).fit(Plain(), loader)
         found[devices] = {
             "alpha": model.alpha,
             "damp": model.net[1].p,
@@ -232,7 +216,7 @@ class GrowsInSetup(Plain):
 
 def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_path: Path) -> None:
     model = GrowsInSetup()
-    trainer = _trainer(2, [], ReCycleStrategy(pipeline_parallel_size=2), default_root_dir=tmp_path)
+    trainer = grid_trainer(1, 2, max_epochs=EPOCHS, default_root_dir=tmp_path)
     with pytest.raises(ReCycleError, match="do not fit into the GrowsInSetup of this process") as caught:
         trainer.fit(model, DataLoader(Curriculum(), batch_size=8))
     found = re.search(r"They are in (\S+\.pt):", str(caught.value))

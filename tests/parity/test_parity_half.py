@@ -15,14 +15,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, committed_steps, difference, failures, on_one_device
+from support.training import committed_steps, difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 BATCH = 12
 STEPS = 8
@@ -155,18 +154,13 @@ def alone(module: Any, **kwargs: Any) -> tuple[L.Trainer, Seen]:
 def on_grid(module: Any, grid: tuple[int, int, int], faults: Any = (), **kwargs: Any) -> tuple[L.Trainer, Seen]:
     pipelines, stages, microbatches = grid
     seen = Seen()
-    callbacks = [FaultInjectionCallback(list(faults)), seen, *kwargs.pop("callbacks", [])]
-    scaled, path = kwargs.pop("plugin", {}), kwargs.pop("ckpt_path", None)
-    options = {"pipeline_parallel_size": stages, "num_microbatches": microbatches, **kwargs.pop("strategy", {})}
-    options = {"bucket_cap_mb": 1e-4, **options}  # an overflow is found when all buckets are reduced
+    callbacks = [seen, *kwargs.pop("callbacks", [])]
+    plugins, path = [plugin(**kwargs.pop("plugin", {}))], kwargs.pop("ckpt_path", None)
+    # An overflow is found when all buckets are reduced.
+    options = {"num_microbatches": microbatches, "bucket_cap_mb": 1e-4, **kwargs.pop("strategy", {})}
     dataset = kwargs.pop("data", None) or data()
-    run = L.Trainer(
-        accelerator="cpu",
-        devices=pipelines * stages,
-        strategy=recycle_strategy(**options),
-        plugins=[plugin(**scaled)],
-        callbacks=callbacks,
-        **{"max_epochs": 1, **QUIET, **kwargs},
+    run = grid_trainer(
+        pipelines, stages, faults, options, plugins=plugins, callbacks=callbacks, **{"max_epochs": 1, **kwargs}
     )
     run.fit(module, DataLoader(dataset, BATCH // pipelines), ckpt_path=path)
     return run, seen

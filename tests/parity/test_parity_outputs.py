@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, failures, on_one_device
+from support.training import failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_recycle import PipelineModule
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 BATCH, STEPS = 16, 4
 
@@ -124,15 +123,7 @@ def on_grid(
     module: L.LightningModule, loader: Any, devices: int, faults: list[Fault], options: dict[str, Any], **trainer: Any
 ) -> Seen:
     seen = Seen()
-    callbacks = [FaultInjectionCallback(faults), seen]
-    strategy = recycle_strategy(**options)
-    run = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        callbacks=callbacks,
-        **{**QUIET, "max_epochs": 1, **trainer},
-    )
+    run = grid_trainer(devices, 1, faults, options, callbacks=[seen], max_epochs=1, **trainer)
     run.fit(module, loader)
     assert failures(run) == [(fault.pipeline, fault.stage) for fault in faults]
     return seen

@@ -10,12 +10,11 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
-from support.training import QUIET, difference, on_one_device
+from support.training import difference, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import RecoveryOptions, ReCycleStrategy
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 from lightning_recycle.session.weight_callbacks import take_pruned_form
 
 BATCH, EPOCHS = 24, 3  # of four steps
@@ -40,14 +39,8 @@ def loader(batch: int) -> DataLoader[Any]:
 
 
 def on_grid(pruning: ModelPruning, faults: list[Fault] | None = None) -> tuple[L.Trainer, dict[str, Tensor]]:
-    run = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ReCycleStrategy(pipeline_parallel_size=1, recovery=RecoveryOptions(max_restarts=10)),
-        callbacks=[pruning, FaultInjectionCallback(faults or []), AwaitReplacement([9])],
-        max_epochs=EPOCHS,
-        **QUIET,
-    )
+    callbacks = [pruning, AwaitReplacement([9])]
+    run = grid_trainer(2, 1, faults or [], {"max_restarts": 10}, callbacks=callbacks, max_epochs=EPOCHS)
     model = Classifier()
     run.fit(model, loader(BATCH // 2))
     return run, model.state_dict()

@@ -10,9 +10,8 @@ import lightning as L
 import pytest
 import torch
 from ordinary_runs import Kill, killing
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET
+from support.training import grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
@@ -133,9 +132,9 @@ def fit(module: L.LightningModule, workers: int, **strategy: Any) -> L.Trainer:
     x = torch.randn(48, 8, generator=generator, dtype=torch.float64)
     data = TensorDataset(x, torch.randint(CLASSES, (48,), generator=generator))
     loader = DataLoader(data, batch_size=8 // workers)
-    if workers > 1:
-        strategy = {"strategy": recycle_strategy(num_microbatches=2, **strategy)}
-    trainer = L.Trainer(accelerator="cpu", devices=workers, max_epochs=3, num_sanity_val_steps=0, **strategy, **QUIET)
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    grid = {"num_microbatches": 2, **strategy}
+    trainer = on_one_device(**options) if workers == 1 else grid_trainer(workers, 1, (), grid, **options)
     with killing(getattr(module, "kill", None)):
         trainer.fit(module, loader, loader)
     return trainer

@@ -56,20 +56,26 @@ def on_one_device(**kwargs: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", devices=1, **{**QUIET, **kwargs})
 
 
-def trainer(
+def grid_trainer(
     pipelines: int, stages: int, faults: Sequence[Fault] = (), strategy: dict[str, Any] | None = None, **kwargs: Any
 ) -> L.Trainer:
-    """A quiet Trainer on ``pipelines`` x ``stages`` workers, with the same global micro-batches on every grid."""
+    """A quiet Trainer on ``pipelines`` x ``stages`` workers, for a module and data of a test's own."""
     callbacks = [FaultInjectionCallback(list(faults)), *kwargs.pop("callbacks", [])]
-    arguments = {"pipeline_parallel_size": stages, "num_microbatches": GLOBAL_MICROBATCHES // pipelines}
-    arguments |= {"run_metrics": True}
     return L.Trainer(
         accelerator="cpu",
         devices=pipelines * stages,
-        strategy=recycle_strategy(**{**arguments, **(strategy or {})}),
+        strategy=recycle_strategy(**{"pipeline_parallel_size": stages, **(strategy or {})}),
         callbacks=callbacks,
-        **{"max_steps": STEPS, **QUIET, **kwargs},
+        **{**QUIET, **kwargs},
     )
+
+
+def trainer(
+    pipelines: int, stages: int, faults: Sequence[Fault] = (), strategy: dict[str, Any] | None = None, **kwargs: Any
+) -> L.Trainer:
+    """As :func:`grid_trainer`, with the same global micro-batches on every grid."""
+    options = {"num_microbatches": GLOBAL_MICROBATCHES // pipelines, "run_metrics": True, **(strategy or {})}
+    return grid_trainer(pipelines, stages, faults, options, **{"max_steps": STEPS, **kwargs})
 
 
 def fit(
@@ -97,7 +103,8 @@ def exact_fit(
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest absolute difference between two state dicts with the same names."""
     assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+    pairs = [[t if t.is_complex() else t.double() for t in (a[name], b[name])] for name in a]
+    return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 UNDISTURBED = {
