@@ -8,19 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
-from support.growth import Meanwhile, causes
 from support.models import Regression, dataset
 from support.process_tree import worker_processes
 from support.sampling import sampled
-from support.training import difference, exact_fit, failures, fit, on_one_device, plain_loop, trainer
+from support.training import exact_fit, failures, fit
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_recycle import StageLostError
-from lightning_recycle.callbacks import Fault, HeartbeatCallback
+from lightning_recycle.callbacks import Fault
 
 
 class UserBug(Exception):
@@ -113,66 +109,3 @@ def test_the_leaders_death_keeps_metrics_and_progress(tmp_path: Path) -> None:
     assert [int(row.split(",")[header.index("step")]) for row in rows[1:]] == list(range(10))
     assert float(run.callback_metrics["recycle/live_workers"]) == 3
     assert "train_loss" in run.callback_metrics
-
-
-def test_a_second_fit_in_the_same_process_works() -> None:
-    exact_fit(Regression().double(), 2, 2, [Fault("kill", 1, 0, step=3)])
-    exact_fit(Regression().double(), 2, 2, [Fault("kill", 0, 1, step=3)])
-
-
-def test_a_worker_that_stops_is_evicted_after_the_timeout() -> None:
-    def stop(_: Any) -> None:
-        time.sleep(2.5)
-        os.kill(worker_processes()[1], signal.SIGSTOP)
-
-    callbacks = [HeartbeatCallback(interval=0.2, timeout=1.0), Slow()]
-    with Meanwhile(lambda: len(worker_processes()) >= 4, stop):
-        run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 40), max_steps=40, callbacks=callbacks)
-    (cause,) = causes(run)
-    assert "silent" in cause
-
-
-class Slow(L.Callback):
-    """Makes a run last."""
-
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        time.sleep(0.1)
-
-
-def test_ctrl_c_ends_the_run_and_its_workers() -> None:
-    run = trainer(2, 2, callbacks=[Slow()], max_steps=1000)
-
-    def interrupt(_: Any) -> None:
-        time.sleep(2.0)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        # Lightning turns Ctrl-C into an exit.
-        with Meanwhile(lambda: len(worker_processes()) >= 4, interrupt), pytest.raises(SystemExit):
-            run.fit(Regression().double(), DataLoader(dataset(24 * 1000), batch_size=12))
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def test_counters_and_metrics_come_home_as_from_one_device() -> None:
-    run = fit(Regression().double(), 2, 2, max_steps=5)
-    alone = on_one_device(max_steps=5)
-    alone.fit(Regression().double(), DataLoader(dataset(), batch_size=24))
-    assert (run.global_step, run.current_epoch) == (alone.global_step, alone.current_epoch)
-    assert run.state == alone.state
-    torch.testing.assert_close(run.callback_metrics["train_loss"], alone.callback_metrics["train_loss"])
-
-
-def test_a_checkpoint_resumes_on_one_device_with_its_optimizer_state(tmp_path: Path) -> None:
-    model = Regression().double()
-    data = dataset(24 * 5)
-    fault = Fault("kill", 0, 1, step=4, at="optimizer")  # the leader, right before it would write
-    options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1, "max_steps": -1}
-    run = fit(model, 2, 2, [fault], data=data, **options)
-    path = run.checkpoint_callback.best_model_path
-    assert difference(torch.load(path, weights_only=True)["state_dict"], model.state_dict()) == 0
-    alone = Regression().double()
-    on_one_device(max_epochs=2).fit(alone, DataLoader(data, batch_size=24), ckpt_path=path)
-    twice = torch.utils.data.TensorDataset(*(torch.cat([t, t]) for t in data.tensors))
-    assert difference(alone.state_dict(), plain_loop(Regression().double(), twice)) < 1e-10

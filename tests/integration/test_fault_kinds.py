@@ -28,8 +28,11 @@ CAUSES = {
 }
 
 
+TIMEOUT = 1.5  # seconds
+
+
 def heartbeat() -> HeartbeatCallback:
-    return HeartbeatCallback(interval=0.2, timeout=1.5)
+    return HeartbeatCallback(interval=0.2, timeout=TIMEOUT)
 
 
 def train(*faults: Fault, **options: Any) -> Any:
@@ -71,7 +74,7 @@ def check_fault(kind: str, at: str, when: str) -> None:
     suspected = [event.worker for event in happened(run, "suspected")]
     assert suspected == [event.worker for event in happened(run, "evicted")]
     assert suspected == ([(1, 0)] if kind in ("hang", "deadlock", "partition") else [])
-    assert failure.seconds < 10
+    assert (TIMEOUT if kind == "deadlock" else 0) <= failure.seconds < 10
 
 
 @pytest.mark.parametrize("when", sampled(["before", "after"], 1, rest=pytest.mark.long))
@@ -79,13 +82,6 @@ def test_a_slow_worker_is_no_failed_worker(when: str) -> None:
     run = train(Fault("slow", 1, 0, 4, factor=5.0, steps=3, when=when))
     assert not failures(run)
     assert undisturbed(run)
-
-
-@pytest.mark.parametrize("at", sampled(["backward_weight", "optimizer"], 1, rest=pytest.mark.long))
-def test_a_preempted_worker_ends_its_step_and_leaves(at: str) -> None:
-    run = train(Fault("preempt", 1, 0, 4, at, when="after"), callbacks=[])
-    assert [event.worker for event in happened(run, "left")] == [(1, 0)]
-    assert not failures(run)
 
 
 @pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
@@ -96,9 +92,11 @@ def test_a_whole_node_may_fail_at_once(kind: str) -> None:
 # ---------------------------------------------------------------------- points of the run
 
 
-@pytest.mark.parametrize("kind", sampled(["kill", "exception", "hang"], 1, rest=pytest.mark.long))
+@pytest.mark.parametrize("kind", ["deadlock", *sampled(["kill", "exception", "hang"], 0, rest=pytest.mark.long)])
 def test_a_worker_may_fail_in_the_middle_of_the_recovery_from_another_failure(kind: str) -> None:
-    assert failures(train(Fault("kill", 1, 0, 4), Fault(kind, 0, 1, at="recovery"))) == [(1, 0), (0, 1)]
+    run = train(Fault("kill", 1, 0, 4), Fault(kind, 0, 1, at="recovery"))
+    assert failures(run) == [(1, 0), (0, 1)]
+    assert any(cause in causes(run)[1] for cause in CAUSES[kind])
 
 
 @pytest.mark.parametrize("kind", sampled(["kill", "exception"], 1, rest=pytest.mark.long))

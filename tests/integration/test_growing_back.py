@@ -9,13 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from support.growth import AwaitReplacement, Marks, Meanwhile, happened, kill, mark_of, rejoined
-from support.models import GLOBAL_BATCH, Noisy, Regression, Scheduled, dataset
+from support.models import GLOBAL_BATCH, Noisy, Regression, dataset
 from support.sampling import sampled
 from support.training import committed_steps, difference, failures, fit, plain_loop
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from lightning_recycle import StageLostError
 from lightning_recycle.callbacks import Fault
@@ -195,45 +193,6 @@ def test_a_replacement_may_enter_around_the_end_of_an_epoch(entry: int) -> None:
 
 
 @pytest.mark.long
-def test_a_scheduler_that_steps_every_step_goes_on_in_a_replacement() -> None:
-    model = Scheduled().double()
-    run = grow(model, [Fault("kill", 1, 1, step=2)])
-    assert difference(model.state_dict(), plain_loop(Scheduled().double(), DATA, LENGTH)) < TOLERANCE
-    assert rejoined(run) == [(1, 1)]
-
-
-@pytest.mark.long
-def test_callbacks_with_a_state_decide_the_same_with_a_replacement(tmp_path: Path) -> None:
-    """EarlyStopping ends the run at the same epoch although a worker that counts for it is new, and later leads."""
-    data = TensorDataset(*(t[: GLOBAL_BATCH * 4] for t in dataset().tensors))
-
-    def run_with(name: str, faults: Sequence[Fault]) -> L.Trainer:
-        stopping = EarlyStopping("epoch_loss", min_delta=0.05, patience=2)
-        best = ModelCheckpoint(tmp_path / name, monitor="epoch_loss", filename="{epoch}", save_top_k=2)
-        return grow(
-            PerEpoch().double(),
-            faults,
-            wait_at=range(9, 40),
-            callbacks=[stopping, best],
-            data=data,
-            max_epochs=10,
-            max_steps=-1,
-            enable_checkpointing=True,
-        )
-
-    expected = run_with("undisturbed", [])
-    run = run_with("disturbed", [Fault("kill", 1, 1, step=2)])
-    assert rejoined(run) == [(1, 1)]
-    assert run.current_epoch == expected.current_epoch < 10
-    assert {path.name for path in (tmp_path / "disturbed").iterdir()} == {
-        path.name for path in (tmp_path / "undisturbed").iterdir()
-    }
-    assert run.checkpoint_callback is not None
-    assert expected.checkpoint_callback is not None
-    torch.testing.assert_close(run.checkpoint_callback.best_model_score, expected.checkpoint_callback.best_model_score)
-
-
-@pytest.mark.long
 def test_no_more_replacements_come_than_max_restarts() -> None:
     model = Regression().double()
     faults = [Fault("kill", 1, 0, step=2), Fault("kill", 1, 1, step=10)]
@@ -263,7 +222,7 @@ def test_the_loss_of_a_stage_before_a_replacement_has_come_is_an_error() -> None
 )
 def test_a_worker_told_to_end_leaves_between_two_steps_and_nothing_is_redone(worker: tuple[int, int]) -> None:
     model = Regression().double()
-    run = fit(model, 2, 2, [Fault("preempt", *worker, step=3)])
+    run = fit(model, 2, 2, [Fault("preempt", *worker, 3, "backward_weight", when="after")])
     assert difference(model.state_dict(), plain_loop(Regression().double(), dataset())) < TOLERANCE
     assert [event.worker for event in happened(run, "left")] == [worker]
     assert not happened(run, "redone")

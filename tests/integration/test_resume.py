@@ -8,11 +8,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
+from support.models import GLOBAL_BATCH, AutoEncoder, Regression, Scheduled, dataset
 from support.sampling import sampled
 from support.scripts import consolidated
 from support.training import difference, on_one_device, trainer
-from test_ties import AutoEncoder
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -12,17 +12,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
-    StochasticWeightAveraging,
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
 from support.growth import AwaitReplacement, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.sampling import sampled
 from support.training import difference, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -155,8 +152,6 @@ ALLOWED = {  # path or class -> why workers may differ there
     "fsspec.*": "identity of the process",
     "trainer._last_val_time": "a clock; the leader decides for all",
     "trainer.callbacks*._last_time_checked": "a clock; the leader decides for all",
-    "trainer.callbacks*._scheduler_state": "what StochasticWeightAveraging began with, if it has read a state",
-    "trainer.callbacks*._init_n_averaged": "the same",
     "trainer.num_sanity_val_steps": "those are over",
     "trainer.profiler._local_rank": "which worker this is",
     "trainer.fit_loop._restart_stage": "in the epoch that is entered: its beginning is not run again",
@@ -222,38 +217,6 @@ def test_who_joins_holds_what_its_peers_hold(tmp_path: Path) -> None:
             peer = path.with_name(path.name.replace(f"{2 + stage}-1-", f"{stage}-0-"))
             found = differences(json.loads(path.read_text()), json.loads(peer.read_text()))
             assert not found, f"{path.name} differs from {peer.name}"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "averaging",
-    sampled(
-        [EMAWeightAveraging(decay=0.8), StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=3)],
-        1,
-        rest=pytest.mark.long,
-    ),
-    ids=["EMAWeightAveraging", "StochasticWeightAveraging"],
-)
-def test_who_joins_holds_the_averages_of_its_peers(averaging: L.Callback, tmp_path: Path) -> None:
-    (tmp_path / "states").mkdir()
-    run = fit(
-        Plateau().double(),
-        2,
-        2,
-        [Fault("kill", 1, 0, step=6)],  # peers have measured their layers, which who joins does not
-        data=DATA,
-        max_epochs=4,
-        max_steps=-1,
-        strategy={"max_restarts": 10},
-        callbacks=[averaging, AwaitReplacement([9]), GraphDiary(tmp_path / "states")],
-    )
-    assert rejoined(run) == [(1, 0)]
-    joined = sorted((tmp_path / "states").glob("2-1-*"))
-    assert len(joined) >= 10
-    for path in joined:
-        mine, peers = (json.loads(p.read_text()) for p in (path, path.with_name(path.name.replace("2-1-", "0-0-"))))
-        assert any("_average_model" in key for key in mine)
-        assert not (found := differences(mine, peers)), f"{path.name}: {found}"
 
 
 class ChangesItsRate(L.Callback):

@@ -83,3 +83,18 @@ class Decode(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight.t()).mean(-1, keepdim=True)
+
+
+class AutoEncoder(PipelineModule):
+    """Its first layer and its last share a weight."""
+
+    def configure_pipeline(self) -> list[nn.Module]:
+        torch.manual_seed(0)
+        encode = Encode(6, 8, 3)
+        return [encode, nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), Decode(encode)]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
