@@ -1,18 +1,20 @@
-"""Layers move between stages while the training goes on: nothing changes but where they are."""
+"""Layers move between stages or are shared by neighbours while training goes on: nothing changes but who runs them."""
 
 import copy
+import itertools
 import os
+import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from support.models import Regression, Scheduled, dataset
+from support.growth import AwaitReplacement, happened
+from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor, nn
@@ -96,104 +98,128 @@ class KilledWhileLayersMove(Callback):
 
 
 def moves(run: L.Trainer) -> list[tuple[int, ...]]:
-    strategy: Any = run.strategy
-    return [tuple(event.details["cuts"]) for event in strategy.history if event.kind == "layers_moved"]
+    return [tuple(event.details["cuts"]) for event in happened(run, "layers_moved")]
 
 
-@pytest.mark.parametrize("model", sampled([Regression(), Scheduled()], 1, rest=pytest.mark.long))
-def test_layers_move_between_two_stages(model: Regression) -> None:
-    run = exact_fit(model.double(), 2, 2, callbacks=[Move({2: (1, 5), 5: (4, 2)})])
-    assert moves(run) == [(0, 1, 6), (0, 4, 6)]
+STAY: dict[str, Any] = {"rebalance": "never"}
+SHARED = {1: (2.4, 2.1, 1.5)}
+"""Of six layers two neighbours share the third and the fifth, which have weights."""
+
+
+@pytest.mark.parametrize("model", sampled([Regression(), Scheduled()], 1, rest=pytest.mark.long), ids=["adamw", "sgd"])
+def test_layers_move_are_shared_and_no_longer(model: Regression) -> None:
+    moving = Move({2: (1, 5), 4: (2.25, 3.75), 6: (4.5, 1.5), 8: (4, 2)})
+    run = exact_fit(model.double(), 2, 2, callbacks=[moving], strategy=STAY)
+    assert moves(run) == [(0, 1, 6), (0, 2.25, 6), (0, 4.5, 6), (0, 4, 6)]
 
 
 @pytest.mark.long
 def test_layers_that_were_recipes_move() -> None:
     still, moved = Regression(specs=True).double(), Regression(specs=True).double()
     fit(still, 2, 2)
-    run = fit(moved, 2, 2, callbacks=[Move({2: (1, 5), 5: (4, 2)})])
-    assert len(moves(run)) == 2
+    run = fit(moved, 2, 2, callbacks=[Move({2: (1, 5), 4: (2.25, 3.75), 7: (4, 2)})], strategy=STAY)
+    assert len(moves(run)) == 3
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-@pytest.mark.long
-def test_layers_that_draw_move_among_three_stages() -> None:
+def layouts(seed: int, layers: int, stages: int, count: int) -> list[tuple[float, ...]]:
+    """Random sizes of stages, most of which share a layer with the next one."""
+    chance = random.Random(seed)
+    found: list[tuple[float, ...]] = []
+    while len(found) < count:
+        bounds = sorted(round(chance.uniform(1, layers - 1), chance.choice((0, 1, 2))) for _ in range(stages - 1))
+        sizes = tuple(round(b - a, 2) for a, b in zip([0, *bounds], [*bounds, layers], strict=True))
+        whole = [(-(-a // 1), b // 1) for a, b in zip([0, *bounds], [*bounds, layers], strict=True)]
+        if all(begin < end for begin, end in whole) and (not found or found[-1] != sizes):
+            found.append(sizes)
+    return found
+
+
+@pytest.mark.parametrize(("seed", "stages"), sampled([(seed, stages) for seed in range(20) for stages in (2, 3, 4)], 1))
+def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
     still, moved = Regression(dropout=0.2).double(), Regression(dropout=0.2).double()
-    fit(still, 2, 3)
-    run = fit(moved, 2, 3, callbacks=[Move({1: (1, 1, 7), 4: (3, 5, 1), 7: (2, 2, 5)})])
-    assert moves(run) == [(0, 1, 2, 9), (0, 3, 8, 9), (0, 2, 4, 9)]
+    fit(still, 2, stages, strategy=STAY)
+    sizes = layouts(seed, 9, stages, 4)
+    run = fit(moved, 2, stages, callbacks=[Move(dict(zip((1, 3, 5, 7), sizes, strict=True)))], strategy=STAY)
+    assert len(moves(run)) == 4
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-@pytest.mark.parametrize("culprit", [(1, 0), pytest.param((1, 1), marks=pytest.mark.long)])
-def test_computations_are_checked_after_layers_have_moved(culprit: tuple[int, int]) -> None:
-    run = exact_fit(
-        Regression().double(),
-        3,
-        2,
-        [Fault("bitflip", *culprit, step=7, target="matmul", every=1)],
-        callbacks=[Move({2: (1, 5)})],
-        strategy={"verify": 1.0, "checksum_every": 0, "rebalance": "never"},
-    )
-    assert moves(run) == [(0, 1, 6)]
-    strategy: Any = run.strategy
-    assert [(e.worker, e.step) for e in strategy.history if e.kind == "corruption"] == [(culprit, 7)]
+@pytest.mark.parametrize(
+    ("sizes", "culprit", "every"),
+    sampled(itertools.product([(1, 5), (2.5, 3.5)], [(1, 0), (1, 1)], [0, 2]), 1, rest=pytest.mark.long),
+)
+def test_computations_are_checked_after_layers_have_moved(sizes: Any, culprit: tuple[int, int], every: int) -> None:
+    fault = Fault("bitflip", *culprit, step=7, target="matmul", every=1)
+    strategy = {**STAY, "verify": 1.0, "checksum_every": every}
+    run = exact_fit(Regression().double(), 3, 2, [fault], callbacks=[Move({2: sizes})], strategy=strategy)
+    assert moves(run) == [(0, sizes[0], 6)]
+    assert [(event.worker, event.step) for event in happened(run, "corruption")] == [(culprit, 7)]
 
 
-@pytest.mark.long
 def test_a_worker_that_joins_gets_the_layers_of_its_stage() -> None:
     """It was started with those of the beginning."""
-    faults = [Fault("kill", 0, 1, step=5), Fault("kill", 1, 0, step=16)]
-    slow = Fault("slow", 0, 0, step=0, factor=30.0, steps=40)
     run = exact_fit(
         Scheduled().double(),
         2,
-        2,
-        [*faults, slow],
-        dataset(24 * 60),
-        max_steps=60,
-        callbacks=[Move({2: (1, 5), 30: (4, 2)})],
-        strategy={"max_restarts": 10, "rebalance": "never"},
+        3,
+        [Fault("kill", 0, 1, step=4), Fault("kill", 1, 0, step=9)],
+        dataset(GLOBAL_BATCH * 16),
+        max_steps=16,
+        callbacks=[Move({**SHARED, 13: (1, 2.3, 2.7)}), AwaitReplacement([7, 12])],
+        strategy={**STAY, "max_restarts": 10},
     )
-    assert moves(run) == [(0, 1, 6), (0, 4, 6)]
-    kinds = [event.kind for event in run.strategy.history]
-    assert kinds.count("rejoined") >= 1
+    assert moves(run) == [(0, 2.4, 4.5, 6), (0, 1, 3.3, 6)]
+    assert len(happened(run, "rejoined")) == 2
 
 
 @pytest.mark.parametrize("clip", sampled([0.05, 1.0], 1, rest=pytest.mark.long))
-def test_with_clipping_by_norm(clip: float) -> None:
-    run = exact_fit(Scheduled().double(), 2, 3, callbacks=[Move({2: (1, 1, 4), 5: (3, 2, 1)})], gradient_clip_val=clip)
+def test_norms_count_each_layer_once(clip: float) -> None:
+    faults, moving = [Fault("kill", 1, 1, 6, at="optimizer")], Move({**SHARED, 7: (3, 2, 1)})
+    run = exact_fit(Scheduled().double(), 2, 3, faults, callbacks=[moving], strategy=STAY, gradient_clip_val=clip)
     assert len(moves(run)) == 2
 
 
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
 def test_between_the_batches_of_one_step(staggered: bool) -> None:
     still, moved = Scheduled().double(), Scheduled().double()
-    options: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 4, "strategy": {"staggered": staggered}}
-    fit(still, 2, 2, data=dataset(24 * 12), **options)
-    run = fit(moved, 2, 2, data=dataset(24 * 12), callbacks=[MoveByBatch({2: (1, 5), 4: (4, 2), 7: (2, 4)})], **options)
+    strategy = {**STAY, "staggered": staggered}
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 4, "strategy": strategy}
+    data, moving = dataset(GLOBAL_BATCH * 12), MoveByBatch({2: (2.5, 3.5), 4: (4.5, 1.5), 7: (2, 4)})
+    fit(still, 2, 2, data=data, **options)
+    run = fit(moved, 2, 2, [Fault("kill", 0, 1, 6)], data=data, callbacks=[moving], **options)
     assert len(moves(run)) == 3
     assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
-MOMENTS = (56, 66, 58) * 2
-"""As many as each worker has in these moves at least, by rank."""
+LAYOUTS: dict[str, tuple[dict[int, Any], tuple[int, ...]]] = {
+    "whole layers": ({2: (1, 1, 4), 6: (3, 2, 1)}, (56, 66, 58) * 2),
+    "shared layers": ({2: (2.4, 2.1, 1.5), 6: (1.5, 3.3, 1.2)}, (48, 56, 40) * 2),
+}
+"""Two moves, and as many moments as each worker has in them at least, by rank."""
+MOMENTS = [
+    (kind, rank, moment)
+    for kind, (_, counts) in LAYOUTS.items()
+    for rank, count in enumerate(counts)
+    for moment in range(1, count + 1)
+]
 
 
-@pytest.mark.parametrize(
-    ("rank", "moment"),
-    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 2),
-)
-def test_a_worker_may_be_killed_at_any_moment_of_a_move(rank: int, moment: int) -> None:
+@pytest.mark.parametrize(("kind", "rank", "moment"), sampled(MOMENTS, 3))
+def test_a_worker_may_be_killed_at_any_moment_of_a_move(kind: str, rank: int, moment: int) -> None:
+    wanted, _ = LAYOUTS[kind]
     run = exact_fit(
         Scheduled().double(),
         2,
         3,
-        data=dataset(24 * 12),
+        data=dataset(GLOBAL_BATCH * 12),
         max_steps=12,
-        strategy={"rebalance": "never"},
-        callbacks=[Move({2: (1, 1, 4), 6: (3, 2, 1)}), KilledWhileLayersMove(rank, moment)],
+        strategy=STAY,
+        callbacks=[Move(wanted), KilledWhileLayersMove(rank, moment)],
     )
-    assert moves(run) == [(0, 1, 2, 6), (0, 3, 5, 6)]
+    assert moves(run) == [
+        tuple(round(cut, 9) for cut in itertools.accumulate(sizes, initial=0)) for sizes in wanted.values()
+    ]
     assert failures(run) == [divmod(rank, 3)]
 
 
@@ -211,7 +237,7 @@ class Lopsided(Regression):
     def configure_pipeline(self) -> list[Any]:
         torch.manual_seed(0)
         widths = (8, 16, 16, 16, 16, 16, 1)
-        return [nn.Sequential(nn.Linear(a, b), Slow()) for a, b in pairwise(widths)]
+        return [nn.Sequential(nn.Linear(a, b), Slow()) for a, b in itertools.pairwise(widths)]
 
 
 class StopOnceMoved(Callback):

@@ -7,13 +7,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support.models import GLOBAL_BATCH, Regression, dataset
+from support.models import GLOBAL_BATCH, AutoEncoder, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device, trainer
-from test_moving_layers import Lopsided, Move, moves
+from test_moving_layers import STAY, Lopsided, Move, moves
 from test_ordinary_stages import BATCH, Gpt, Vision, gpt_alone, images, on_grid, text, train, vision_alone
 from test_resume import MODELS, Grouped
-from test_ties import AutoEncoder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -25,12 +24,13 @@ pytestmark = pytest.mark.long
 EPOCH = 4  # steps
 
 
+@pytest.mark.parametrize("sizes", [(1, 5), (2.5, 3.5)], ids=str)
 @pytest.mark.parametrize(
     "faults", sampled([[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], 2), ids=str
 )
-def test_tied_weights(faults: list[Fault]) -> None:
-    model = AutoEncoder().double()
-    run = exact_fit(model, 2, 2, faults, gradient_clip_val=0.05, callbacks=[Move({2: (1, 5), 6: (4, 2)})])
+def test_tied_weights(faults: list[Fault], sizes: tuple[float, ...]) -> None:
+    model, moving = AutoEncoder().double(), Move({2: sizes, 6: (4, 2)})
+    run = exact_fit(model, 2, 2, faults, gradient_clip_val=0.05, callbacks=[moving], strategy=STAY)
     assert len(moves(run)) == 2
     assert failures(run) == [(fault.pipeline, fault.stage) for fault in faults]
     assert torch.equal(model.state_dict()["layers.0.weight"], model.state_dict()["layers.5.weight"])
@@ -84,7 +84,12 @@ def test_layers_between_what_is_outside_of_the_chain(clip: float | None) -> None
 
 @pytest.mark.parametrize("sharded", sampled([False, True], 1))
 @pytest.mark.parametrize("name", sampled(["grouped", "tied", "scheduled"], 2))
-def test_checkpoints_of_any_layout_go_on_with_any(tmp_path: Path, name: str, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 5), (3, 2, 1)), ((2.5, 3.5), (2.5, 2, 1.5))], ids=["whole", "shared"]
+)
+def test_checkpoints_of_any_layout_go_on_with_any(
+    tmp_path: Path, name: str, sharded: bool, before: Any, after: Any
+) -> None:
     data = dataset(GLOBAL_BATCH * EPOCH)
 
     def run(grid: tuple[int, int], epochs: int, sizes: Any, ckpt_path: Path | None = None) -> dict[str, Tensor]:
@@ -93,7 +98,7 @@ def test_checkpoints_of_any_layout_go_on_with_any(tmp_path: Path, name: str, sha
         lightning = trainer(
             *grid,
             callbacks=[saving, Move(sizes)],
-            strategy={"save_distributed_checkpoint": sharded},
+            strategy={**STAY, "save_distributed_checkpoint": sharded},
             max_epochs=epochs,
             max_steps=-1,
             enable_checkpointing=True,
@@ -104,8 +109,8 @@ def test_checkpoints_of_any_layout_go_on_with_any(tmp_path: Path, name: str, sha
     model = MODELS[name]().double()
     one = on_one_device(max_epochs=3, max_steps=-1)
     one.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH))
-    run((2, 2), 2, {3: (1, 5)})
-    found = run((1, 3), 3, {9: (3, 2, 1)}, tmp_path / "step=6.ckpt")
+    run((2, 2), 2, {3: before})
+    found = run((1, 3), 3, {9: after}, tmp_path / "step=6.ckpt")
     assert difference(found, model.state_dict()) < TOLERANCE
 
 

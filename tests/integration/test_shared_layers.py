@@ -11,17 +11,13 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from support.growth import AwaitReplacement
+from lightning.pytorch.callbacks import Callback
 from support.models import GLOBAL_BATCH, Regression, Scheduled, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device, trainer
+from support.training import TOLERANCE, difference, exact_fit, failures, fit, on_one_device
 from test_buckets import MOMENTS as MOMENTS_OF_A_SUM
 from test_buckets import Watcher
-from test_moving_layers import KilledWhileLayersMove, Move, MoveByBatch, moves
-from test_resume import MODELS
-from test_ties import AutoEncoder
+from test_moving_layers import SHARED, STAY, Move, moves
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -30,48 +26,6 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.comm.communicator import CommunicationError
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
-
-STAY: dict[str, Any] = {"rebalance": "never"}
-MOMENTS = (48, 56, 40) * 2
-"""As many as each worker has in the moves below at least, by rank."""
-
-SHARED = {1: (2.4, 2.1, 1.5)}  # of six layers the third and the fifth, which have weights
-
-
-@pytest.mark.parametrize(
-    "model",
-    sampled([Regression(), Scheduled(), Regression(specs=True)], 1, rest=pytest.mark.long),
-    ids=["adamw", "sgd", "specs"],
-)
-def test_layers_are_shared_and_no_longer(model: Regression) -> None:
-    still, moved = model.double(), type(model)(specs=model.specs).double()
-    fit(still, 2, 2, strategy=STAY)
-    run = fit(moved, 2, 2, callbacks=[Move({2: (2.25, 3.75), 4: (4.5, 1.5), 7: (4, 2)})], strategy=STAY)
-    assert moves(run) == [(0, 2.25, 6), (0, 4.5, 6), (0, 4, 6)]
-    assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
-
-
-def layouts(seed: int, layers: int, stages: int, count: int) -> list[tuple[float, ...]]:
-    """Random sizes of stages, most of which share a layer with the next one."""
-    chance = random.Random(seed)
-    found: list[tuple[float, ...]] = []
-    while len(found) < count:
-        bounds = sorted(round(chance.uniform(1, layers - 1), chance.choice((0, 1, 2))) for _ in range(stages - 1))
-        sizes = tuple(round(b - a, 2) for a, b in zip([0, *bounds], [*bounds, layers], strict=True))
-        whole = [(-(-a // 1), b // 1) for a, b in zip([0, *bounds], [*bounds, layers], strict=True)]
-        if all(begin < end for begin, end in whole) and (not found or found[-1] != sizes):
-            found.append(sizes)
-    return found
-
-
-@pytest.mark.parametrize(("seed", "stages"), sampled([(seed, stages) for seed in range(20) for stages in (2, 3, 4)], 1))
-def test_random_layouts_of_layers_that_draw(seed: int, stages: int) -> None:
-    still, moved = Regression(dropout=0.2).double(), Regression(dropout=0.2).double()
-    fit(still, 2, stages, strategy=STAY)
-    sizes = layouts(seed, 9, stages, 4)
-    run = fit(moved, 2, stages, callbacks=[Move(dict(zip((1, 3, 5, 7), sizes, strict=True)))], strategy=STAY)
-    assert len(moves(run)) == 4
-    assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
 
 
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
@@ -95,116 +49,6 @@ def test_a_worker_dies_while_stages_share_layers(fault: Fault, staggered: bool) 
     )
     assert failures(run) == [(fault.pipeline, fault.stage)]
     assert len(moves(run)) == 1
-
-
-@pytest.mark.parametrize(
-    ("rank", "moment"),
-    sampled([(rank, moment) for rank, count in enumerate(MOMENTS) for moment in range(1, count + 1)], 2),
-)
-def test_a_worker_dies_at_any_moment_of_a_move(rank: int, moment: int) -> None:
-    run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        data=dataset(GLOBAL_BATCH * 12),
-        max_steps=12,
-        strategy=STAY,
-        callbacks=[Move({2: (2.4, 2.1, 1.5), 6: (1.5, 3.3, 1.2)}), KilledWhileLayersMove(rank, moment)],
-    )
-    assert moves(run) == [(0, 2.4, 4.5, 6), (0, 1.5, 4.8, 6)]
-    assert failures(run) == [divmod(rank, 3)]
-
-
-def test_a_worker_that_joins_shares_the_layers_of_its_stage() -> None:
-    run = exact_fit(
-        Scheduled().double(),
-        2,
-        3,
-        [Fault("kill", 0, 1, step=4), Fault("kill", 1, 0, step=9)],
-        dataset(GLOBAL_BATCH * 16),
-        max_steps=16,
-        callbacks=[Move({**SHARED, 13: (1.2, 2.3, 2.5)}), AwaitReplacement([7, 12])],
-        strategy={**STAY, "max_restarts": 10},
-    )
-    assert moves(run) == [(0, 2.4, 4.5, 6), (0, 1.2, 3.5, 6)]
-    assert [event.kind for event in run.strategy.history].count("rejoined") == 2
-
-
-@pytest.mark.parametrize(
-    "clip", sampled([{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1.0}], 1, rest=pytest.mark.long), ids=str
-)
-def test_norms_count_shared_layers_once(clip: dict[str, Any]) -> None:
-    faults = [Fault("kill", 1, 1, 6, at="optimizer")]
-    exact_fit(Scheduled().double(), 2, 3, faults, callbacks=[Move(SHARED)], strategy=STAY, **clip)
-
-
-@pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
-def test_between_the_batches_of_one_step(staggered: bool) -> None:
-    still, moved = Scheduled().double(), Scheduled().double()
-    options: dict[str, Any] = {
-        "accumulate_grad_batches": 3,
-        "max_steps": 4,
-        "strategy": {**STAY, "staggered": staggered},
-    }
-    data, moving = dataset(GLOBAL_BATCH * 12), MoveByBatch({2: (2.5, 3.5), 4: (4.5, 1.5), 7: (2, 4)})
-    fit(still, 2, 2, data=data, **options)
-    run = fit(moved, 2, 2, [Fault("kill", 0, 1, 6)], data=data, callbacks=[moving], **options)
-    assert len(moves(run)) == 3
-    assert difference(still.state_dict(), moved.state_dict()) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "faults", sampled([[], [Fault("kill", 0, 1, 4, at="optimizer")], [Fault("kill", 1, 0, 5)]], 2), ids=str
-)
-def test_with_weights_that_distant_layers_share(faults: list[Fault]) -> None:
-    model = AutoEncoder().double()
-    moving = Move({2: (2.5, 3.5), 6: (4, 2)})
-    run = exact_fit(model, 2, 2, faults, gradient_clip_val=0.05, callbacks=[moving], strategy=STAY)
-    assert len(moves(run)) == 2
-    assert torch.equal(model.state_dict()["layers.0.weight"], model.state_dict()["layers.5.weight"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sharded", sampled([False, True], 1))
-@pytest.mark.parametrize("name", sampled(["grouped", "tied", "scheduled"], 2))
-def test_checkpoints_go_on_on_any_grid(tmp_path: Path, name: str, sharded: bool) -> None:
-    data = dataset(GLOBAL_BATCH * 4)
-
-    def run(grid: tuple[int, int], epochs: int, sizes: Any, ckpt_path: Path | None = None) -> dict[str, Tensor]:
-        model = MODELS[name]().double()
-        lightning = trainer(
-            *grid,
-            callbacks=[ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1), Move(sizes)],
-            strategy={**STAY, "save_distributed_checkpoint": sharded},
-            max_epochs=epochs,
-            max_steps=-1,
-            enable_checkpointing=True,
-        )
-        lightning.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH // grid[0]), ckpt_path=ckpt_path)
-        return model.state_dict()
-
-    model = MODELS[name]().double()
-    one = on_one_device(max_epochs=3, max_steps=-1)
-    one.fit(model, DataLoader(data, batch_size=GLOBAL_BATCH))
-    run((2, 2), 2, {3: (2.5, 3.5)})
-    found = run((1, 3), 3, {9: (2.5, 2, 1.5)}, tmp_path / "step=6.ckpt")
-    assert difference(found, model.state_dict()) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("culprit", [(1, 0), (1, 1)])
-def test_computations_are_checked(culprit: tuple[int, int]) -> None:
-    run = exact_fit(
-        Regression().double(),
-        3,
-        2,
-        [Fault("bitflip", *culprit, step=7, target="matmul", every=1)],
-        callbacks=[Move({2: (2.5, 3.5)})],
-        strategy={**STAY, "verify": 1.0, "checksum_every": 2},
-    )
-    strategy: Any = run.strategy
-    assert [(e.worker, e.step) for e in strategy.history if e.kind == "corruption"] == [(culprit, 7)]
 
 
 class Asks(Callback):
