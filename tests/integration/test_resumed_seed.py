@@ -1,5 +1,6 @@
 """A run that resumes with another seed goes on with that of the checkpoint: the same samples, the same draws."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,21 @@ def train(
     return model.state_dict(), [steps.get(step, []) for step in range(1, 2 * EPOCH + 1)], run
 
 
+Run = tuple[Path, dict[str, Tensor], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """What a run with a loader leaves behind: its checkpoints, its weights, and the samples of each step."""
+
+    @functools.cache
+    def run(loader: str) -> Run:
+        folder = tmp_path_factory.mktemp("written")
+        return folder, *train(folder, loader, WRITER)[:2]
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("loader", "grid"),
     [
@@ -119,11 +135,11 @@ def train(
     ],
 )
 def test_a_run_resumes_with_another_seed_exactly(
-    loader: str, grid: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    written: Any, loader: str, grid: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weights, samples, _ = train(tmp_path, loader, WRITER)
+    folder, weights, samples = written(loader)
     caplog.clear()
-    resumed, rest, _ = train(tmp_path, loader, READER, grid, ckpt_path=tmp_path / f"step={SAVED}.ckpt")
+    resumed, rest, _ = train(tmp_path, loader, READER, grid, ckpt_path=folder / f"step={SAVED}.ckpt")
     assert rest == [[]] * SAVED + samples[SAVED:]
     if loader != "with replacement":
         assert sorted(n for step in samples[EPOCH:SAVED] + rest[SAVED:] for n in step) == list(range(DATA))
@@ -137,25 +153,22 @@ def test_a_run_resumes_with_another_seed_exactly(
 
 @pytest.mark.parametrize(("step", "warns"), [(SAVED, True), (EPOCH, False)], ids=["in an epoch", "at its end"])
 def test_a_run_that_resumes_in_an_epoch_with_batches_of_another_size_is_warned(
-    step: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    written: Any, step: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path, "shuffled", WRITER)
+    folder, *_ = written("shuffled")
     caplog.clear()
-    train(tmp_path, "shuffled", READER, (1, 2), size=2 * GLOBAL_BATCH, ckpt_path=tmp_path / f"step={step}.ckpt")
+    train(tmp_path, "shuffled", READER, (1, 2), size=2 * GLOBAL_BATCH, ckpt_path=folder / f"step={step}.ckpt")
     told = [line for line in caplog.messages if "global batches" in line]
     assert len(told) == warns
     assert all(f"of {GLOBAL_BATCH} samples" in line and f"have {2 * GLOBAL_BATCH}" in line for line in told)
 
 
-def test_a_resumed_run_that_loses_a_stage_begins_again_with_the_same_seed(tmp_path: Path) -> None:
-    weights, samples, _ = train(tmp_path, "shuffled", WRITER)
-    for path in tmp_path.glob("*.ckpt"):
-        if path.name != "step=2.ckpt":
-            path.unlink()
+def test_a_resumed_run_that_loses_a_stage_begins_again_with_the_same_seed(written: Any, tmp_path: Path) -> None:
+    folder, weights, samples = written("shuffled")
     faults = Fault("kill", 0, 1, 7), Fault("kill", 1, 1, 7)
     resumed, rest, run = train(
         tmp_path, "shuffled", READER, (2, 2), *faults,
-        ckpt_path=tmp_path / "step=2.ckpt", strategy={"on_stage_lost": "restart"},
+        ckpt_path=folder / "step=2.ckpt", strategy={"on_stage_lost": "restart"},
     )  # fmt: skip
     assert happened(run, "stage_lost")
     assert rest == [[]] * 2 + samples[2:]

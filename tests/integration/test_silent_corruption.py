@@ -10,9 +10,10 @@ import lightning as L
 import pytest
 import torch
 from support.checks import checked_microbatch
+from support.growth import happened
 from support.models import Regression, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, difference, fit, plain_loop
+from support.training import TOLERANCE, difference, exact_fit, fit, plain_loop
 from torch import Tensor, nn
 
 from lightning_recycle import ReCycleError, StageLostError
@@ -21,11 +22,11 @@ from lightning_recycle.control.monitoring.history import Event
 
 
 def corruptions(run: L.Trainer) -> list[Event]:
-    return [event for event in run.strategy.history if event.kind == "corruption"]
+    return happened(run, "corruption")
 
 
 def evicted(run: L.Trainer) -> list[Any]:
-    return [event.worker for event in run.strategy.history if event.kind == "evicted"]
+    return [event.worker for event in happened(run, "evicted")]
 
 
 def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_is_evicted() -> None:
@@ -36,7 +37,7 @@ def test_a_flipped_bit_of_a_parameter_is_found_at_the_next_check_and_its_worker_
     assert found.details["since"] < 3 <= found.step <= 5
     assert found.details["device"] == "cpu:1"
     assert evicted(run) == [(1, 0)]
-    assert len([event for event in run.strategy.history if event.kind == "step"]) == 9
+    assert len(happened(run, "step")) == 9
 
 
 @pytest.mark.long
@@ -66,16 +67,12 @@ VERIFY = {"verify": 1.0, "checksum_every": 1}
 CHECKED = {pipelines: checked_microbatch(3, pipelines) for pipelines in (2, 3)}
 
 
-def disputed(run: L.Trainer) -> list[Event]:
-    return [event for event in run.strategy.history if event.kind == "disputed"]
-
-
 @pytest.mark.parametrize("grid", [(3, 1), pytest.param((2, 2), marks=pytest.mark.long)])
 def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
     model, other = Regression(dropout=0.5).double(), Regression(dropout=0.5).double()
     run = fit(model, *grid, [Fault("kill", 1, 0, step=4)], strategy=VERIFY)
-    assert corruptions(run) == disputed(run) == []
-    assert not any(event.kind == "incomparable" for event in run.strategy.history)
+    assert corruptions(run) == happened(run, "disputed") == []
+    assert not happened(run, "incomparable")
     fit(other, *grid, [Fault("kill", 1, 0, step=4)])
     assert difference(model.state_dict(), other.state_dict()) < TOLERANCE
 
@@ -96,24 +93,18 @@ def test_who_computes_the_same_agrees_bit_by_bit(grid: tuple[int, int]) -> None:
     ),
 )
 def test_a_wrong_result_is_not_committed_and_its_worker_is_evicted(fault: Fault, kind: str) -> None:
-    model, right = Regression().double(), Regression().double()
-    run = fit(model, 3, 1, [fault], strategy=VERIFY)
+    run = exact_fit(Regression().double(), 3, 1, [fault], strategy=VERIFY)
     (found,) = corruptions(run)
     assert (found.worker, found.step, found.details["proof"]) == ((1, 0), 3, "computation")
     assert kind in found.details["kind"]
     assert evicted(run) == [(1, 0)]
-    fit(right, 3, 1)
-    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
 
 
 def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> None:
-    model, right = Regression().double(), Regression().double()
     fault = Fault("bitflip", 0, 0, step=3, microbatch=CHECKED[2], target="activation", bit=20)
-    run = fit(model, 2, 1, [fault], strategy=VERIFY)
+    run = exact_fit(Regression().double(), 2, 1, [fault], strategy=VERIFY)
     assert [(event.worker, event.step) for event in corruptions(run)] == [((0, 0), 3)]
     assert evicted(run) == [(0, 0)]
-    fit(right, 2, 1)
-    assert difference(model.state_dict(), right.state_dict()) < TOLERANCE
 
 
 class Hesitating(nn.Module):
@@ -154,13 +145,10 @@ def test_no_stage_keeps_what_it_made_of_a_wrong_result_of_another_one(wrong: tup
 
 
 def test_a_message_that_is_damaged_on_its_way_is_sent_again() -> None:
-    model = Regression().double()
-    expected = plain_loop(model, dataset())
-    run = fit(model, 2, 2, [Fault("bitflip", 0, 0, step=3, target="message")])
-    (disturbance,) = [event for event in run.strategy.history if event.kind == "disturbance"]
+    run = exact_fit(Regression().double(), 2, 2, [Fault("bitflip", 0, 0, step=3, target="message")])
+    (disturbance,) = happened(run, "disturbance")
     assert "is damaged" in disturbance.details["cause"]
     assert corruptions(run) == evicted(run) == []
-    assert difference(model.state_dict(), expected) < TOLERANCE
 
 
 @pytest.mark.long
@@ -180,7 +168,7 @@ def test_no_replacement_is_started_on_a_device_that_computes_wrong_results() -> 
     fault = Fault("bitflip", 1, 0, step=2, microbatch=checked_microbatch(2, 3), target="activation")
     run = fit(Regression().double(), 3, 1, [fault], strategy={**VERIFY, "max_restarts": 10}, max_steps=4)
     assert evicted(run) == [(1, 0)]
-    assert not any(event.kind == "restarting" for event in run.strategy.history)
+    assert not happened(run, "restarting")
 
 
 class Drawing(nn.Module):
@@ -198,9 +186,9 @@ class Unrepeatable(Regression):
 
 def test_a_layer_that_is_not_deterministic_is_named_and_computations_are_not_compared() -> None:
     run = fit(Unrepeatable().double(), 3, 1, strategy=VERIFY)
-    (event,) = [event for event in run.strategy.history if event.kind == "incomparable"]
+    (event,) = happened(run, "incomparable")
     assert "layer 2 (Drawing)" in event.details["cause"]
-    assert corruptions(run) == disputed(run) == []
+    assert corruptions(run) == happened(run, "disputed") == []
 
 
 class Remembering(nn.Module):
@@ -225,7 +213,7 @@ class Normalized(Regression):
 def test_buffers_that_each_worker_has_its_own_of_are_no_difference() -> None:
     model, other = Normalized().double(), Normalized().double()
     run = fit(model, 3, 1, strategy=VERIFY)
-    assert corruptions(run) == disputed(run) == []
-    assert not any(event.kind == "incomparable" for event in run.strategy.history)
+    assert corruptions(run) == happened(run, "disputed") == []
+    assert not happened(run, "incomparable")
     fit(other, 3, 1)
     assert difference(model.state_dict(), other.state_dict()) < TOLERANCE

@@ -16,11 +16,10 @@ from lightning.pytorch.loggers import CSVLogger
 from same_script import Classifier, Runs, Session, assert_same
 from seen_attributes import DIFFERS, attributes_of, differences
 from support.sampling import sampled
-from support.training import QUIET, failures
+from support.training import failures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 
@@ -116,7 +115,12 @@ def fit_and_test(session: Session) -> None:
     session.run.trainer.test(session.run.module, session.data.validation(), verbose=False)
 
 
-fitted, tested = same.runs_of(fit), same.runs_of(fit_and_test)
+def fit_and_save(session: Session) -> None:
+    fit(session)
+    session.run.trainer.save_checkpoint(session.root / "after.ckpt")
+
+
+fitted, tested = same.runs_of(fit_and_save), same.runs_of(fit_and_test)
 
 
 def test_every_attribute_after_fit_is_that_of_one_device(fitted: Runs) -> None:
@@ -162,21 +166,13 @@ def assert_same_checkpoints(one: Path, other: Path) -> None:
             assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
 
 
-def save(session: Session) -> None:
-    fit(session)
-    session.run.trainer.save_checkpoint(session.root / "after.ckpt")
-
-
-saved = same.runs_of(save)
-
-
-def test_a_checkpoint_that_is_saved_after_fit_is_whole(saved: Runs) -> None:
-    one, grid = saved
+def test_a_checkpoint_that_is_saved_after_fit_is_whole(fitted: Runs) -> None:
+    one, grid = fitted
     assert_same_checkpoints(one.root / "after.ckpt", grid.root / "after.ckpt")
 
 
-def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(saved: Runs) -> None:
-    folder = saved[1].root
+def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(fitted: Runs) -> None:
+    folder = fitted[1].root
     (last,) = folder.rglob("epoch=1-step=8.ckpt")
     mine, its = (torch.load(path, weights_only=False) for path in (folder / "after.ckpt", last))
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
@@ -184,7 +180,7 @@ def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(saved: Runs) -> 
 
 
 @pytest.mark.parametrize("resume", sampled([same.on_one_device, same.on_a_grid], 1, rest=pytest.mark.long))
-def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, saved: Runs, tmp_path: Path) -> None:
+def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, fitted: Runs, tmp_path: Path) -> None:
     def go_on(path: Path, run: Any) -> same.Run:
         def script(session: Session) -> None:
             module = session.run.module = Module()
@@ -196,9 +192,9 @@ def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, saved: Runs,
         return run(script, folder)
 
     folder = tmp_path / "one"
-    expected = go_on(saved[0].root / "after.ckpt", same.on_one_device)
+    expected = go_on(fitted[0].root / "after.ckpt", same.on_one_device)
     folder = tmp_path / "resumed"
-    resumed = go_on(saved[1].root / "after.ckpt", resume)
+    resumed = go_on(fitted[1].root / "after.ckpt", resume)
     assert resumed.progress == expected.progress
     assert_same(expected.weights, resumed.weights)
 
@@ -261,37 +257,3 @@ def test_a_data_module_and_accumulated_batches_are_known_as_on_one_device(with_d
     mine, its = (torch.load(run.root / "after.ckpt", weights_only=False) for run in with_data_module)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "DataOfTheWorkers"):
         assert_same(mine[key], its[key], same.FLOAT32_TOLERANCE, key)
-
-
-class Ordinary(L.LightningModule):
-    """Not a pipeline: it has a step of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(Remembers(8, 16), nn.Tanh(), Remembers(16, same.CLASSES)).double()
-        self.seen: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-def test_an_ordinary_module_is_as_on_one_device() -> None:
-    data = same.samples(same.GLOBAL_BATCH * same.STEPS_PER_EPOCH)
-
-    def train(batch_size: int, **kwargs: Any) -> tuple[L.Trainer, Ordinary]:
-        module, trainer = Ordinary(), L.Trainer(accelerator="cpu", max_epochs=1, **QUIET, **kwargs)
-        trainer.fit(module, DataLoader(data, batch_size=batch_size))
-        return trainer, module
-
-    one, expected = train(same.GLOBAL_BATCH, devices=1)
-    grid, module = train(same.GLOBAL_BATCH // 2, devices=2, strategy=ReCycleStrategy(num_microbatches=1))
-    assert module.seen == expected.seen == list(range(same.STEPS_PER_EPOCH))
-    assert module.net[0].calls == expected.net[0].calls == 1
-    assert_same(one.optimizers[0].state_dict(), grid.optimizers[0].state_dict())
