@@ -9,9 +9,8 @@ Classes live in a module of their own, so that worker processes can import them.
 
 import inspect
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import ModelHooks
+from support.comparison import differences
 from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
@@ -287,12 +287,14 @@ def on_one_device(script: Script, root: Path, dtype: torch.dtype = torch.float64
     return run
 
 
-def on_a_grid(script: Script, root: Path, dtype: torch.dtype = torch.float64, **strategy: Any) -> Run:
-    arguments = {"pipeline_parallel_size": STAGES, "num_microbatches": MICROBATCHES, **strategy}
+def on_a_grid(
+    script: Script, root: Path, dtype: torch.dtype = torch.float64, stages: int = STAGES, **strategy: Any
+) -> Run:
+    arguments = {"pipeline_parallel_size": stages, "num_microbatches": MICROBATCHES, **strategy}
     run = Run(None, None, root)
 
     def choose() -> dict[str, Any]:
-        return {"devices": PIPELINES * STAGES, "strategy": recycle_strategy(**arguments)}
+        return {"devices": PIPELINES * stages, "strategy": recycle_strategy(**arguments)}
 
     script(Session(root, choose, Data(GLOBAL_BATCH // PIPELINES, dtype), run))
     return run
@@ -323,26 +325,5 @@ def runs_of(script: Script) -> Any:
 
 def assert_same(one: Any, other: Any, tolerance: float = TOLERANCE, where: str = "") -> None:
     """Fails with the place of the first difference: floats within ``tolerance`` (relative above 1), the rest equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        assert one.shape == other.shape, f"{where}: {one.shape} != {other.shape}"
-        assert one.dtype == other.dtype, f"{where}: {one.dtype} != {other.dtype}"
-        if torch.equal(one, other):
-            return
-        difference = float((one.detach().double() - other.detach().double()).abs().max())
-        scale = max(1.0, float(one.detach().double().abs().max()))
-        assert difference <= tolerance * scale, f"{where}: differs by {difference}"
-    elif isinstance(one, Mapping) and isinstance(other, Mapping):
-        assert list(one) == list(other) or set(one) == set(other), f"{where}: {set(one) ^ set(other)}"
-        for key in one:
-            assert_same(one[key], other[key], tolerance, f"{where}[{key!r}]")
-    elif isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
-        for index, (a, b) in enumerate(zip(one, other, strict=False)):
-            assert_same(a, b, tolerance, f"{where}[{index}]")
-        assert len(one) == len(other), f"{where}: {len(one)} != {len(other)}: {one[len(other) :]} {other[len(one) :]}"
-    elif isinstance(one, float) and isinstance(other, float):
-        close = math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) or (
-            math.isnan(one) and math.isnan(other)
-        )
-        assert close, f"{where}: {one} != {other}"
-    else:
-        assert (type(one), one) == (type(other), other), f"{where}: {one!r} != {other!r}"
+    found = next(differences(one, other, tolerance, where), None)
+    assert found is None, found

@@ -9,7 +9,7 @@ import lightning as L
 import same_script as same
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
-from same_script import assert_same
+from support.comparison import differences as differences_of_values
 from torch import Tensor
 
 DIFFERS = {
@@ -121,8 +121,5 @@ def differences(
         if path not in its or path not in mine:
             found.append(f"{path}: only {'on one device' if path in mine else 'on the grid'}")
             continue
-        try:
-            assert_same(mine[path], its[path], tolerance, path)
-        except AssertionError as error:
-            found.append(str(error).splitlines()[0])
+        found += differences_of_values(mine[path], its[path], tolerance, path)
     return found

@@ -23,8 +23,8 @@ def differences(one: Any, other: Any, tolerance: float, where: str = "") -> Iter
         if one.shape != other.shape or one.dtype != other.dtype:
             yield f"{where}: {one.dtype} {tuple(one.shape)} != {other.dtype} {tuple(other.shape)}"
         elif not torch.equal(one, other):
-            difference = float((one.double() - other.double()).abs().max())
-            scale = max(1.0, float(one.double().abs().max()))
+            difference = float((one.detach().double() - other.detach().double()).abs().max())
+            scale = max(1.0, float(one.detach().double().abs().max()))
             if not difference <= tolerance * scale:
                 values = f" ({one.item()} != {other.item()})" if one.numel() == 1 else ""
                 yield f"{where}: differs by {difference}{values}"

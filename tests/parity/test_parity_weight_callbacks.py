@@ -1,0 +1,436 @@
+"""Callbacks that average, freeze or thaw weights do on a grid what they do on one device, whoever dies and joins.
+
+In validation, in checkpoints, after ``fit``, and in runs that resume.
+"""
+
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import same_script as same
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
+from same_script import STEPS_PER_EPOCH, Classifier, Run, Session, assert_same, on_one_device
+from support.growth import AwaitReplacement, rejoined
+from support.sampling import sampled
+from support.scripts import consolidated
+from support.training import failures
+from torch import Tensor, nn
+from torch.nn import functional
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_recycle import LayerSpec
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+
+EPOCHS = 4
+AT_EPOCH_END = 12  # steps
+WIDTHS = list(itertools.pairwise([8, 16, 16, 16, 16, 16, 4]))
+
+# ---------------------------------------------------------------------- what is averaged
+
+
+class Counter(nn.Module):
+    """Passes its input on, with a buffer that is averaged like the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Averaged(Classifier):
+    """With a buffer, and a learning rate that a scheduler changes."""
+
+    def configure_pipeline(self) -> list[Any]:
+        layers = super().configure_pipeline()
+        return [*layers[:1], Counter(), *layers[1:]]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+
+class EveryEpoch(WeightAveraging):
+    """The equally weighted average of the weights after each epoch but the first."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None and epoch_idx >= 1
+
+
+AVERAGING: dict[str, Callable[[], Callback]] = {
+    "WeightAveraging": WeightAveraging,
+    "WeightAveraging by epoch": EveryEpoch,
+    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+    "EMAWeightAveraging without buffers": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
+    "StochasticWeightAveraging linear": lambda: StochasticWeightAveraging(
+        [0.02], swa_epoch_start=0.5, annealing_strategy="linear", device=None
+    ),
+}
+EMA_AND_SWA = ["EMAWeightAveraging", "StochasticWeightAveraging"]
+
+# ---------------------------------------------------------------------- what is frozen
+
+
+class Frozen(Classifier):
+    """Of six layers, those in ``frozen`` are not trained at first."""
+
+    def __init__(self, *frozen: int) -> None:
+        super().__init__()
+        self.frozen = frozen
+
+    def configure_pipeline(self) -> list[Any]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(*width).double() for width in WIDTHS]
+        for index in self.frozen:
+            layers[index].requires_grad_(False)
+        return layers
+
+    @property
+    def backbone(self) -> Any:
+        return self.layers[:4]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
+
+
+class Later(BaseFinetuning):
+    """Trains the first layers from the second epoch on, and the rest of them from the third."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layers[:4])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layers[2:4], optimizer, lr=5e-3)
+        elif epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.layers[:2], optimizer)
+
+
+class Alternates(Callback):
+    """Trains weights in every other step, and biases always; all are in the optimizer."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.requires_grad = parameter.dim() == 1 or trainer.global_step % 2 == 0
+
+
+FREEZING: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]]]] = {
+    "the first stage is frozen": (lambda: Frozen(0, 1, 2), list),
+    "the last stage is frozen": (lambda: Frozen(3, 4, 5), list),
+    "parts are frozen": (lambda: Frozen(1, 4), list),
+    "BaseFinetuning": (Frozen, lambda: [Later()]),
+    "BackboneFinetuning": (Frozen, lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]),
+    "requires_grad changes": (Frozen, lambda: [Alternates()]),
+}
+SCRIPTS = {**FREEZING, **{name: (Averaged, lambda make=make: [make()]) for name, make in AVERAGING.items()}}
+
+# ---------------------------------------------------------------------- runs
+
+
+class Validations(Callback):
+    """Keeps the validation loss of each epoch, in its state, so that the launching process has it."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses = list(state_dict["losses"])
+
+
+def training(
+    name: str, *more: Callback, stateful: bool = False, ckpt_path: Path | None = None, **trainer: Any
+) -> same.Script:
+    """Trains the module of ``name`` with its callbacks."""
+
+    def script(session: Session) -> None:
+        (module, callbacks), validations, data = SCRIPTS[name], Validations(), session.data
+        session.run.module = module()
+        run = session.trainer(callbacks=[*callbacks(), validations, *more], max_epochs=EPOCHS, **trainer)
+        loader = (
+            StatefulDataLoader(data.training().dataset, batch_size=data.batch_size) if stateful else data.training()
+        )
+        run.fit(session.run.module, loader, data.validation(), ckpt_path=ckpt_path)
+        session.run.results["validations"] = validations.losses
+
+    return script
+
+
+def on_a_grid(script: same.Script, root: Path, stages: int = 2, **strategy: Any) -> Run:
+    root.mkdir(exist_ok=True)
+    return same.on_a_grid(script, root, stages=stages, **strategy)
+
+
+@functools.cache
+def on_one(name: str) -> Run:
+    """On one device, without this strategy."""
+    return on_one_device(training(name), Path(tempfile.mkdtemp()))
+
+
+def names_by_group(run: Run) -> list[list[list[str]]]:
+    """What the callbacks know of the optimizer after a run, on whatever grid."""
+    callbacks = [callback for callback in run.trainer.callbacks if isinstance(callback, BaseFinetuning)]
+    return [[group["params"] for group in callback._internal_optimizer_metadata.get(0, [])] for callback in callbacks]
+
+
+def assert_same_training(one: Run, other: Run) -> None:
+    assert_same(one.weights, other.weights)
+    assert_same(one.metrics, other.metrics)
+    assert_same(one.results["validations"], other.results["validations"])
+    assert one.progress == other.progress
+    assert names_by_group(one) == names_by_group(other)
+
+
+def long(parameters: list[Any]) -> list[Any]:
+    """The parameters, marked ``long`` too."""
+    return [pytest.param(*each.values, marks=[*each.marks, pytest.mark.long]) for each in parameters]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        *sampled([(name, 2) for name in FREEZING], 2),
+        *long(sampled([(name, 2) for name in AVERAGING], 2)),
+        *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
+    ],
+)
+def test_all_that_is_trained_is_that_of_one_device(name: str, stages: int, tmp_path: Path) -> None:
+    run = on_a_grid(training(name), tmp_path, stages)
+    assert_same_training(on_one(name), run)
+    assert len(run.results["validations"]) == EPOCHS + 1  # with the sanity check
+
+
+@pytest.mark.long
+def test_the_averages_of_lightning_are_not_the_last_weights(tmp_path: Path) -> None:
+    plain = on_one_device(lambda session: session.fit(Averaged(), validates=True, max_epochs=EPOCHS) and None, tmp_path)
+    for name in AVERAGING:
+        with pytest.raises(AssertionError):
+            assert_same(on_one(name).weights, plain.weights, tolerance=1e-3)
+
+
+def test_frozen_layers_keep_their_weights(tmp_path: Path) -> None:
+    initial = Frozen().state_dict()
+    found = on_a_grid(training("the first stage is frozen"), tmp_path).weights
+    for name, value in initial.items():
+        assert torch.equal(found[name], value) == (name.split(".")[1] in "012"), name
+
+
+FAULTS = {
+    "in a step": Fault("kill", 1, 0, step=6),
+    "the leader": Fault("kill", 0, 1, step=9),
+    "in a validation": Fault("kill", 1, 1, step=8, at="validation"),
+    # The other stage has applied the step and waits in its hook for the one that comes next.
+    "before a change": Fault("kill", 1, 0, step=STEPS_PER_EPOCH - 1, at="optimizer"),
+    # The other stage has applied this step, its last before a validation, and serves it from there.
+    "while others validate": Fault("kill", 1, 0, step=2 * STEPS_PER_EPOCH - 1, at="reduce"),
+    "in the last step": Fault("kill", 0, 0, step=EPOCHS * STEPS_PER_EPOCH - 1, at="reduce"),
+}
+FROZEN_NAMES = ["the first stage is frozen", "the last stage is frozen", "BaseFinetuning", "requires_grad changes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *sampled(itertools.product(FROZEN_NAMES, FAULTS), 1),
+        *long(sampled(itertools.product(EMA_AND_SWA, FAULTS), 1)),
+    ],
+)
+def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) -> None:
+    run = on_a_grid(training(name, FaultInjectionCallback([FAULTS[fault]])), tmp_path)
+    assert len(failures(run.trainer)) == 1
+    assert_same_training(on_one(name), run)
+
+
+@pytest.mark.parametrize(
+    ("name", "joins", "stages"),
+    [
+        *sampled(itertools.product(FROZEN_NAMES, [9], [2]), 1),
+        *long(sampled(itertools.product(["WeightAveraging by epoch", *EMA_AND_SWA], [5, 10], [1, 2]), 3)),
+    ],
+)
+def test_the_same_though_the_donor_of_a_replacement_dies(name: str, joins: int, stages: int, tmp_path: Path) -> None:
+    """What the new worker holds is then all that there is of the first stage."""
+    faults = [Fault("kill", 1, 0, step=joins - 3), Fault("kill", 0, 0, step=joins + 2)]
+    more = [FaultInjectionCallback(faults), AwaitReplacement([joins])]
+    run = on_a_grid(training(name, *more), tmp_path, stages, max_restarts=10)
+    assert rejoined(run.trainer)[:1] == [(1, 0)]
+    assert failures(run.trainer) == [(1, 0), (0, 0)]
+    assert_same_training(on_one(name), run)
+
+
+# ---------------------------------------------------------------------- layers that are recipes
+
+
+class InRecipes(Frozen):
+    """With layers that no process builds but the workers of their stage, after the callbacks' ``setup``."""
+
+    def configure_pipeline(self) -> list[Any]:
+        return [LayerSpec(nn.Linear, *width) for width in WIDTHS]
+
+
+class CopiesWhatItOwns(Callback):
+    """Fails if the callback that averages has copied more than the layers of the stage."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        (averaging,) = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))  # type: ignore[attr-defined]
+        assert averaging._average_model is not None
+        copied = [name for name, _ in averaging._average_model.module.named_parameters()]
+        assert copied == [name for name, _ in module.named_parameters()]
+        assert len(copied) <= 6  # of 12
+
+
+def with_recipes(*callbacks: Callback, epochs: int) -> same.Script:
+    def script(session: Session) -> None:
+        session.run.module = InRecipes().double()
+        trainer = session.trainer(max_epochs=epochs, callbacks=list(callbacks))
+        trainer.fit(session.run.module, session.data.training())
+
+    return script
+
+
+def test_layers_that_are_built_later_are_frozen_too(tmp_path: Path) -> None:
+    fresh = InRecipes().double()
+    fresh.materialize()
+    found = on_a_grid(with_recipes(Later(), epochs=1), tmp_path).weights
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(found[name], value) == (name.split(".")[1] in "0123"), name
+
+
+@pytest.mark.long
+def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
+    script = with_recipes(EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2)
+    whole = on_a_grid(script, tmp_path, stages=2).weights
+    pieces = on_a_grid(script, tmp_path, stages=3, num_microbatches=4).weights
+    assert_same(whole, pieces)
+
+
+# ---------------------------------------------------------------------- an ordinary module
+
+
+class Ordinary(L.LightningModule):
+    """No PipelineModule: the model and its own steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*Averaged().configure_pipeline())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", functional.cross_entropy(self.model(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sampled(EMA_AND_SWA, 1))
+def test_averages_of_an_ordinary_module_are_those_of_one_device(name: str, tmp_path: Path) -> None:
+    def script(session: Session, *more: Callback) -> None:
+        session.fit(Ordinary(), validates=True, callbacks=[AVERAGING[name](), *more], max_epochs=EPOCHS)
+
+    dies = FaultInjectionCallback([Fault("kill", 0, 0, step=6)])
+    one = on_one_device(script, tmp_path)
+    grid = on_a_grid(lambda session: script(session, dies), tmp_path, stages=1)
+    assert failures(grid.trainer) == [(0, 0)]
+    assert_same(one.weights, grid.weights)
+    assert_same(one.metrics, grid.metrics)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@functools.cache
+def checkpoints_of(name: str, writer: str) -> Path:
+    """The checkpoints of a training, of every second step; a sharded one is there consolidated, too."""
+    root = Path(tempfile.mkdtemp())
+    saves = ModelCheckpoint(root / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
+    script = training(name, saves, stateful=writer.endswith("stateful"), enable_checkpointing=True)
+    if writer.startswith("one device"):
+        on_one_device(script, root)
+    else:
+        on_a_grid(script, root, save_distributed_checkpoint=writer == "sharded")
+    if writer == "sharded":
+        path = root / "saved" / f"step={AT_EPOCH_END}.ckpt"
+        consolidated(path, Path(f"{path}.consolidated"))
+    return root / "saved"
+
+
+@functools.cache
+def resumed_on_one_device(name: str, step: int) -> Run:
+    """With the sample that follows, also in the middle of an epoch."""
+    stateful = step % STEPS_PER_EPOCH > 0  # at the end of an epoch, such a loader has no more samples to resume with
+    path = checkpoints_of(name, "one device, stateful" if stateful else "one device") / f"step={step}.ckpt"
+    return on_one_device(training(name, stateful=stateful, ckpt_path=path), Path(tempfile.mkdtemp()))
+
+
+SAVED = ["the first stage is frozen", "BaseFinetuning"]
+
+
+@pytest.mark.parametrize("name", [*sampled(SAVED, 1), *long(sampled(["WeightAveraging", *EMA_AND_SWA], 1))])
+def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
+    one, grid = (checkpoints_of(name, writer) for writer in ("one device", "one file"))
+    for step in (2, AT_EPOCH_END, 14):
+        expected, found = (torch.load(folder / f"step={step}.ckpt", weights_only=False) for folder in (one, grid))
+        for checkpoint in (expected, found):
+            kept = {k: v for k, v in checkpoint["callbacks"].items() if "Averaging" in k or k == "Later"}
+            checkpoint["callbacks"] = kept
+            del checkpoint["loops"]
+        assert found.pop("lightning_recycle_objects")  # from which the run would start again
+        assert_same(expected, found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [
+        *sampled([(name, "one file") for name in SAVED], 1),
+        *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
+    ],
+)
+def test_a_checkpoint_resumes_on_one_device(name: str, writer: str, tmp_path: Path) -> None:
+    """As from its own; at the end of an epoch, since one device does not find its place in the data of a grid."""
+    path = checkpoints_of(name, writer) / f"step={AT_EPOCH_END}.ckpt"
+    path = Path(f"{path}.consolidated") if writer == "sharded" else path
+    resumed = on_one_device(training(name, ckpt_path=path), tmp_path)
+    assert_same_training(resumed_on_one_device(name, AT_EPOCH_END), resumed)
+
+
+WRITTEN = (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sharded", 6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "writer", "step"),
+    [
+        *sampled([(name, "one file", AT_EPOCH_END) for name in SAVED], 1),
+        *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
+    ],
+)
+def test_a_checkpoint_resumes_on_another_grid(name: str, writer: str, step: int, tmp_path: Path) -> None:
+    path = checkpoints_of(name, writer) / f"step={step}.ckpt"
+    resumed = on_a_grid(training(name, ckpt_path=path), tmp_path, stages=3, num_microbatches=4)
+    assert_same_training(resumed_on_one_device(name, step), resumed)
