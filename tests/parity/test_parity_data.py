@@ -1,7 +1,6 @@
 """Data modules, the hooks that convert batches, and loaders of all kinds give what they give on one device."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import same_script as same
 import torch
 from support.training import difference
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 
 class ConvertingData(L.LightningDataModule):
@@ -145,63 +144,3 @@ def test_batches_that_are_dicts_and_arguments_of_the_loader(tmp_path: Path, load
     same.assert_same(one.results, grid.results, same.TOLERANCE)
     # Whatever drop_last says, a prediction is of all samples.
     assert sum(map(len, grid.results["predict"])) == same.GLOBAL_BATCH * same.STEPS_PER_EPOCH + 3
-
-
-class Stream(IterableDataset[dict[str, Tensor]]):
-    """The records one after another; an epoch begins where the one before stopped."""
-
-    def __init__(self) -> None:
-        self.read = 0
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        while self.read < len(Records()):
-            self.read += 1
-            yield Records()[self.read - 1]
-        self.read = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.read = state["read"]
-
-
-class StreamWithoutState(IterableDataset[dict[str, Tensor]]):
-    """The records one after another, in each epoch."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return (Records()[index] for index in range(len(Records())))
-
-
-class StreamData(L.LightningDataModule):
-    def __init__(self, batch_size: int, stream: Callable[[], IterableDataset[dict[str, Tensor]]]) -> None:
-        super().__init__()
-        self.batch_size, self.stream = batch_size, stream
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.stream(), batch_size=self.batch_size, drop_last=True)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(self.stream(), batch_size=self.batch_size)
-
-
-def streamed(session: same.Session, stream: Callable[[], IterableDataset[dict[str, Tensor]]] = Stream) -> None:
-    data = StreamData(session.data.batch_size, stream)
-    module = session.run.module = OfRecords()
-    trainer = session.trainer(max_steps=2 * same.STEPS_PER_EPOCH, val_check_interval=2, check_val_every_n_epoch=None)
-    trainer.fit(module, datamodule=data)
-    session.run.results["fit"] = session.run.metrics
-    session.run.results["predict"] = trainer.predict(module, data.val_dataloader())
-
-
-def test_a_stream_that_does_not_know_its_length_trains_and_validates_the_same(tmp_path: Path) -> None:
-    one, grid = same.run_both(streamed, tmp_path)
-    same.assert_same(one.weights, grid.weights)
-    same.assert_same(one.results, grid.results, same.TOLERANCE)
-    assert grid.results["fit"]["seen_x_epoch"] != 0
-
-
-def test_a_stream_without_state_trains_the_same(tmp_path: Path) -> None:
-    one, grid = same.run_both(partial(streamed, stream=StreamWithoutState), tmp_path)
-    same.assert_same(one.weights, grid.weights)
-    same.assert_same(one.results, grid.results, same.TOLERANCE)

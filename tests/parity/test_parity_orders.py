@@ -1,4 +1,4 @@
-"""Samplers with a state: the order of one device after a replacement and a resume; data that differ are found."""
+"""Data that differ between the workers are found, before the first step or on a replacement."""
 
 import time
 from pathlib import Path
@@ -8,63 +8,15 @@ import lightning as L
 import numpy as np
 import pytest
 import same_script as same
-import torch
 from lightning.pytorch.callbacks import Callback
-from support.growth import AwaitReplacement, causes, rejoined
-from support.samplers import Counts
-from support.sampling import sampled
-from support.training import failures
-from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from support.growth import causes
+from torch.utils.data import DataLoader, Subset
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
 STEPS = 5
 SIZE = STEPS * same.GLOBAL_BATCH
-
-
-def counting(session: same.Session) -> Any:
-    return DataLoader(same.samples(SIZE), batch_size=session.data.batch_size, sampler=Counts(SIZE))
-
-
-def weighted(session: same.Session) -> Any:
-    sampler = WeightedRandomSampler([1.0, 9.0] * (SIZE // 2), SIZE, generator=torch.Generator().manual_seed(7))
-    return StatefulDataLoader(same.samples(SIZE), batch_size=session.data.batch_size, sampler=sampler)
-
-
-LOADERS = {"that counts": counting, "with a generator": weighted}
-
-
-@pytest.mark.parametrize("name", sampled(LOADERS, 2, rest=pytest.mark.long))
-def test_a_replacement_reads_the_order_of_one_device(tmp_path: Path, name: str) -> None:
-    def fit(session: same.Session, *callbacks: Callback) -> None:
-        session.run.module = same.Classifier()
-        session.trainer(max_epochs=3, callbacks=list(callbacks)).fit(session.run.module, LOADERS[name](session))
-
-    (tmp_path / "one").mkdir()
-    one = same.on_one_device(fit, tmp_path / "one")
-    faults = FaultInjectionCallback([Fault("kill", 1, 1, step=6), Fault("kill", 0, 0, step=6)])
-    waits = AwaitReplacement([8])  # within the second epoch
-    grid = same.on_a_grid(lambda session: fit(session, faults, waits), tmp_path, max_restarts=10)
-    assert sorted(failures(grid.trainer)) == sorted(rejoined(grid.trainer)) == [(0, 0), (1, 1)]
-    same.assert_same(one.weights, grid.weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "batch"), sampled([("that counts", 8), ("with a generator", 10)], 1, rest=pytest.mark.long)
-)
-def test_a_run_resumes_in_the_order_in_which_it_was(tmp_path: Path, name: str, batch: int) -> None:
-    def fit(session: same.Session, *callbacks: Callback, **options: Any) -> None:
-        session.run.module = same.Classifier()
-        trainer = session.trainer(max_epochs=3, callbacks=list(callbacks))
-        trainer.fit(session.run.module, LOADERS[name](session), **options)
-
-    path = tmp_path / "saved.ckpt"
-    whole = same.on_a_grid(lambda session: fit(session, same.SavesAt(batch, path)), tmp_path)
-    resumed = same.on_a_grid(lambda session: fit(session, ckpt_path=path), tmp_path)
-    same.assert_same(whole.weights, resumed.weights)
-    assert whole.progress == resumed.progress
 
 
 class Splits(L.LightningDataModule):
