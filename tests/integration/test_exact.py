@@ -33,7 +33,7 @@ TECHNIQUES: list[dict[str, Any]] = [
 SAMPLE = random.Random(20261120).sample(ALL_KILLS, 12)
 
 
-@pytest.mark.parametrize(("pipelines", "stages"), GRIDS)
+@pytest.mark.parametrize(("pipelines", "stages"), sampled(GRIDS, 3, rest=pytest.mark.long))
 def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -> None:
     assert exact_fit(Regression().double(), pipelines, stages).global_step == 10
 
@@ -136,7 +136,7 @@ def test_a_scheduler_steps_once_a_step_also_when_the_step_is_redone() -> None:
             ((2, 2), [Fault("kill", 0, 1, 4, at="optimizer", when="after")], None),
             ((2, 3), [Fault("kill", 1, 1, 2), Fault("kill", 0, 2, 5, at="reduce")], None),
         ],
-        3,
+        1,
         rest=pytest.mark.long,
     ),
     ids=str,
@@ -178,7 +178,7 @@ class Complex(Regression):
             ((3, 1), {"gradient_clip_val": 0.05}),
             ((2, 2), {"gradient_clip_val": 0.05}),
         ],
-        2,
+        1,
         rest=pytest.mark.long,
     ),
 )

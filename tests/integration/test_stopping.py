@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
+from support.sampling import sampled
 from support.training import difference, failures, fit, on_one_device, plain_loop
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -155,7 +156,7 @@ class OwnClock(L.Callback):
                 threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", sampled(range(2), 1, rest=pytest.mark.long))
 def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(seed: int) -> None:
     draw = random.Random(seed)
     clock = OwnClock(draw.randrange(6), draw.uniform(0.05, 0.3), dies=True)

@@ -159,7 +159,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 KILLS = {1: [Fault("kill", 1, 0, step=1)], 2: [Fault("kill", 0, 1, step=1), Fault("kill", 1, 0, step=3)]}
 
 
-@pytest.mark.parametrize("kills", [False, True], ids=["undisturbed", "kills"])
+@pytest.mark.parametrize("kills", [pytest.param(False, marks=pytest.mark.long), True], ids=["undisturbed", "kills"])
 @pytest.mark.parametrize("grid", ["4x1", "4x1, two each", "2x2"])
 def test_rows_of_outputs_are_those_of_the_batch(grid: str, kills: bool) -> None:
     devices, options = GRIDS[grid]
