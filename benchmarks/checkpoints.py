@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import console, describe_machine, fit
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,18 +62,14 @@ def width_of(megabytes: float) -> int:
     return int((megabytes * 1e6 / (3 * 4 * LAYERS)) ** 0.5)
 
 
-class Saves(L.Callback):
-    """Saves after every ``every``-th step; the leader notes when each step begins, and when a checkpoint is there."""
+class Notes(L.Callback):
+    """The leader notes when each step begins."""
 
-    def __init__(self, folder: Path, every: int) -> None:
-        self._folder, self._every = folder, every
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._note(trainer, "step")
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step % self._every == 0:
-            trainer.save_checkpoint(self._folder / f"{trainer.global_step}.ckpt")
 
     def _note(self, trainer: L.Trainer, what: str) -> None:
         if trainer.is_global_zero:
@@ -94,7 +91,8 @@ def measure(megabytes: float, background: bool, sharded: bool, saves: int, every
                 background=background, save_distributed_checkpoint=sharded, gather_result=False
             ),
         )
-        run = fit(Square(width), loader, strategy, devices=4, steps=steps, callbacks=[Saves(folder, every)])
+        saving = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+        run = fit(Square(width), loader, strategy, devices=4, steps=steps, callbacks=[Notes(folder), saving])
         times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
     begins = {step: at for _, step, at in times}
     lengths = {step: begins[step + 1] - begins[step] for step in begins if step + 1 in begins and step >= WARM_UP}

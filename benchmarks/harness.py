@@ -25,6 +25,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -94,7 +95,7 @@ def fit(
         max_steps=steps,
         max_epochs=-1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[_Quiet(), *callbacks],
