@@ -277,6 +277,8 @@ class Checkpoints:
                 self._ask(background, checkpoint, path, storage_options)
             else:
                 self._save_together(checkpoint, path, storage_options)
+        if background is not None and not background.is_deferring:
+            self.complete()  # the user's code may read it next
 
     def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if self.objects is not None and "optimizer_states" in checkpoint:  # plain tensors, which are safe to load

@@ -231,25 +231,40 @@ def test_training_goes_on_while_storage_is_slow(wraps: bool, tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path / "saved")) == ["step=4.ckpt", "step=8.ckpt"]
 
 
-class LeavesOut(L.Callback):
-    """The second checkpoint is asked for while the first one is being written, which it waits for half a second."""
+class WaitsFromStepSeven(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step >= 7:
+            wait_until_written(trainer)
+
+
+class ReadsAtOnce(L.Callback):
+    """Reads what it has saved; other workers may be further when it does."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step in (2, 4, 8):
-            if trainer.global_step == 8:
-                wait_until_written(trainer)
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / f"{trainer.global_step}.ckpt")
+        path = Path(trainer.default_root_dir) / f"{trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        assert damage(path) is None
+
+
+@FORMATS
+def test_a_checkpoint_that_a_hook_saves_is_there_when_it_goes_on(sharded: bool, tmp_path: Path) -> None:
+    exact_fit(
+        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * 3), max_steps=3, callbacks=[ReadsAtOnce()],
+        default_root_dir=tmp_path, strategy={"background": True, "save_distributed_checkpoint": sharded},
+    )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["1.ckpt", "2.ckpt", "3.ckpt"]
 
 
 def test_a_checkpoint_is_left_out_if_the_one_before_takes_too_long(tmp_path: Path) -> None:
     further = tmp_path / "further"
+    saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
     run = exact_fit(
         Regression().double(), 2, 1, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
-        callbacks=[LeavesOut(), IsFurther(further)], default_root_dir=tmp_path,
+        callbacks=[saving, IsFurther(further), WaitsFromStepSeven()], enable_checkpointing=True,
         strategy={"background": True, "signal_timeout": 0.5, "checkpoint_io": SlowIO(further)},
     )  # fmt: skip
-    assert [event.step for event in happened(run, "saved")] == [2, 8]
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["2.ckpt", "8.ckpt"]
+    assert [event.step for event in happened(run, "saved")] == [2, 8, 10]
+    assert sorted(os.listdir(tmp_path / "saved")) == ["step=10.ckpt", "step=2.ckpt", "step=8.ckpt"]
 
 
 class BrokenIO(WholeCheckpointIO):
