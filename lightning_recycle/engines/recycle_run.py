@@ -128,8 +128,8 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
             f"--nproc-per-node {options.nproc_per_node}: srun starts one recycle-run for each worker: leave it out, and"
             f" say #SBATCH --ntasks-per-node={options.nproc_per_node}."
         )
-    meeting = Meeting(task, options.shared)
-    hosts_it = task.rank == 0
+    meeting = Meeting(task, options.shared, options.join)
+    hosts_it = task.rank == 0 and options.join is None
     if hosts_it:
         address = own_address(task) if options.coordinator is None else _own_address(options.coordinator)
         key = secrets.token_urlsafe(32)
@@ -247,6 +247,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"--nproc-per-node {options.nproc_per_node}: give a number of at least 1.")
     if options.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {options.max_restarts}: give a number of at least 0.")
+    if options.join is not None and task_of(os.environ) is None:
+        raise ConfigurationError(
+            f"--join {options.join}: that is for tasks of srun: set RECYCLE_COORDINATOR and RECYCLE_KEY elsewhere."
+        )
     if not 0 < options.grace < float("inf"):
         raise ConfigurationError(f"--grace {options.grace:g}: give a number of seconds, more than 0.")
 
@@ -281,6 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shared", metavar="FOLDER", help="under srun: a folder that all nodes see (default: where it was submitted)"
     )
+    parser.add_argument("--join", metavar="JOB", help="under srun: join the run of another job, by its number")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -6,6 +6,8 @@ file in a folder that all nodes share, the one the job was submitted from; the o
 port it got, all agree on it, and no list of nodes has to be taken apart. When a worker has finished, its agent leaves a
 note beside the file: then the run is over for all, and no worker is started again that could not find it any more.
 
+A further job joins the run of another one by its file.
+
 Contract: the file is its owner's alone (mode 0600), and one that somebody else could have written does not count. It
 appears under its name when it is complete. Task 0 removes it, and the note, when it ends.
 """
@@ -16,6 +18,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -114,12 +117,17 @@ class Meeting:
     Args:
         task: the task that this process is.
         folder: where all nodes see the same files; by default the one that the job was submitted from.
+        job: the number of the job whose run this task joins; None for its own.
     """
 
-    def __init__(self, task: SlurmTask, folder: str | None = None) -> None:
-        self._task = task
-        self._path = Path(folder or task.folder) / f".recycle-{task.step}"
-        self._note = self._path.with_name(f"{self._path.name}.finished")
+    def __init__(self, task: SlurmTask, folder: str | None = None, job: str | None = None) -> None:
+        self._task, self._job = task, job
+        self._folder = Path(folder or task.folder)
+        self._path = self._folder / f".recycle-{task.step}"
+
+    @property
+    def _note(self) -> Path:
+        return self._path.with_name(f"{self._path.name}.finished")
 
     def announce(self, address: tuple[str, int], key: str) -> None:
         """Announces the coordinator to all tasks; by the task that hosts it.
@@ -136,7 +144,7 @@ class Meeting:
             ) from error
 
     def wait(self, seconds: float) -> tuple[tuple[str, int], str]:
-        """The address of the coordinator, and the key of the run, once task 0 has announced them.
+        """The address of the coordinator, and the key of the run, once task 0, of this or that job, has announced them.
 
         Raises:
             ConfigurationError: if it does not within ``seconds``.
@@ -144,6 +152,12 @@ class Meeting:
         deadline = time.monotonic() + seconds
         while (text := self._read()) is None:
             if time.monotonic() > deadline:
+                if self._job is not None:
+                    raise ConfigurationError(
+                        f"--join {self._job}: no run of that job announced itself in {self._folder} within {seconds:g}"
+                        " s. Does it run, with recycle-run? Was it submitted from the same folder, or with the same"
+                        " --shared FOLDER?"
+                    )
                 raise ConfigurationError(
                     f"Task {self._task.rank} of step {self._task.step}, on {self._task.node}, waited {seconds:g} s for"
                     f" {self._path}, which task 0 writes. Either task 0 did not start (see its output), or the nodes"
@@ -186,7 +200,7 @@ class Meeting:
         """
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
-            if self._note.exists():
+            if self._note.exists() or (self._job is not None and not self._path.exists()):
                 return 0
             time.sleep(_LOOK_SECONDS)
         return status
@@ -213,12 +227,23 @@ class Meeting:
     def _read(self) -> str | None:
         """The content of the file; None if it is not there, or not this user's alone."""
         with contextlib.suppress(OSError):
-            os.listdir(self._path.parent)  # lets NFS look again for a name that was not there
+            names = os.listdir(self._folder)  # also lets NFS look again for a name that was not there
+            if self._job is not None:
+                steps = [name for name in names if re.fullmatch(rf"\.recycle-{re.escape(self._job)}\.\d+\.\d+", name)]
+                if not steps:
+                    return None
+                self._path = self._folder / max(steps, key=_number_of)
             with open(self._path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077:
                     return file.read()
         return None
+
+
+def _number_of(name: str) -> tuple[int, int]:
+    """How often the job had been requeued, and the step, by the name of its file."""
+    _, step, requeued = name.rsplit(".", 2)
+    return int(requeued), int(step)
 
 
 # ---------------------------------------------------------------------- requeueing

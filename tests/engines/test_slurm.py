@@ -86,6 +86,30 @@ def test_who_finishes_tells_all(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_further_job_finds_the_newest_run_of_the_one_that_it_joins(tmp_path: Path) -> None:
+    announced = {"7.0.0": "10.0.0.1", "7.0.1": "10.0.0.2", "77.0.2": "10.0.0.3"}
+    for step, host in announced.items():
+        own = SlurmTask(step, 0, 1, "node1", "127.0.0.1", str(tmp_path), 20_000)
+        Meeting(own).announce((host, 29400), "a key of the run")
+    guest = Meeting(task(tmp_path, 1), job="7")
+    assert guest.wait(0.1) == (("10.0.0.2", 29400), "a key of the run")
+    guest.finish()
+    assert (tmp_path / ".recycle-7.0.1.finished").exists()
+    with pytest.raises(ConfigurationError, match="--join 8: no run of that job announced itself"):
+        Meeting(task(tmp_path, 1), job="8").wait(0.1)
+
+
+def test_a_job_whose_run_is_over_does_not_wait_for_slurm_to_end_it(tmp_path: Path) -> None:
+    host, guest = (
+        Meeting(task(tmp_path, 0)),
+        Meeting(SlurmTask("8.0.0", 0, 1, "b", "127.0.0.1", str(tmp_path), 1), job="7"),
+    )
+    host.announce(("10.0.0.1", 29400), "a key of the run")
+    guest.wait(0.1)
+    host.close()
+    assert guest.await_end(143) == 0
+
+
 def test_the_port_of_a_step_gives_way_to_a_free_one(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
