@@ -279,29 +279,33 @@ def _failures_table(sizes: Sequence[Size], options: argparse.Namespace) -> Table
 # ---------------------------------------------------------------------- bytes of a rejoin
 
 
+_received: list[int] = []
+"""Bytes of each message that this process has received from its peer, the state of the callbacks among them."""
+
+
 class _CountsBytes(L.Callback):
     """A replacement leaves in ``folder`` the bytes that came from its peer, and those that it holds."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.received = Path(folder), 0
+        self.folder = Path(folder)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.strategy.incarnation:
             receive = state_transfer._receive
 
             def counted(communicator: Any, tensors: Sequence[Tensor], source: int) -> None:
-                self.received += sum(tensor.nbytes for tensor in tensors)
+                _received.append(sum(tensor.nbytes for tensor in tensors))
                 receive(communicator, tensors, source)
 
             state_transfer._receive = counted
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if not trainer.strategy.incarnation or not self.received:
+        if not trainer.strategy.incarnation or not _received:
             return
         state = [value for values in trainer.optimizers[0].state.values() for value in values.values()]
         held = [local_part(t).nbytes for t in (*pl_module.parameters(), *state) if isinstance(t, Tensor)]
         path = self.folder / str(trainer.strategy.grid_rank)
-        path.write_text(json.dumps({"received": self.received, "held": sum(held)}))
+        path.write_text(json.dumps({"received": sum(_received), "held": sum(held)}))
 
 
 class _WaitsForReplacements(L.Callback):
