@@ -337,7 +337,8 @@ class Run:
                 self._kill_coordinator()
         if self.outcome is None:
             raise Violation(f"everybody waits; {self._situation()}")
-        self.promises.on_end(self.outcome, self.state)
+        if self._paper.kept is None or self._paper.kept.over is None:
+            self.promises.on_end(self.outcome, self.state)
         return self.outcome
 
     def _at(self, delay: float, action: Callable[..., None], *args: Any) -> None:
@@ -682,7 +683,9 @@ class Run:
     def _write_down(self) -> None:
         written = coordinator_restart.kept(self.state)
         if written != self._paper.kept:
-            self._paper.kept = written
+            ends, self._paper.kept = self._paper.kept is None or self._paper.kept.over is None, written
+            if ends and written is not None and written.over is not None:  # a successor knows of the end only
+                self.promises.on_end(self.state.outcome, self.state)
             holders = {rank: self._connections[rank] for rank in self.state.heard if rank in self._connections}
             self._paper.processes = {rank: Process(str(one.process), 0, "") for rank, one in holders.items()}
 
