@@ -84,7 +84,7 @@ class ControlClient(ActivityRecorder):
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
-    it waits in :meth:`arrive`; ``complete_saves`` from the receiver thread before this process ends without a result.
+    it waits in :meth:`arrive`; ``complete_saves`` from whichever thread ends this process without a result.
     """
 
     def __init__(
@@ -578,8 +578,8 @@ class ControlClient(ActivityRecorder):
                     if self._leaving and self._survives:
                         return
                     self._exit("lost its place in the run", EXIT_LOST_COORDINATOR)
-                if message.reason in (StopReason.STAGE_LOST, StopReason.FAILED):
-                    self._complete_saves()
+                if message.reason in (StopReason.STAGE_LOST, StopReason.CRASHED, StopReason.FAILED):
+                    self.finish_saves()
                 self._exit(f"was told to stop ({message.reason.value})", EXIT_STOPPED)
             if isinstance(message, messages.Unfit):
                 # The coordinator closes the connection; the main thread says why.
@@ -605,7 +605,7 @@ class ControlClient(ActivityRecorder):
             if isinstance(message, messages.Regroup) and self.on_interrupt is not None:
                 self.on_interrupt(message.generation - 1)
 
-    def _complete_saves(self) -> None:
+    def finish_saves(self) -> None:
         """The run is over, and all that this process has still to do is to complete a checkpoint, if it can."""
         with self._changed:
             self._completes = True

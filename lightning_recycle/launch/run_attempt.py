@@ -32,7 +32,7 @@ from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import SavePhase
-from lightning_recycle.control.protocol.state import Failed, Finished, Outcome, StageLost
+from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.engines.ray_cluster import needs_of_worker
 from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.launch.run_preparation import PreparedRun
@@ -264,7 +264,7 @@ class RunAttempt:
             self._coordinator.stop()  # before the workers are killed: these are no failures
             phases = {phase.value: phase for phase in SavePhase}
             newest = next((e.kind for e in reversed(self._coordinator.history) if e.kind in phases), "")
-            is_writing = isinstance(outcome, StageLost | Failed) and phases.get(newest) is SavePhase.BEGUN
+            is_writing = isinstance(outcome, StageLost | Crashed | Failed) and phases.get(newest) is SavePhase.BEGUN
             patience = self._run.options.checkpoints.signal_timeout if is_writing else 0.0
         self._group.end(patience)
         self._coordinator.close()

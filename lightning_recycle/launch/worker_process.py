@@ -166,4 +166,6 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
                 print(text, file=sys.stderr, end="", flush=True)
             client.leave(status)
             client.send(Crash(client.rank, fault, summary, data, text))
+            if not fault:
+                client.finish_saves()
         sys.exit(status)

@@ -319,12 +319,12 @@ class AtTheEnd(WholeCheckpointIO):
 
 
 class NotesClient(L.Callback):
-    """Lets :class:`AtTheEnd` know its client, and the training go on to step 6 when that has begun."""
+    """Lets :class:`AtTheEnd` know its client. When that has begun, the training goes on to step 6, which may raise."""
 
     client: Any
 
-    def __init__(self, begun: Path) -> None:
-        self._begun = begun
+    def __init__(self, begun: Path, raises: bool) -> None:
+        self._begun, self._raises = begun, raises
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -332,21 +332,28 @@ class NotesClient(L.Callback):
         deadline = time.monotonic() + PATIENCE
         while trainer.global_step == 6 and not self._begun.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
+        if trainer.global_step == 6 and self._raises:
+            raise UserError
 
 
-@pytest.mark.parametrize("restarts", sampled([False, True], 1))
-def test_a_checkpoint_that_is_being_written_is_completed_when_a_stage_is_lost(restarts: bool, tmp_path: Path) -> None:
+class UserError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("end", [*sampled(["lost", "restarted"], 1), "raised"])
+def test_a_checkpoint_that_is_being_written_is_completed_however_the_run_ends(end: str, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     options: dict[str, Any] = {"background": True, "checkpoint_io": AtTheEnd(begun), "signal_timeout": PATIENCE}
+    faults = [] if end == "raised" else [Fault("kill", pipeline=0, stage=0, step=6)]
     run = trainer(
-        1, 2, [Fault("kill", pipeline=0, stage=0, step=6)], max_steps=7, enable_checkpointing=True,
-        callbacks=[saving, NotesClient(begun)],
-        strategy={**options, "on_stage_lost": "restart" if restarts else "raise"},
+        1, 2, faults, max_steps=7, enable_checkpointing=True, callbacks=[saving, NotesClient(begun, end == "raised")],
+        strategy={**options, "on_stage_lost": "restart" if end == "restarted" else "raise"},
     )  # fmt: skip
     loader = DataLoader(dataset(GLOBAL_BATCH * LENGTH), batch_size=GLOBAL_BATCH)
-    with contextlib.nullcontext() if restarts else pytest.raises(StageLostError):
+    errors = {"lost": pytest.raises(StageLostError), "raised": pytest.raises(UserError)}
+    with errors.get(end, contextlib.nullcontext()):
         run.fit(Regression().double(), loader)
     assert damage(tmp_path / "step=4.ckpt") is None
-    if restarts:
+    if end == "restarted":
         assert [event.step for event in happened(run, "step")] == [0, 1, 2, 3, 4, 5, 4, 5, 6]
