@@ -53,7 +53,7 @@ _LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
 _WINDOW = 4  # pieces under way
 _FAILED = "failed"
 _LOOK_SECONDS = 0.01
-_LOW_PRIORITY = 19  # of a thread, as for nice
+_LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 19 may not finish before the next save
 
 
 # ---------------------------------------------------------------------- copies
@@ -398,7 +398,7 @@ class Batch:
 
     @staticmethod
     def _yield() -> None:
-        """From now on this thread has the lowest priority. The training may wait for copies, but not for files."""
+        """From now on this thread has a low priority. The training may wait for copies, but not for files."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
 

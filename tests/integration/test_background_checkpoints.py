@@ -61,7 +61,7 @@ def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize("grid", sampled([((1, 1),), ((2, 1),), ((1, 2),), ((2, 2),)], 2), ids=str)
+@pytest.mark.parametrize("grid", sampled([((1, 1),), ((2, 1),), ((1, 2),), ((2, 2),)], 1), ids=str)
 def test_files_records_and_weights_are_those_of_saves_that_all_wait_for(
     sharded: bool, grid: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -107,7 +107,9 @@ def test_a_run_resumes_exactly_from_one(sharded: bool, grid: tuple[int, int], tm
 
 
 @FORMATS
-@pytest.mark.parametrize("place", [(0, 1), (1, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "place", [(0, 1), *(pytest.param(place, marks=pytest.mark.long) for place in ((1, 1), (0, 0)))], ids=str
+)
 def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
     sharded: bool, place: tuple[int, int], tmp_path: Path
 ) -> None:
