@@ -36,8 +36,8 @@ from lightning_recycle.control.protocol.member import Member
 
 SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
 SAMPLE_WHEN_KILLED = (range(400), range(400, 1500))  # what the coordinator's death does to who is leaving is rare
-SAMPLE_WITH_FEWER = (range(120), range(120, 1000))
-SAMPLE_OF_MEMBERS = (range(100), range(100, 1000))
+SAMPLE_WITH_FEWER = (range(50), range(50, 1000))
+SAMPLE_OF_MEMBERS = (range(50), range(50, 1000))
 HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
     "a worker forgets what a recovery told of a commit": 1_500,

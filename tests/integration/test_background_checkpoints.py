@@ -220,7 +220,9 @@ class IsFurther(L.Callback):
             self._further.touch()
 
 
-@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "AsyncCheckpointIO"])
+@pytest.mark.parametrize(
+    "wraps", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "AsyncCheckpointIO"]
+)
 def test_training_goes_on_while_storage_is_slow(wraps: bool, tmp_path: Path) -> None:
     slow: Any = SlowIO(tmp_path / "further")
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=4, save_top_k=-1)

@@ -146,6 +146,7 @@ def test_a_slow_first_step_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("pause", sampled(["hook", "data", "checkpoint", "validation"], 1))
+@pytest.mark.long
 def test_a_long_pause_outside_the_schedule_is_no_fault(pause: str, tmp_path: Any) -> None:
     arguments: dict[str, Any] = {}
     model = Regression().double()

@@ -87,6 +87,7 @@ def test_stages_of_one_position_are_divided_by_both() -> None:
     assert error(module, plain_loop(2)) < TOLERANCE
 
 
+@pytest.mark.long
 def test_a_replacement_gets_the_shards_of_its_column() -> None:
     """Later the position from which it has its state is lost."""
     module = Ordinary()
@@ -211,6 +212,7 @@ def test_first_values_of_layers_made_on_the_meta_device_do_not_depend_on_the_gri
         assert name.startswith(("0.norm", "1.norm")) or 0.01 < float(value.std()) < 0.5
 
 
+@pytest.mark.long
 def test_a_replacement_for_a_member_whose_layers_were_made_on_the_meta_device(tmp_path: Path) -> None:
     limits = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
     trainer, weights = saved(tmp_path, OnMeta(), (2, 1, 2, 1), Kill(1, 1, 2), Kill(2, 18, 1), Waits(2), **limits)

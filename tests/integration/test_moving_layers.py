@@ -252,6 +252,7 @@ class StopOnceMoved(Callback):
         trainer.should_stop = trainer.strategy.session.steps.layers.cuts != self.cuts  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_layers_move_to_where_they_take_less_time() -> None:
     model, data = Lopsided().double(), dataset(24 * 400)
     before = copy.deepcopy(model)

@@ -178,6 +178,7 @@ def check(module: L.LightningModule, alone: L.LightningModule, grid: tuple[int, 
     [pytest.param(TENSOR_PARALLEL, marks=pytest.mark.long), SEQUENCE_PARALLEL],
     ids=["tensor", "sequence"],
 )
+@pytest.mark.long
 def test_a_transformer_whose_tied_embedding_is_sharded(plan: dict[str, Any]) -> None:
     check(Transformer(plan), Transformer(), (2, 1, 2), Kill(1, 1, 2))
 

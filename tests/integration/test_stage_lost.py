@@ -78,6 +78,7 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(how: str
 
 
 @pytest.mark.parametrize("pipelines", sampled([1, 2], 1, rest=pytest.mark.long))
+@pytest.mark.long
 def test_all_processes_are_killed_at_once_and_the_same_grid_starts_again(pipelines: int, tmp_path: Path) -> None:
     """As the OOM killer does, or somebody who ends all processes of a user."""
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
