@@ -45,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_atomically(chosen.output, page)
         except OSError as error:
             raise ConfigurationError(f"cannot write {chosen.output}: {error.strerror or error}.") from error
-        size = len(page.encode()) / 1e6
+        size = len(page.encode()) / 1e3
         count = f"{len(results)} of {len(results) + missing}" if missing else f"{len(results)}"
-        Console(soft_wrap=True).print(f"wrote {chosen.output}: {count} results, {size:.1f} MB", highlight=False)
+        noun = "result" if len(results) + missing == 1 else "results"
+        Console(soft_wrap=True).print(f"wrote {chosen.output}: {count} {noun}, {size:,.0f} kB", highlight=False)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,9 @@ class Monitor:
 
     def _view(self) -> RunView:
         if self._viewed is None:
-            why = "it waits for workers" if self.awaits_runs else "it is being started, or has ended"
-            raise NothingToShow(f"No run is going on: {why}.")
+            if self.awaits_runs:
+                raise NothingToShow("No run is going on: it waits for workers.")
+            raise NothingToShow("No run is going on: the workers are starting, or the run has ended.")
         return self._viewed.view()
 
     def _of_plan(self, what: str, view: RunView, most: int, make: Callable[[Schedule], Made]) -> Made | None:

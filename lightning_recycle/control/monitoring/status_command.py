@@ -67,6 +67,8 @@ class _Target:
             connection.request("GET", "/status")
             response = connection.getresponse()
             content = response.read(_MOST_BYTES)
+        except FileNotFoundError as error:
+            raise NoRun(f"{self}: its run has just ended.") from error
         except (OSError, http.client.HTTPException) as error:
             raise NoRun(f"{self} does not answer: {error or type(error).__name__}") from error
         finally:
@@ -149,7 +151,8 @@ def _targets(address: str | None) -> list[_Target]:
     if address.isdigit():
         found = [_Target(path) for path in sockets() if path.name.partition("-")[0] == address]
         if not found:
-            raise NoRun(f"no run in process {address} on this machine. For a port, give localhost:{address}.")
+            port = f" For a port, give localhost:{address}." if int(address) <= 65535 else ""
+            raise NoRun(f"no run in process {address} on this machine.{port}")
         return found
     if address.startswith("/"):
         return [_Target(Path(address))]

@@ -34,6 +34,8 @@ Scenes = Mapping[str, Mapping[tuple[str, str], Record]]
 _RE_ROUTING = ("Recycle", "Elastic", "ElasticLayers", "Auto")
 """Policies that re-route; their own schedule is planned."""
 
+_COMPARE = "To compare policies, run several with the same schedule: recycle-simulate experiment=quick does."
+"""Where no comparison can be made."""
 _USE = (
     "Re-routing keeps the batch and leaves every layer in its place; the policies elastic_layers and auto also move"
     " layers where that is faster."
@@ -83,7 +85,8 @@ def _count(count: int, one: str) -> str:
 def _conclusion(records: Sequence[Record]) -> str:
     """A few sentences; empty where nothing was trained."""
     scenes = _scenes(records)
-    return " ".join((_leaders(scenes), _re_routing(scenes), _schedule(scenes))) if scenes else ""
+    found = [_leaders(scenes), _re_routing(scenes), _schedule(scenes)]
+    return (" ".join(filter(None, found)) or _COMPARE) if scenes else ""
 
 
 def _scenes(records: Sequence[Record]) -> Scenes:
@@ -101,7 +104,7 @@ def _scenes(records: Sequence[Record]) -> Scenes:
 
 
 def _leaders(scenes: Scenes) -> str:
-    """Who is fastest, among at least three policies with the same schedule."""
+    """Who is fastest, among at least three policies with the same schedule; empty where no three have run."""
     leads: Counter[str] = Counter()
     entered: Counter[str] = Counter()
     narrow = 0
@@ -114,28 +117,29 @@ def _leaders(scenes: Scenes) -> str:
                 first, second = sorted(ratios.values(), reverse=True)[:2]
                 narrow += first - second < _NARROW
     if not leads:
-        return "No three policies have run with the same schedule, so these results do not say which policy is best."
+        return ""
     total = sum(leads.values())
     parts: list[str] = []
     for name, count in leads.most_common():
         part = f"in {count}" if parts else f"is fastest in {count} of {_count(total, 'comparison')}"
         part += f" (of the {entered[name]} in which it ran)" if entered[name] < total else ""
         parts.append(f"{POLICIES.get(name, name)} {part}")
-    close = f"{narrow} of these leads {'is' if narrow == 1 else 'are'} below half a point"
-    point = "a point is 1 % of the throughput of fault-free 1F1B"
-    text = f"With the same schedule for all, {', '.join(parts)}; {close} ({point})."
+    text = f"With the same schedule for all, {', '.join(parts)}."
+    if narrow:
+        close = f"{narrow} of these leads {'is' if narrow == 1 else 'are'} below half a point"
+        text = f"{text[:-1]}; {close} (a point is 1 % of the throughput of fault-free 1F1B)."
     return text if leads.most_common()[0][0] in _RE_ROUTING else f"{text} {_USE}"
 
 
 def _re_routing(scenes: Scenes) -> str:
-    """ReCycle less merge, in points, by schedule."""
+    """ReCycle less merge, in points, by schedule; empty where not both have run."""
     gains: dict[str, list[float]] = {}
     for found in scenes.values():
         for (name, schedule), record in found.items():
             if name == "Recycle" and ("Merge", schedule) in found:
                 gains.setdefault(schedule, []).append(100 * (record["ratio"] - found["Merge", schedule]["ratio"]))
     if not gains:
-        return "Nothing here compares re-routing with merging broken pipelines under the same schedule."
+        return ""
     parts = [
         f"{_signed(statistics.fmean(values))} points on average ({_signed(min(values))} to {_signed(max(values))}) "
         f"with {'1F1B' if schedule == '1f1b' else 'the planned schedule'}"
@@ -145,7 +149,7 @@ def _re_routing(scenes: Scenes) -> str:
 
 
 def _schedule(scenes: Scenes) -> str:
-    """The planned schedule less 1F1B, in points, for policies other than ReCycle."""
+    """The planned schedule less 1F1B, in points, for policies other than ReCycle; empty where none ran with both."""
     gains = [
         100 * (record["ratio"] - found[name, "1f1b"]["ratio"])
         for found in scenes.values()
@@ -154,7 +158,7 @@ def _schedule(scenes: Scenes) -> str:
         if record["throughput"]
     ]
     if not gains:
-        return "No other policy has run with both schedules, so the worth of the schedule alone is unknown."
+        return ""
     return (
         f"The planned schedule alone is worth {_signed(statistics.fmean(gains))} points to the other policies "
         f"({_signed(min(gains))} to {_signed(max(gains))})."
