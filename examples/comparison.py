@@ -159,7 +159,11 @@ def _restart(config: DictConfig, directory: Path) -> Finished:
     pipelines = config.trainer.devices // config.strategy.pipeline_parallel_size
     (fault,) = config.faults.faults
     everywhere = [{**fault, "pipeline": pipeline} for pipeline in range(pipelines)]
-    changes = {"faults.faults": everywhere, "trainer.enable_checkpointing": True}
+    changes = {
+        "faults.faults": everywhere,
+        "trainer.enable_checkpointing": True,
+        "strategy.recovery.on_stage_lost": "raise",
+    }
     begun = _changed(config, directory / "until_the_failure", changes)
     checkpoints = ModelCheckpoint(
         directory / "checkpoints", "{step}", every_n_train_steps=config.compare.checkpoint_every, save_top_k=-1

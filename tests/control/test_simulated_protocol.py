@@ -460,7 +460,7 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
     ("a worker that was asked says nothing when it goes on", Member, "go_on",
      "return self._say_that_it_goes_on()", "return ()"),
     ("a joiner does not know that a stop is agreed", SimulatedWorker, "carry_out",
-     "member.next_collective, self.version, self.stop_agreed)", "member.next_collective, self.version, False)"),
+     "following, self.version, self.stop_agreed)", "following, self.version, False)"),
 ]
 """As above, in histories in which workers want to stop early."""
 
