@@ -257,31 +257,35 @@ def _planner(numbers: _Row) -> str:
 
 
 def _comparison(rows: Sequence[_Row], title: str, *, by_stage: bool = False) -> Table:
-    """Several plans, one per line; ``by_stage``: how many workers of each stage have failed, not how many in all."""
+    """Several plans, one per line; ``by_stage``: how many workers of each stage have failed, not how many in all. Of
+    what is less important, what is the same in all of them has no column.
+    """
     grids = {each.grid for each in rows}
     if len(grids) == 1:
         title += f", {grids.pop()}"
+    columns = {
+        "grid": [each.grid for each in rows],
+        "planner": [each.planner for each in rows],
+        "failed": [_failures(each.failures) if by_stage else str(sum(each.failures)) for each in rows],
+        "period": [f"{each.period:.5g}" for each in rows],
+        "span": [f"{each.makespan:.5g}" for each in rows],
+        "bound": [f"{each.lower_bound:.5g}" for each in rows],
+        "gap": [_percent(each.gap) for each in rows],
+        "peak": [str(max(each.peaks)) for each in rows],
+        "/1F1B": [f"{each.against_1f1b:.3f}" for each in rows],
+        "/ZB": [f"{each.against_zero_bubble:.3f}" for each in rows],
+        "s": [f"{each.seconds:.2f}" for each in rows],
+        "found by": [each.found_by for each in rows],
+    }
+    same = [name for name in ("grid", "span", "gap", "peak", "/ZB") if len(set(columns[name])) == 1]
+    if columns["found by"] == columns["planner"]:
+        same.append("found by")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in (*(["grid"] if grids else []), "planner"):
-        table.add_column(name, no_wrap=True)
-    for name in ("failed", "period", "span", "bound", "gap", "peak", "/1F1B", "/ZB", "s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("found by", no_wrap=True)
-    for each in rows:
-        table.add_row(
-            *([each.grid] if grids else []),
-            each.planner,
-            _failures(each.failures) if by_stage else str(sum(each.failures)),
-            f"{each.period:.5g}",
-            f"{each.makespan:.5g}",
-            f"{each.lower_bound:.5g}",
-            _percent(each.gap),
-            str(max(each.peaks)),
-            f"{each.against_1f1b:.3f}",
-            f"{each.against_zero_bubble:.3f}",
-            f"{each.seconds:.2f}",
-            each.found_by,
-        )
+    for name in (shown := [name for name in columns if name not in same]):
+        left = name in ("grid", "planner", "found by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in zip(*(columns[name] for name in shown), strict=True):
+        table.add_row(*row)
     return table
 
 
