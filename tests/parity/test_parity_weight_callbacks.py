@@ -320,9 +320,10 @@ def test_layers_that_are_built_later_are_frozen_too(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
-    script = with_recipes(EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2)
-    whole = on_a_grid(script, tmp_path, stages=2).weights
-    pieces = on_a_grid(script, tmp_path, stages=3, num_microbatches=4).weights
+    whole, pieces = (
+        on_a_grid(with_recipes(EMAWeightAveraging(decay=0.8), CopiesWhatItOwns(), epochs=2), tmp_path, **grid).weights
+        for grid in ({"stages": 2}, {"stages": 3, "num_microbatches": 4})
+    )
     assert_same(whole, pieces)
 
 
