@@ -1,6 +1,7 @@
 """Positions of several processes: weights equal those of a plain loop, whichever member of a position is lost."""
 
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def test_a_plan_that_names_no_module_is_an_error_and_an_idle_mesh_a_warning(capf
     with pytest.raises(ConfigurationError, match=r"its plan names 'upp'"):
         fit(Misnamed(), (1, 1, 2))
     module = Alone()
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # workers write to where stderr was when it started
     fit(module, (1, 1, 2))
     assert "2 processes of each position do the same work" in capfd.readouterr().err
     assert error(module, plain_loop(1)) < TOLERANCE
