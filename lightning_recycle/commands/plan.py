@@ -277,7 +277,9 @@ def _comparison(rows: Sequence[_Row], title: str, *, by_stage: bool = False) -> 
         "s": [f"{each.seconds:.2f}" for each in rows],
         "found by": [each.found_by for each in rows],
     }
-    same = [name for name in ("grid", "span", "gap", "peak", "/ZB") if len(set(columns[name])) == 1]
+    same = [] if grids else ["grid"]
+    if len(rows) > 1:
+        same += [name for name in ("span", "gap", "peak", "/ZB") if len(set(columns[name])) == 1]
     if columns["found by"] == columns["planner"]:
         same.append("found by")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
