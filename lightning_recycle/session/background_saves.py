@@ -230,12 +230,13 @@ class HolderGroup:
             if rank != self.rank:
                 self._give(rank, _FAILED, why)
 
-    def check(self) -> None:
-        """Called before a checkpoint gets its name.
+    def confirm(self) -> None:
+        """Returns if this worker may name a checkpoint.
 
         Raises:
             GivenUp: if all have given it up.
         """
+        self.client.confirm(in_background=True)
         if not self.is_wanted:
             raise GivenUp("the others do not wait for it any more")
 

@@ -336,6 +336,9 @@ class Writers(Protocol):
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all of them, by rank."""
 
+    def confirm(self) -> None:
+        """Returns if this worker may name the folder."""
+
 
 def save_sharded(
     path: str | os.PathLike[str],

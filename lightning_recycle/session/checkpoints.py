@@ -27,7 +27,7 @@ from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.weights import own_parts
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.background_saves import BackgroundSaves, Batch, HolderGroup, SaveRequest, StateCopies
+from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest, StateCopies
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     WriteFailure,
@@ -346,7 +346,7 @@ class Checkpoints:
     ) -> None:
         """Writes a file of the whole model; in the background if it is of a ``batch``."""
         version = self.executor.version if batch is None else batch.version
-        confirm = partial(self._confirm, None if batch is None else batch.group)
+        confirm = self.collectives.confirm if batch is None else batch.group.confirm
         self.reach("checkpoint", version)
         confirm()
         plugin = self.module.trainer.strategy.checkpoint_io
@@ -358,12 +358,6 @@ class Checkpoints:
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
         self._announce(path, version)
-
-    def _confirm(self, group: HolderGroup | None) -> None:
-        """Returns if this worker may name a checkpoint, in the background as one of ``group``."""
-        self.collectives.client.confirm(in_background=group is not None)
-        if group is not None:
-            group.check()
 
     def _announce(self, path: Any, version: int, phase: SavePhase = SavePhase.COMPLETE, why: str = "") -> None:
         facts = (phase, why, self.stall_seconds, os.fspath(path) in self._weights_only)
@@ -380,7 +374,7 @@ class Checkpoints:
     ) -> WriteFailure | None:
         def before_naming() -> None:
             self.reach("checkpoint", version)
-            self._confirm(writers if isinstance(writers, HolderGroup) else None)
+            writers.confirm()
 
         outcome = save_sharded(path, shard, rest, writers, before_naming)
         if outcome is True:

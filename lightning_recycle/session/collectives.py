@@ -123,6 +123,10 @@ class WorkerCollectives:
         """Whether this worker speaks for its stage, or for its part of that."""
         return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
+    def confirm(self) -> None:
+        """Returns if this worker is still a member of the run, and may name a checkpoint."""
+        self.client.confirm()
+
     # ------------------------------------------------------------------ collectives
 
     def gather(self, name: str, value: Any) -> Mapping[int, Any]:
