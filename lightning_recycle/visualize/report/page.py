@@ -124,10 +124,9 @@ def _leaders(scenes: Scenes) -> str:
         part = f"in {count}" if parts else f"is fastest in {count} of {_count(total, 'comparison')}"
         part += f" (of the {entered[name]} in which it ran)" if entered[name] < total else ""
         parts.append(f"{POLICIES.get(name, name)} {part}")
-    text = f"With the same schedule for all, {', '.join(parts)}."
-    if narrow:
-        close = f"{narrow} of these leads {'is' if narrow == 1 else 'are'} below half a point"
-        text = f"{text[:-1]}; {close} (a point is 1 % of the throughput of fault-free 1F1B)."
+    close = f"; {narrow} of these leads {'is' if narrow == 1 else 'are'} below half a point" if narrow else ""
+    point = " (a point is 1 % of the throughput of fault-free 1F1B)" if narrow else ""
+    text = f"With the same schedule for all, {', '.join(parts)}{close}{point}."
     return text if leads.most_common()[0][0] in _RE_ROUTING else f"{text} {_USE}"
 
 
