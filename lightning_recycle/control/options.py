@@ -40,8 +40,8 @@ class RecoveryOptions(OptionGroup):
             by that.
         on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
             checkpoint on all devices that are left, whichever processes were alive: at most ``max_restarts`` times from
-            the same checkpoint, or 10 times if that is 0. "auto": "restart" if the Trainer has a callback that writes
-            checkpoints and one is there, as the run says when it begins.
+            the same checkpoint, or 10 times if that is 0, and twice if that ends in the same step. "auto": "restart" if
+            the Trainer has a callback that writes checkpoints and one is there, as the run says when it begins.
         move_workers: whether a healthy worker moves to another stage if failures are distributed badly and there is no
             replacement.
         rebalance: whether layers move between stages while the run goes on: "auto", where a step gets at least 5 %

@@ -181,7 +181,8 @@ class SupervisorLauncher:
         positions = run.setup.positions
         checkpoint = newest_saved(self.history, run.call.trainer.strategy.checkpoint_io)
         saved = max((event.step for event in self.history if event.kind == "saved"), default=0)
-        start = policy.next_start(None if checkpoint is None else saved, devices_left(run))
+        lost_at = next((event.step for event in reversed(self.history) if event.kind in ("step", "resumed")), -1)
+        start = policy.next_start(None if checkpoint is None else saved, devices_left(run), lost_at)
         if isinstance(start, str):
             raise error_of(outcome, positions, self.history, start)
         again = f"The run starts again from {checkpoint} with {start.workers} workers of each stage"

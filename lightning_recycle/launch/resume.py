@@ -7,7 +7,7 @@ error. Paths that are not on this machine's file systems, and files of the user'
 A restart does not depend on the processes that are still alive: a new one starts on every device that the engine has.
 Where devices are missing, positions are vacant, as in a run that begins with fewer workers. A
 loss that comes back before the run has written a newer checkpoint would come back forever, so the number of such
-restarts is bounded.
+restarts is bounded, the more so if they all end in the same step.
 """
 
 from __future__ import annotations
@@ -203,6 +203,9 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
 
 # ---------------------------------------------------------------------- restarts
 
+_REPEATED = 2  # restarts in a row that end where the run had ended before: that is no coincidence
+_SAME_STEP = 1  # steps between two losses by one cause, as the newest step may have been reported before or not
+
 
 @dataclass(frozen=True)
 class Start:
@@ -226,19 +229,24 @@ class RestartPolicy:
         self._positions, self._recovery = positions, recovery
         self._newest = -1
         self._without_progress = 0
+        self._lost_at: int | None = None
+        self._repeated = 0
 
-    def next_start(self, saved_step: int | None, devices: int) -> Start | str:
+    def next_start(self, saved_step: int | None, devices: int, lost_at: int) -> Start | str:
         """Returns the next start, or why there is none.
 
         Args:
             saved_step: the step of the newest checkpoint that the run has written; None if no checkpoint can be read.
             devices: the number of devices that workers can be started on.
+            lost_at: the newest step before the loss.
         """
         if saved_step is None:
             return (
                 "a restart needs a checkpoint of this run that is whole, and there is none:"
                 " ModelCheckpoint(every_n_train_steps=...) writes them more often"
             )
+        again = self._lost_at is not None and abs(lost_at - self._lost_at) <= _SAME_STEP
+        self._lost_at, self._repeated = lost_at, self._repeated + 1 if again else 0
         if saved_step > self._newest:
             self._newest, self._without_progress = saved_step, 0
         if self._without_progress >= self._recovery.restarts_from_checkpoint:
@@ -246,6 +254,12 @@ class RestartPolicy:
                 f"it has been restarted {self._without_progress} times from the checkpoint of step {saved_step} without"
                 " reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
                 " more often"
+            )
+        if self._repeated >= _REPEATED:
+            return (
+                f"it was lost in the same place after {_REPEATED} restarts in a row (the newest step before it is"
+                f" {lost_at}), so what the run does there ends the workers. Find the cause, and fit again from the"
+                " newest checkpoint"
             )
         grid, workers = self._positions.grid, devices // self._positions.columns
         if not workers:

@@ -127,16 +127,29 @@ class Dies(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("max_restarts", "why"),
+    sampled(
+        [
+            (0, r"killed by SIGKILL.*same place after 2 restarts in a row \(the newest step before it is [45]\)"),
+            (2, r"restarted 2 times from the checkpoint of step 4 .*max_restarts"),
+        ],
+        1,
+        rest=pytest.mark.long,
+    ),
+)
+def test_a_loss_that_comes_back_without_a_newer_checkpoint_ends_the_run(
+    max_restarts: int, why: str, tmp_path: Path
+) -> None:
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    with pytest.raises(StageLostError, match=r"restarted 2 times from the checkpoint of step 4 .*max_restarts"):
+    with pytest.raises(StageLostError, match=why):
         fit(
             Regression().double(),
             1,
             2,
             data=DATA,
             max_steps=LENGTH,
-            strategy={"on_stage_lost": "restart", "max_restarts": 2},
+            strategy={"on_stage_lost": "restart", "max_restarts": max_restarts},
             callbacks=[Dies(tmp_path), checkpoints],
             enable_checkpointing=True,
         )
