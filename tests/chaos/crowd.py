@@ -26,7 +26,7 @@ from lightning_recycle.launch.local_workers import process_context
 __all__ = ["AwaitCrowd", "crowded"]
 
 _LOOK_SECONDS = 0.02
-_END_SECONDS = 60.0  # for those that are left to end with the run
+_END_SECONDS = 60.0  # for those that are left to end with the run, and the longest time that one has taken to start
 
 
 class AwaitCrowd(AwaitReplacement):
@@ -87,6 +87,8 @@ class _Director(threading.Thread):
         self._crowds, self._directory = crowds, directory
         self._target = _Joining(join, {"RECYCLE_COORDINATOR": address, "RECYCLE_KEY": key})
         self._processes: list[BaseProcess] = []
+        self._starting: dict[int | None, float] = {}  # those that do not train yet
+        self._slowest = 0.0  # seconds from a start to the training
         self._over = threading.Event()
 
     @override
@@ -100,6 +102,9 @@ class _Director(threading.Thread):
             crowd = self._crowds[index]
             alive = [process for process in self._processes if process.is_alive()]
             training = [process for process in alive if (self._directory / f"trains-{process.pid}").exists()]
+            for process in training:
+                started = self._starting.pop(process.pid, time.monotonic())
+                self._slowest = max(self._slowest, time.monotonic() - started)
             for _ in range(crowd.workers - live - (len(alive) - len(training))):
                 self._start()
             if live > crowd.workers and now != acted_on:
@@ -116,12 +121,13 @@ class _Director(threading.Thread):
         process = process_context().Process(target=self._target)  # type: ignore[attr-defined]
         process.start()
         self._processes.append(process)
+        self._starting[process.pid] = time.monotonic()
 
     def end(self) -> list[str]:
         """Waits until all have ended; what is wrong with them."""
         self._over.set()
         self.join()
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + _END_SECONDS + self._slowest
         left = []
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
@@ -49,7 +49,9 @@ __all__ = ["TOLERANCE", "Result", "run_scenario"]
 log = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 120.0
-"""More than any scenario takes on a busy machine: one that takes longer hangs."""
+"""A scenario in which nothing happens for so long hangs. A busy machine slows down what happens."""
+
+_MOST_LIMITS = 10  # of such times, however much happens: what is repeated forever is no progress either
 
 _HEARTBEAT_INTERVAL = 0.2  # seconds
 _PACE_SECONDS = 0.15
@@ -99,7 +101,9 @@ class _Run:
 
 
 def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECONDS) -> Result:
-    """Runs ``scenario``; to be called in the main thread, which is interrupted after ``limit`` seconds."""
+    """Runs ``scenario``; to be called in the main thread, which is interrupted once nothing has happened for
+    ``limit`` seconds.
+    """
     mark = _MARK, str(os.getpid())
     os.environ.setdefault(*mark)
     before = {**descendants(), **orphans(*mark)}
@@ -210,7 +214,7 @@ def _fit(run: _Run, limit: float, checkpoint: str | None = None) -> str:
     join = partial(_join, scenario, run.directory, run.checkpoints)
     try:
         with (
-            _bounded(limit),
+            _bounded(limit, run.directory),
             _strangers(scenario),
             crowded(scenario.crowds, run.directory / _CROWD, join) as run.joins,
         ):
@@ -284,19 +288,36 @@ def _strangers(scenario: Scenario) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
-    """Raises in the main thread after ``seconds``."""
+def _bounded(seconds: float, directory: Path) -> Iterator[None]:
+    """Raises in the main thread once nothing has been written below ``directory`` for ``seconds``; each worker writes
+    when it begins to train, and in each step.
+    """
+    looks, written = 0, _written(directory)
 
-    def stop(*_: Any) -> NoReturn:
-        raise _TooLong(f"it was not over after {seconds:g} s")
+    def look(*_: Any) -> None:
+        nonlocal looks, written
+        earlier, written, looks = written, _written(directory), looks + 1
+        if written == earlier or looks == _MOST_LIMITS:
+            still = f", and nothing had happened for {seconds:g} s" if written == earlier else ""
+            raise _TooLong(f"it was not over after {looks * seconds:g} s{still}")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _written(directory: Path) -> int:
+    """The bytes of all files below ``directory``."""
+    size = 0
+    for at, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # it has just been renamed
+                size += os.path.getsize(os.path.join(at, name))
+    return size
 
 
 def _empty(folder: Path) -> None:
