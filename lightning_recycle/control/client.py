@@ -563,10 +563,10 @@ class ControlClient(ActivityRecorder):
             except BadMessageError as error:
                 self._exit(f"got a message that is none from the coordinator ({error})", EXIT_LOST_COORDINATOR)
             if isinstance(message, messages.Stop):
-                if message.reason in (StopReason.FINISHED, StopReason.LEFT):
-                    # The results are delivered, or others go on: nothing is left to do here.
-                    left = message.reason is StopReason.LEFT and self._was_asked_to_leave
-                    self.leave(EXIT_LEFT if left else 0)
+                if message.reason is StopReason.FINISHED:
+                    self.leave()  # the results are delivered
+                if message.reason is StopReason.LEFT:  # others go on; without its own wish another may take its place
+                    self.leave(EXIT_LEFT if self._was_asked_to_leave else EXIT_LOST_COORDINATOR)
                 spare = self.rank < 0  # it has nothing to continue with
                 if self._survives and not spare and message.reason is StopReason.FINISHED:
                     with self._changed:

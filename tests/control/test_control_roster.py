@@ -14,6 +14,7 @@ from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Hello
+from lightning_recycle.planning.grid import Grid
 
 
 def run_to(version: int, members: list[Member]) -> list[Future[Any]]:
@@ -76,6 +77,18 @@ def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_
     assert (left.worker, left.step) == ((1, 1), 2)
     assert [*plane.events("failure"), *plane.events("redone")] == []
     assert not plane.processes[3].killed.is_set()
+
+
+def test_what_is_left_of_a_position_ends_so_that_it_is_started_again() -> None:
+    """Its state is out of date by then, but the run is not over."""
+    with ControlPlane(Grid(2, 1, 2), of_position=2) as plane:
+        members = plane.members()
+        die(plane, members[0])
+        results(run_to(3, members[2:]))
+        assert members[1].client.exited.wait(PATIENCE)
+        assert members[1].client.exit_code == EXIT_LOST_COORDINATOR
+        (released,) = plane.events("released")
+        assert (released.worker, released.step) == ((0, 0), 2)
 
 
 def on_machines(plane: ControlPlane) -> list[Member]:
