@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn, TypeVar
@@ -83,7 +83,8 @@ class ControlClient(ActivityRecorder):
         patience: seconds for which a coordinator that is gone, and may be started again, is looked for.
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
-    thread when a generation is announced, with the number of the one that ends; ``regroup`` from the main thread while
+    thread when a generation is announced, with the number of the one that ends, and the workers with which this one may
+    be in a hook that must not end; ``regroup`` from the main thread while
     it waits in :meth:`arrive`; ``complete_saves`` from whichever thread ends this process without a result.
     """
 
@@ -102,7 +103,7 @@ class ControlClient(ActivityRecorder):
         self.member = Member(-1 if rank is None else rank, joining, returns=patience > 0)
         self._survives = survives
         super().__init__()
-        self.on_interrupt: Callable[[int], None] | None = None
+        self.on_interrupt: Callable[[int, Collection[int]], None] | None = None
         self.regroup: Callable[[], None] | None = None
         self.heartbeat_interval = heartbeat_interval
         self._address, self._authkey, self._patience = address, authkey, patience
@@ -118,6 +119,7 @@ class ControlClient(ActivityRecorder):
         self._completes = False  # a checkpoint, after the run
         self._parcels: dict[tuple[int, int, str], messages.Payload | None] = {}  # by batch, sender and key
         self._posted: Callable[[], Mapping[int, Any]] = dict  # the answer to what was posted last
+        self._is_in_hook = False
         self.returns = 0  # how often it has found another coordinator; parcels are lost with the old one
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
@@ -401,6 +403,7 @@ class ControlClient(ActivityRecorder):
 
     def _hiding_failures(self, wait: Callable[[bool], _T]) -> _T:
         """Result of ``wait`` (interruptible); carries out the regroups that are announced meanwhile."""
+        self._is_in_hook = False
         while True:
             # Before the executor exists there is nothing to regroup: the announcement waits for it.
             ready = self.regroup is not None
@@ -422,6 +425,33 @@ class ControlClient(ActivityRecorder):
         message = self.member.arrive_in_generation(name, pack(payload))
         self.send(message)
         return self._await_answer(message, interruptible=True)
+
+    def enter_hook(self) -> None:
+        """Before this worker runs collectives of its position in a hook: waits until its siblings are about to, too, or
+        returns at once if they are in it together; ends with :meth:`leave_hook`, or the next wait that hides failures.
+        """
+        if self._is_in_hook:
+            return
+
+        what = "the other members of its position, in a hook"
+
+        def wait(interruptible: bool) -> bool:
+            self.send(self.member.reach_hook())
+            with self.waiting(what):  # for them, and not for the coordinator
+                return self._wait(lambda: self.member.enter_hook() or None, what, None, interruptible, shown=False)
+
+        self._is_in_hook = self._hiding_failures(wait)
+
+    def leave_hook(self, together: bool = False) -> None:
+        """Ends a hook; ``together``: its siblings have left it, too."""
+        self._is_in_hook = False
+        if together:
+            self.member.in_hook = False
+
+    def resign(self, why: str) -> NoReturn:
+        """Ends this process, which is lost to the run."""
+        self.send(messages.Crash(self.rank, True, why, None, ""))
+        self._exit(why, EXIT_RAISED)
 
     def _await_answer(self, arrival: messages.Arrive, interruptible: bool, leads: bool = True) -> dict[int, Any]:
         what = f"collective {arrival.name!r}"
@@ -462,6 +492,7 @@ class ControlClient(ActivityRecorder):
         """Waits for work of this process; carries out the regroups that are announced meanwhile. Returns whether it is
         done; it may not be at the end of the run.
         """
+        self._is_in_hook = False
         with self.busy(what):
             while not (is_done() or self._is_over):
                 if self.interrupted and self.regroup is not None:
@@ -603,7 +634,7 @@ class ControlClient(ActivityRecorder):
             if isinstance(message, messages.Unfit):
                 return
             if isinstance(message, messages.Regroup) and self.on_interrupt is not None:
-                self.on_interrupt(message.generation - 1)
+                self.on_interrupt(message.generation - 1, message.roster if self.member.in_hook else ())
 
     def finish_saves(self) -> None:
         """The run is over, and all that this process has still to do is to complete a checkpoint, if it can."""

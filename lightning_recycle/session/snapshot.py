@@ -64,6 +64,7 @@ class WorkerSnapshot:
         averages: the states of StochasticWeightAveraging.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
+        hooks: how often the donor has run collectives of its position in hooks.
         is_saving: whether a checkpoint is being written in the background.
         side_effects: side effects of hooks and steps on the module's attributes.
         gradients: those that a module that optimizes by itself has left, by parameter.
@@ -82,6 +83,7 @@ class WorkerSnapshot:
     averages: list[dict[str, Any]]
     stop_agreed: bool
     next_collective: int
+    hooks: int
     is_saving: bool
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
@@ -174,6 +176,7 @@ class StateTransfer:
             averages=self._averages.states(),
             stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective - has_posted,
+            hooks=self._context.client.member.hooks,
             is_saving=self.background is not None and self.background.is_pending,
             side_effects=self._side_effects.state(),
             gradients={name: parameter.grad for name, parameter in named if parameter.grad is not None},
@@ -199,7 +202,7 @@ class StateTransfer:
         for sources, orders in zip(self._addressed(), snapshot.orders, strict=True):
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
-        member.next_collective = snapshot.next_collective
+        member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
         self._finetuning.joined()
         self._stop_requests.agreed = snapshot.stop_agreed
         self._side_effects.load_state(snapshot.side_effects)

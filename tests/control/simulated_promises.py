@@ -116,6 +116,9 @@ class Promises:
         if self._acting.setdefault((worker.generation, worker.rank), worker) is not worker:
             raise Violation(f"two processes hold position {worker.rank} in generation {worker.generation}")
 
+    def acting(self, generation: int, rank: int) -> SimulatedWorker:
+        return self._acting[generation, rank]
+
     def on_exchange(self, worker: SimulatedWorker) -> None:
         """``worker`` gives others something."""
         actor = self._acting[worker.generation, worker.rank]
@@ -249,6 +252,10 @@ class Promises:
 
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
         all_hear = (messages.Regroup, messages.Answer, messages.StepLoss, messages.StopRequested, messages.StopVerdict)
+        if isinstance(message, messages.HookEntered):
+            if set(ranks) != state.positions.expand(ranks[:1]) or not state.roster.live.issuperset(ranks):
+                raise Violation(f"{message} goes to {ranks}")
+            return
         goes_to_all = isinstance(message, all_hear)
         least = set(state.heard if goes_to_all else state.roster.ranks)
         if not least <= set(ranks) <= (least | self.heard if goes_to_all and state.members > 1 else least):
@@ -439,6 +446,9 @@ class Promises:
     def on_end(self, outcome: Any, state: MembershipState) -> None:
         if isinstance(outcome, StageLost):
             holders = [w for w in self.members.values() if w.stage == outcome.stage and w.has_state]
+            holders = [w for w in holders if not w.is_left_in_hook and not w.uncut]
+            if len({w.member.hooks for w in holders}) > 1:
+                return  # they are not in the same hook
             if {w.column for w in holders} == self._columns_of(outcome.stage) and self._can_go_on(holders, state):
                 raise Violation(f"stage {outcome.stage} is given up although {holders} hold it")
             return

@@ -150,6 +150,7 @@ class Run:
         quorum: whether the run begins before all workers have come.
         lanes: whether there are more lanes than pipelines.
         posts: whether all post something in each step.
+        hooks: whether some hooks run collectives of their position.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Run:
         quorum: bool = False,
         lanes: bool = False,
         posts: bool = False,
+        hooks: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
@@ -203,6 +205,10 @@ class Run:
         self._straying = random.Random(f"strays {seed}") if strays else None
         self.steps = self.chance.choice((2, 3, 3, 4))
         self.between = tuple(self.chance.choice(("", "", "collective", "validation")) for _ in range(self.steps))
+        asking = random.Random(f"hooks {seed}")
+        places = [(when, step) for step in range(self.steps) for when in ("before", "in", "after")]
+        self.hooks = frozenset(place for place in places if hooks and asking.random() < 0.6)
+        self._in_hooks: Counter[tuple[SimulatedWorker, tuple[str, int]]] = Counter()
         self.duplicates = self.random() < 0.5 and not strays  # losses count in whichever generation they come
         self.now = 0.0
         self.state: MembershipState = initial_state(
@@ -404,6 +410,39 @@ class Run:
         self.met["parked"] += 1
         self._parked.add(worker.rank)
 
+    def in_hook(self, worker: SimulatedWorker, place: tuple[str, int]) -> None:
+        self.met["hook"] += 1
+        self._in_hooks[worker, place] += 1
+        if self._in_hooks[worker, place] > 1:
+            raise Violation(f"{worker} runs the hook {place} twice")
+        if self._follow_ups and self.random() < 0.2:
+            self._follow_ups -= 1
+            self._at(self.delay(), self._fault)
+
+    def left_in_hook(self, worker: SimulatedWorker) -> None:
+        self.met["left in a hook"] += 1
+        siblings = [self.promises.acting(worker.generation, rank) for rank in worker.positions.siblings(worker.rank)]
+        live, up = self.state.roster.live, self._is_up
+        gone = [
+            one
+            for one in siblings
+            if not one.alive
+            or one.is_left_in_hook
+            or one.rank not in live
+            or (up and self._connections.get(one.rank) is not one)
+            or worker.broken
+            or (min(worker.rank, one.rank), max(worker.rank, one.rank)) in self._cuts
+        ]
+        if not gone:
+            raise Violation(f"{worker} is left in a hook, and {siblings} are there")
+
+    def position_cut(self, worker: SimulatedWorker) -> None:
+        siblings = worker.positions.siblings(worker.rank)
+        for other in self._workers:
+            if other.uncut and other.alive and other.rank in siblings and not other.position_is_cut:
+                other.position_is_cut = True
+                self._at(0.0, self._poke, other)
+
     def begins(self, worker: SimulatedWorker, step: int) -> None:
         if self.state.generation.becomes and worker.generation == self.state.generation.number:
             raise Violation(f"worker {worker.rank} begins step {step} while layers are under way")
@@ -500,7 +539,9 @@ class Run:
         if wait is None or not worker.alive or self.now < worker.frozen or self.now < worker.stuck:
             return
         if isinstance(wait, set):
-            if worker.interruptible and (worker.interrupted or (wait and self._is_broken(worker, wait))):
+            ended = worker.position_is_cut if worker.uncut else worker.interrupted
+            self.met["hook goes on"] += worker.uncut and worker.interrupted and not ended
+            if worker.interruptible and (ended or (wait and self._is_broken(worker, wait))):
                 worker.interruptible = False
                 self._advance(worker, CommunicationError)
             elif not wait and not worker.late:
@@ -1143,14 +1184,16 @@ class Run:
         """Checks, while a link is cut, whether everybody waits."""
         if not self._cuts:
             return
-        if (
-            self.now - self._progressed > DEADLOCK
-            and not self.state.generation.regrouping
-            and self.state.generation.number >= 0
-        ):
-            self.met["deadlock"] += 1
-            self._handle(GraceElapsed(self.state.generation.number, "reset"))
-        self._at(DEADLOCK / 4, self._judge)
+        try:  # the coordinator may be killed meanwhile
+            if self.now - self._progressed > DEADLOCK and self.state.generation.number >= 0:
+                deaf = [worker for worker in self._workers if worker.uncut and worker.rank in self.state.roster.live]
+                if not self.state.generation.regrouping:
+                    self.met["deadlock"] += 1
+                    self._handle(GraceElapsed(self.state.generation.number, "reset"))
+                elif deaf:  # its siblings and it cannot reach each other
+                    self._gone(deaf[0], "it still waits though a generation was announced")
+        finally:
+            self._at(DEADLOCK / 4, self._judge)
 
 
 def check_histories(
@@ -1167,6 +1210,7 @@ def check_histories(
     quorum: bool = False,
     lanes: bool = False,
     posts: bool = False,
+    hooks: bool = False,
 ) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
@@ -1184,6 +1228,7 @@ def check_histories(
         quorum: whether the run begins before all workers have come.
         lanes: whether there are more lanes than pipelines.
         posts: whether all post something in each step.
+        hooks: whether some hooks run collectives of their position.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
@@ -1192,6 +1237,7 @@ def check_histories(
     for seed in seeds:
         options = {"ends": ends, "stops": stops, "kills": kills, "plans_late": plans_late, "layouts": layouts}
         options |= {"checks": checks, "strays": strays, "quorum": quorum, "lanes": lanes, "posts": posts}
+        options["hooks"] = hooks
         run = Run(seed, loses_file=loses_file, members=members, **options)
         try:
             met[type(run.run()).__name__] += 1

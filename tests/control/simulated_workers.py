@@ -88,6 +88,7 @@ class Network(Protocol):
     meshed: bool
     guesses: bool
     between: tuple[str, ...]
+    hooks: frozenset[tuple[str, int]]
     facts: dict[Fact, Any]
 
     def send(self, worker: SimulatedWorker, message: Any) -> None: ...
@@ -123,6 +124,12 @@ class Network(Protocol):
     def spoil(self, worker: SimulatedWorker, step: int) -> None: ...
 
     def wants_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
+
+    def in_hook(self, worker: SimulatedWorker, place: tuple[str, int]) -> None: ...
+
+    def left_in_hook(self, worker: SimulatedWorker) -> None: ...
+
+    def position_cut(self, worker: SimulatedWorker) -> None: ...
 
     def may_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
 
@@ -247,6 +254,9 @@ class SimulatedWorker:
         self.interruptible = False
         self.late = False  # what it waits for is there, but it has not noticed yet
         self.broken: set[int] = set()  # ranks to which its connections are broken in this generation
+        self.position_is_cut = False  # its connections to its siblings
+        self.uncut = False  # whether what it waits for ends only with these
+        self.is_left_in_hook = False  # a hook of its was broken off
         self.member = Member(rank, joins)
         self.schedule: Schedule = ((), 0)
         self.linked: frozenset[int] = frozenset()  # whom it is connected with
@@ -332,6 +342,11 @@ class SimulatedWorker:
         """The receiver thread."""
         for reply in self.member.receive(message):
             self.network.send(self, reply)
+        if isinstance(message, messages.Regroup):  # Connections.abort
+            spares = self.member.in_hook and self.positions.siblings(self.rank).issubset(message.roster)
+            if not (spares or self.position_is_cut):
+                self.position_is_cut = True
+                self.network.position_cut(self)
 
     # ------------------------------------------------------------------ waiting
 
@@ -392,6 +407,8 @@ class SimulatedWorker:
         items = script(self.network.between)
         while not self.done:
             kind, number = items[self.position]
+            if ("before", number) in self.network.hooks and kind == "step" and not self.just_joined:
+                yield from self.hook(("before", number))
             if kind == "step":
                 if (yield from self.stops_after(number)):
                     self.position = len(items) - 3  # what follows it is the end
@@ -401,7 +418,52 @@ class SimulatedWorker:
                 yield from self.deliver()
             else:
                 yield from self.arrive(f"{kind} {number}", self.position)
+            if ("after", number) in self.network.hooks and kind in ("collective", "validation"):
+                yield from self.hook(("after", number))
             self.position += 1
+
+    def hook(self, place: tuple[str, int]) -> Waits:
+        """Two collectives of its position in a hook: ControlClient.enter_hook, and MemberGroup.run."""
+        if place[0] != "in":
+            yield from self.settled()
+        while True:
+            self.send(self.member.reach_hook())
+            try:
+                yield from self.wait(self.member.enter_hook)
+            except Interrupted:
+                yield from self.regroup()
+            else:
+                break
+        self.network.in_hook(self, place)
+        siblings = self.positions.siblings(self.rank)
+        for number in range(2):
+            what = f"{number} of hook {place}"
+            self.tell(what, self.member.hooks, None)
+            keys = ((self.generation, what, self.member.hooks, rank) for rank in siblings)
+            missing = {key for key in keys if not self.network.has(self, key)}
+            self.uncut = True
+            try:
+                if self.position_is_cut:
+                    raise CommunicationError
+                if missing:
+                    self.interruptible = True
+                    yield missing
+            except CommunicationError as error:
+                yield from self.lose_sibling(error)
+            finally:
+                self.uncut = False
+
+    def lose_sibling(self, error: CommunicationError) -> Waits:
+        """Executor._lose_sibling."""
+        self.is_left_in_hook = True
+        self.network.left_in_hook(self)
+        if not self.interrupted:
+            self.send(messages.Broken(self.rank, self.generation, "connection reset", error.ranks))
+            yield from self.wait(lambda: self.interrupted, interruptible=False)
+        while self.rank not in self.member.enter().roster:
+            self.network.parks(self)
+            yield from self.wait(lambda: self.interrupted, interruptible=False)
+        raise Dies
 
     def stops_after(self, number: int) -> Generator[Any, None, bool]:
         """A turn of Lightning's epoch loop; returns whether it is the last one."""
@@ -576,6 +638,7 @@ class SimulatedWorker:
         yield from self.wait(lambda: self.member.resumed() is not None)
         resume = self.member.resumed()
         assert resume is not None
+        self.position_is_cut = self.interrupted
         network = self.network
         if self.has_state:
             self.take_up(resume.cuts)
@@ -669,7 +732,8 @@ class SimulatedWorker:
                 assert not self.unsettled, "it gives a state that is a guess"
                 member = self.member
                 following = member.next_collective - (self.posted is not None)
-                state = (list(self.parameters), self.position, following, self.version, self.stop_agreed)
+                numbers = (following, member.hooks)
+                state = (list(self.parameters), self.position, numbers, self.version, self.stop_agreed)
                 for rank in resume.strangers:
                     assert rank in resume.donors, "whom nobody knows is to get layers"
                 self.tell("state", version, state)
@@ -678,7 +742,8 @@ class SimulatedWorker:
                 yield from self.exchange("state", version, (action.donor,))
                 (state,) = self.received("state", version, (action.donor,))
                 yield self.network.delay() * 0.1
-                parameters, self.position, self.member.next_collective, self.version, self.stop_agreed = state
+                parameters, self.position, numbers, self.version, self.stop_agreed = state
+                self.member.next_collective, self.member.hooks = numbers
                 self.parameters = list(parameters)
                 if self.rank in resume.strangers:
                     self.cuts = self.layout(resume.cuts)
@@ -730,6 +795,7 @@ class SimulatedWorker:
         assert self.linked.issuperset((*plan.before, *plan.after, *plan.peers)), "it has no connection to some of them"
         self.place = (step, "program")
         yield from self.meet("step", step)
+        self.member.in_hook = False
         self.network.begins(self, step)
         if self.strayed is not None and step > self.strayed:
             self.network.spoil(self, step)
@@ -930,6 +996,8 @@ class SimulatedWorker:
         self.shadow, self.version, self.reduced = step, step + 1, False
         self.payload, self.unsettled = (self.payload, True) if guess else (None, False)
         self.burn()
+        if ("in", step) in self.network.hooks:
+            yield from self.hook(("in", step))
         if self.strayed is None and self.network.strays(self, step):
             self.strayed = step
         options = {"lr": 1.0 if self.strayed is None else 2.0}

@@ -226,9 +226,23 @@ def test_every_promise_holds_where_positions_have_three_members(histories: range
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
 
+MEETS_IN_HOOKS = {"assembled", "hook", "hook goes on", "left in a hook", "rejoined"}
+
+
+@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("kills", [False, True])
+@over(SAMPLE_OF_MEMBERS)
+def test_a_hook_that_runs_collectives_of_its_position_runs_once(histories: range, members: int, kills: bool) -> None:
+    met = check_histories(histories, members=members, kills=kills, hooks=True)
+    assert not {kind for kind in MEETS_IN_HOOKS if not met[kind]}
+    assert bool(met["HookEntered told again"]) == kills
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("more", [{}, {"stops": True}, {"strays": True}], ids=lambda more: "".join(more) or "plain")
+@pytest.mark.parametrize(
+    "more", [{}, {"stops": True}, {"strays": True}, {"hooks": True}], ids=lambda more: "".join(more) or "plain"
+)
 @pytest.mark.parametrize("kills", [False, True])
 @pytest.mark.parametrize("tens_of_thousands", range(10))
 def test_every_promise_holds_in_100_000_histories_where_positions_have_two_members(
@@ -591,6 +605,38 @@ MEMBERS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 ]
 """As above, and the coordinator is killed."""
 
+HOOKS: list[tuple[str, Any, str, str, str]] = [
+    ("one member is enough to enter a hook", control_collectives, "enter_hook",
+     "all(hooks.get(rank) == event.step for rank in members)", "True"),
+    ("members of other positions count", control_collectives, "enter_hook",
+     "{event.rank, *state.positions.siblings(event.rank)}", "hooks"),
+    ("a question from an earlier generation counts", control_collectives, "enter_hook",
+     "not state.generation.runs(event.generation) or", ""),
+    ("what is said twice counts for the next hook", control_collectives, "enter_hook",
+     "hooks.get(event.rank, -1) >= event.step", "False"),
+    ("who asked survives a new generation", generation, "begin",
+     "becomes=becomes)", "becomes=becomes, hooks=state.generation.hooks)"),
+    ("members in different hooks go on", membership, "_in_other_hooks",
+     "reports[sibling].hooks != reports[rank].hooks", "False"),
+    ("an earlier answer counts", Member, "enter_hook",
+     "(self._hook.generation, self._hook.number) == (self.generation, self.hooks)",
+     "self._hook.generation == self.generation"),
+    ("a hook ends with its generation", Member, "receive", "self._hook, self.in_hook = message, True",
+     "self._hook = message"),
+    ("a hook is over when a generation is announced", Member, "enter",
+     "self._published.clear()", "self._published.clear(); self.in_hook = False"),
+    ("hooks are not counted", Member, "enter_hook", "self.hooks += entered", "pass"),
+    ("a report says nothing of hooks", Member, "report", ", self.hooks)", ")"),
+]
+"""As above, and some hooks run collectives of their position."""
+
+HOOKS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
+    ("siblings are not told again that they are in a hook", restart, "_repeated",
+     "if one.hook is not None:", "if False:"),
+    ("a worker forgets that it is in a hook", Member, "returned", "if self.in_hook:", "if False:"),
+]
+"""As above, and the coordinator is killed."""
+
 LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("the layout is forgotten", restart, "revived", "cuts=written.cuts", ""),
 ]
@@ -625,19 +671,23 @@ def broken(owner: Any, name: str, old: str, new: str) -> Any:
 def assert_noticed(mutation: str) -> None:
     first = HUNT_FROM.get(mutation, 0)
     stops = mutation in [name for name, *_ in (*STOPPING, *STOPPING_REVIVAL)]
-    kills = mutation in [name for name, *_ in (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL, *MEMBERS_REVIVAL)]
-    members = 1 + (mutation in [name for name, *_ in (*MEMBERS, *MEMBERS_REVIVAL)])
+    revival = (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL, *MEMBERS_REVIVAL, *HOOKS_REVIVAL)
+    kills = mutation in [name for name, *_ in revival]
+    hooks = mutation in [name for name, *_ in OF_HOOKS]
+    members = 1 + (mutation in [name for name, *_ in (*OF_MEMBERS, *OF_HOOKS)])
     layouts = mutation in [name for name, *_ in (*LAYOUTS, *LAYOUTS_REVIVAL)]
     checks = mutation in [name for name, *_ in CHECKS]
     strays = mutation in [name for name, *_ in STRAYS]
     options = {"stops": stops, "kills": kills, "layouts": layouts, "checks": checks, "strays": strays}
     options["quorum"] = mutation in [name for name, *_ in QUORUM]
     options["plans_late"] = members > 1 and not first  # what is known of later ones was met without
+    options["hooks"] = hooks
     with pytest.raises(Violation, match="history"):
         check_histories(range(first, first + HUNT), members=members, **options)
 
 
 OF_LAYOUTS, OF_MEMBERS = (*LAYOUTS, *LAYOUTS_REVIVAL), (*MEMBERS, *MEMBERS_REVIVAL)
+OF_HOOKS = (*HOOKS, *HOOKS_REVIVAL)
 ALL = (
     *MUTATIONS,
     *WORKERS,
@@ -649,6 +699,7 @@ ALL = (
     *QUORUM,
     *STRAYS,
     *OF_MEMBERS,
+    *OF_HOOKS,
 )
 
 

@@ -80,7 +80,7 @@ class Position:
             whole = device.create_group(own, len(plan.ranks), peers)[0]
             groups[plan.name] = Group(whole, whole)
         alone = device.create_group(0, 1, {})[0]
-        mesh.connect(range(self.size), groups, alone, lambda _, work: work.wait())
+        mesh.connect(range(self.size), groups, alone, lambda _, work, __: work.wait())
         return cut
 
     def run(self, task: Callable[["Position", PositionMesh], Any], patience: float = 60.0) -> list[Any]:

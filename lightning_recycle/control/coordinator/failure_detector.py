@@ -237,7 +237,9 @@ class FailureDetector:
         seen = self._observe(now, rank, state)
         if state.generation.regrouping and rank in self._have_reported and rank not in state.generation.reports:
             deaf = self._deaf(rank)
-            if deaf is not None:
+            siblings = state.positions.siblings(rank) - state.generation.reports.keys()
+            # A generation ends no hook that they run together, if one of them still works there.
+            if deaf is not None and all(self._beats[sibling][0].activity.waiting_for for sibling in siblings):
                 return deaf
         usual = self._usual(rank, seen.kind, seconds) if seen.kind else None
         return sign_of_work(seen, usual, self._options.heartbeat_timeout, self._options.patience)

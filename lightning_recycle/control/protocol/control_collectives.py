@@ -4,6 +4,11 @@ Control collectives are numbered by the workers' own program order, outlive gene
 worker has arrived. A worker that does another thing instead, or has begun a later step than those that wait, has left
 one out and never comes: the run ends.
 
+Collectives of a position in hooks: a hook cannot be run again, so it must not be ended half-way by the loss of a worker
+of another position. Before the first of them in a hook each member says that it is there (IN_HOOK); once all are, all
+hear so (HookEntered), and let no new generation end these collectives as long as the position is whole. What else they
+wait for ends as ever. If it is told so late that a new generation was announced before, they enter that one first.
+
 Early stops: Lightning looks at ``trainer.should_stop`` at a few places after each step, its *stop points*, which all
 workers pass in the same order. A worker whose flag is set there asks and waits (StopWish). A worker whose flag is
 not set goes on silently, unless another has asked about that point (StopRequested, StopWish). If all live workers ask
@@ -51,6 +56,7 @@ __all__ = [
     "add_arrival",
     "add_wish",
     "check_attendance",
+    "enter_hook",
     "forget_retracted",
     "last_point",
     "settle",
@@ -150,6 +156,18 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
         return state, (answer,)  # a stage's speaker died meanwhile: the workers ask again with the new one
     state, stop = end(state, Finished({rank: p for rank, p in payloads.items() if p is not None}))
     return state, (answer, *stop)
+
+
+def enter_hook(state: MembershipState, event: messages.Reached) -> Next:
+    """A worker is about to run collectives of its position in a hook: all members hear at once when all are."""
+    hooks = state.generation.hooks
+    if not state.generation.runs(event.generation) or hooks.get(event.rank, -1) >= event.step:
+        return state, ()
+    hooks = {**hooks, event.rank: event.step}
+    members = tuple(sorted({event.rank, *state.positions.siblings(event.rank)}))
+    entered = all(hooks.get(rank) == event.step for rank in members)
+    answer = (Send(members, messages.HookEntered(event.generation, event.step)),) if entered else ()
+    return state.with_generation(hooks=hooks), answer
 
 
 # ---------------------------------------------------------------------- early stops

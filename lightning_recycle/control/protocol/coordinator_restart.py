@@ -337,6 +337,8 @@ def _repeated(
     for rank, one in members.items():
         if one.confirm is not None:
             yield Resend((rank,), messages.Confirmed(one.confirm.number))
+        if one.hook is not None:  # not told by all, or they may not know
+            yield Resend(tuple(sorted(state.positions.siblings(rank) & members.keys())), one.hook)
 
 
 def events(member: messages.Returned) -> Iterator[Any]:

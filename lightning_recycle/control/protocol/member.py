@@ -79,6 +79,8 @@ class Member:
         counters: the run's counters as of the newest loss that was asked for.
         begun: the newest step that it has begun.
         next_collective: the number of its next control collective.
+        hooks: how often it has run collectives of its position in hooks.
+        in_hook: whether its siblings may be in a hook together with it, in the generation that it is connected in.
         assignment: the position that it was given, if it was started by hand.
         unfit: why it gets none.
         confirmed: the number of the newest answered :class:`~lightning_recycle.control.protocol.messages.Confirm`.
@@ -96,6 +98,8 @@ class Member:
         self.counters: Mapping[str, float] = {}
         self.begun = -1
         self.next_collective = 0
+        self.hooks = 0
+        self.in_hook = False
         self.assignment: messages.Assign | None = None
         self.unfit: messages.Unfit | None = None
         self.confirmed = -1
@@ -104,6 +108,7 @@ class Member:
         self._announced: messages.Regroup | None = None
         self._was_parked = False  # since it was told where to go on
         self._resume: messages.Resume | None = None
+        self._hook: messages.HookEntered | None = None
         self._judged: messages.Judged | None = None
         self._committed: messages.Committed | None = None
         self._answers: dict[int, messages.Answer] = {}
@@ -133,7 +138,7 @@ class Member:
                 self._announced = message
                 self._was_parked = self._was_parked or self.rank not in message.roster
             case messages.Resume():
-                self._resume, self._was_parked = message, False
+                self._resume, self._was_parked, self.in_hook = message, False, False
                 if message.settled:
                     step = message.decision.version
                     self._committed = messages.Committed(message.generation, step, message.commits, False)
@@ -155,6 +160,9 @@ class Member:
                     self.plans.append(message)
             case messages.Confirmed():
                 self.confirmed = message.number
+            case messages.HookEntered():
+                if (message.generation, message.number) == (self.generation, self.hooks):
+                    self._hook, self.in_hook = message, True
             case messages.Judged():
                 self._judged = message
             case messages.StopRequested():
@@ -194,6 +202,8 @@ class Member:
             who.update(resumed=resume.generation, cuts=resume.cuts)
         if self._verdicts:
             who.update(verdict=self._verdicts[max(self._verdicts)])
+        if self.in_hook:
+            who.update(hook=self._hook)
         generation = -1 if announced is None else announced.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
@@ -223,7 +233,7 @@ class Member:
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
         """The report for the generation that was entered: what this worker holds and brings to a commit."""
-        return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts)
+        return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts, self.hooks)
 
     def resumed(self) -> messages.Resume | None:
         """Where all go on in the generation that was entered."""
@@ -310,6 +320,18 @@ class Member:
             self._losses = {known: value for known, value in self._losses.items() if known >= step}
             self.counters = found.counters
         return found
+
+    # ------------------------------------------------------------------ collectives of its position in hooks
+
+    def reach_hook(self) -> messages.Reached:
+        """The message that it is about to run such collectives in the generation that was entered."""
+        return messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, self.hooks)
+
+    def enter_hook(self) -> bool:
+        """Whether its siblings are about to, too; if so, the hook counts as run."""
+        entered = self._hook is not None and (self._hook.generation, self._hook.number) == (self.generation, self.hooks)
+        self.hooks += entered
+        return entered
 
     # ------------------------------------------------------------------ stopping early
 

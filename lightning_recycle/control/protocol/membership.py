@@ -210,6 +210,8 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
             return _lose_stage(state, stage) if whole is state else after(useless, generation.begin(whole))
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
     if state.roster.assembled:
+        if (apart := _in_other_hooks(state)) is not None:
+            return _lose_stage(state, apart)
         rest, useless = parking.without_latecomers(state, statuses)
         if rest is not state:
             return after(useless, generation.begin(rest))
@@ -263,6 +265,15 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
     }
     resumed = Record("resumed", decision.version, None, details)
     return state, (Send(roster, resume), resumed, *excused)
+
+
+def _in_other_hooks(state: MembershipState) -> int | None:
+    """The stage of workers that were put together and are not in the same hook: one would wait there for ever."""
+    reports = state.generation.reports
+    for rank in sorted(state.roster.assembled):
+        if any(reports[sibling].hooks != reports[rank].hooks for sibling in state.positions.siblings(rank)):
+            return state.stage_of(rank)
+    return None
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
@@ -339,6 +350,7 @@ _OF_MILESTONES: Mapping[Milestone, _Handler] = {
     Milestone.AT_BOUNDARY: step_boundary.on_at_boundary,
     Milestone.LAYERS_HELD: layout_change.on_layers_held,
     Milestone.PASSED: step_commit.add_pass,
+    Milestone.IN_HOOK: control_collectives.enter_hook,
 }
 """Milestones of members; only the shell needs to know when they are connected."""
 

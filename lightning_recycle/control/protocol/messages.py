@@ -170,7 +170,7 @@ class Milestone(Enum):
     ``LAYERS_HELD``: it holds all layers that it is to have in the layout for which the generation began, besides its
     own. ``AT_BOUNDARY``: it has applied all steps before ``step`` and waits at its beginning, as :class:`Boundary`
     asked. ``PASSED``: in ``step`` workers check each other's computations, and it has found nothing, or has nothing to
-    check.
+    check. ``IN_HOOK``: it is about to run collectives of its position in a hook, for the ``step``-th time.
     """
 
     CONNECTED = "connected"
@@ -178,6 +178,7 @@ class Milestone(Enum):
     LAYERS_HELD = "layers held"
     AT_BOUNDARY = "at boundary"
     PASSED = "passed"
+    IN_HOOK = "in hook"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,8 @@ class Report:
 
     ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; if it has
     applied its newest step on a guess, that to the commit of this step. ``begun``: the newest step that it has begun.
-    ``cuts``: the layout of the layers that it has, see :data:`Cuts`.
+    ``cuts``: the layout of the layers that it has, see :data:`Cuts`. ``hooks``: how often it has run collectives of its
+    position in hooks.
     """
 
     rank: int
@@ -260,6 +262,7 @@ class Report:
     commit: Payload | None = None
     begun: int = -1
     cuts: Cuts = ()
+    hooks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -633,6 +636,7 @@ class Returned:
         verdict: what it was told of wishes to stop, at the latest point.
         raised: its exception, likewise.
         confirm: its question whether it is a member, likewise.
+        hook: that it has entered a hook together with its siblings, of which some may not know.
         is_ready: whether it has said that it is set up and waits to be let in.
         entered: whether it has said that it has got its state, if the training had begun without it.
         leave: its wish to leave, if it has said so.
@@ -670,6 +674,7 @@ class Returned:
     verdict: StopVerdict | None = None
     raised: Raised | None = None
     confirm: Confirm | None = None
+    hook: HookEntered | None = None
     is_ready: bool = False
     entered: bool = False
     leave: Leave | None = None
@@ -864,6 +869,16 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class HookEntered:
+    """All members of the worker's position are :attr:`Milestone.IN_HOOK` for the ``number``-th time: none of them stops
+    before the hook is over, as long as all live.
+    """
+
+    generation: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """All are REDUCED in ``step``: apply it. Or all were before a loss: a worker that does the step again applies it
     as soon as it is REDUCED.
@@ -1013,6 +1028,7 @@ TO_WORKERS: tuple[type[Any], ...] = (
     StopVerdict,
     Judged,
     Found,
+    HookEntered,
     Parcel,
     Alive,
     Stop,

@@ -368,6 +368,7 @@ class Generation(_Updatable):
         plan: what all are to run from a step boundary on.
         becomes: the layout that all get ready for; empty if no layers move.
         held: the ranks that have what they need of it.
+        hooks: by rank, how often it is about to have run collectives of its position in hooks.
     """
 
     number: int = -1
@@ -382,6 +383,7 @@ class Generation(_Updatable):
     plan: PlanReady | None = None
     becomes: messages.Cuts = ()
     held: frozenset[int] = frozenset()
+    hooks: Mapping[int, int] = field(default_factory=dict)
 
     def runs(self, number: int) -> bool:
         """Whether what counts in generation ``number`` only counts now: all have resumed in it."""

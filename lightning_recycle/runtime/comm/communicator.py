@@ -73,6 +73,16 @@ class Communicator:
         """Has ``waiting`` called with a description of what is waited for in the collectives of the position."""
         self.connections.waiting = waiting
 
+    def report_hooks_to(
+        self, enters_hook: Callable[[], bool], lose_sibling: Callable[[CommunicationError], None]
+    ) -> None:
+        """Has ``enters_hook`` called before each collective of the position, which returns whether it must not end with
+        the generation, and ``lose_sibling`` when such a one fails.
+        """
+        self.connections.lose_sibling = lose_sibling
+        if self.connections.mesh is not None:
+            self.connections.mesh.report_hooks_to(enters_hook)
+
     def configure(
         self,
         generation: int,
@@ -121,9 +131,14 @@ class Communicator:
         """Waits for the other members of this worker's position."""
         self.connections.meet_siblings()
 
-    def abort(self, generation: int) -> None:
-        """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
-        self.connections.abort(generation)
+    def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:
+        """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once.
+
+        Args:
+            generation: the generation that ends.
+            in_hook: if all members of the position are among them, its collectives in hooks go on.
+        """
+        self.connections.abort(generation, in_hook)
 
     def close(self) -> None:
         """Drops everything. The caller must not be inside an operation."""

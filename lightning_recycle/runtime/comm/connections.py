@@ -58,6 +58,7 @@ class Connections:
         on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
             transport connects that takes long.
         waiting: the context of a wait for the other members of this worker's position.
+        lose_sibling: called when a collective of the position fails that must not end with the generation.
         channels: the groups for messages between stages.
         rosters: Gloo's groups for collectives, of the stage and of its ties, by name.
         stage_name: the name of the stage's.
@@ -85,19 +86,22 @@ class Connections:
         self.transport = Transport(self.timeout, self.memory) if transport is None else transport
         self.on_progress: Callable[[], None] = lambda: None
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.lose_sibling: Callable[[CommunicationError], None] = lambda _: None
         self.channels: dict[Channel, Group] = {}
         self.rosters: dict[str, Group] = {}
         self.stage_name = ""
         self.small_allreduce: SmallAllreduce | None = None
         self.generation = -1
-        self.translated = _Translated(self)
+        self.translated, self._in_hook = _Translated(self), _Translated(self, in_hook=True)
         self._host, self._rendezvous = host, rendezvous
         self.mesh = mesh
         self._factory = GroupFactory(rank, host, rendezvous, key, loops=2 if mesh is None else 3)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()  # set when the generation is aborted
         self._aborted_generation = -1
-        self._sockets = OpenSockets()
+        self._sockets, self._position_sockets = OpenSockets(), OpenSockets()
+        self._position: frozenset[int] = frozenset()  # the members of this worker's
+        self._position_is_cut = False
         self._doorbell: Doorbell | None = None
         self._is_prepared = False  # for the next generation
 
@@ -115,8 +119,10 @@ class Connections:
         doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
             cancelled, sockets = self._cancelled, self._sockets = threading.Event(), OpenSockets()
+            position_sockets = self._position_sockets = OpenSockets()
+            self._position, self._position_is_cut = frozenset(position), self._aborted_generation >= generation
             self.generation = generation
-            if self._aborted_generation >= generation:
+            if self._position_is_cut:
                 cancelled.set()
         ties = {tie_name(stages): tuple(sorted(ranks)) for stages, ranks in sorted(tie_rosters.items())}
         stage = self.stage_name = f"stage{min(stage_roster)}"
@@ -136,7 +142,15 @@ class Connections:
 
         def connect() -> None:
             try:
-                groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets))
+                groups.update(
+                    self._factory.create(
+                        generation,
+                        plans,
+                        doorbell,
+                        cancelled,
+                        lambda plan: position_sockets if plan.loop == _POSITION_LOOP else sockets,
+                    )
+                )
                 begun.append(time.monotonic())
                 self.transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
@@ -174,19 +188,27 @@ class Connections:
             with self.translated:
                 self.mesh.meet()
 
-    def _await_members(self, group: Any, work: Any) -> None:
-        """Waits for a collective of this worker's position."""
-        with self.waiting("the other members of its position"), self.translated:
-            self.await_collective(group, work)
+    def _await_members(self, group: Any, work: Any, in_hook: bool) -> None:
+        """Waits for a collective of this worker's position; ``in_hook``: it goes on when the generation ends."""
+        try:
+            with self.waiting("the other members of its position"), self._in_hook if in_hook else self.translated:
+                self.await_collective(group, work, in_hook)
+        except CommunicationError as error:
+            if in_hook:
+                self.lose_sibling(error)
+            raise
         self.on_progress()
 
-    def abort(self, generation: int) -> None:
-        """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once."""
+    def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:
+        """Ends the generation: see :meth:`~lightning_recycle.runtime.comm.communicator.Communicator.abort`."""
         with self._lock:
             self._aborted_generation = max(self._aborted_generation, generation)
             if self.generation <= generation:
                 self._cancelled.set()
                 self._sockets.cut()
+                if not self._position or not self._position.issubset(in_hook):
+                    self._position_is_cut = True
+                    self._position_sockets.cut()
                 self.transport.abort()
 
     def close(self) -> None:
@@ -198,7 +220,9 @@ class Connections:
         """Ends the generation. :meth:`configure` or :meth:`close` comes next."""
         with self._lock:
             self._cancelled.set()
+            self._position_is_cut = True
             self._sockets.cut()
+            self._position_sockets.cut()
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None
@@ -214,10 +238,12 @@ class Connections:
             self.small_allreduce = None
         self.transport.close()
 
-    def await_collective(self, group: Any, work: Any) -> None:
-        """Waits for a collective of Gloo's, which may not notice that its sockets are shut down."""
+    def await_collective(self, group: Any, work: Any, in_hook: bool = False) -> None:
+        """Waits for a collective of Gloo's, which may not notice that its sockets are shut down. Arguments as of
+        :meth:`check`.
+        """
         while True:
-            aborted = self.is_aborted
+            aborted = self.is_aborted and (self._position_is_cut or not in_hook)
             try:
                 work.wait(LAST_LOOK if aborted else LOOK)
                 return
@@ -227,7 +253,7 @@ class Connections:
                     return
                 if aborted:
                     keep_for_ever(group)
-                    self.check()
+                    self.check(in_hook)
 
     def prepare_next(self) -> None:
         """The generation goes well: the transport begins what the next one will need, once."""
@@ -240,22 +266,22 @@ class Connections:
         """Whether the generation was aborted."""
         return self._aborted_generation >= self.generation
 
-    def check(self) -> None:
-        """Raises CommunicationError if the generation was aborted."""
-        if self.is_aborted:
+    def check(self, in_hook: bool = False) -> None:
+        """Raises CommunicationError if the generation was aborted; ``in_hook``: for collectives in hooks, too."""
+        if self.is_aborted and (self._position_is_cut or not in_hook):
             raise CommunicationError(f"Generation {self.generation} was aborted.")
 
 
 class _Translated:
     """The context of operations: errors of peers and of the network become a CommunicationError."""
 
-    __slots__ = ("_connections",)
+    __slots__ = ("_connections", "_in_hook")
 
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
+    def __init__(self, connections: Connections, in_hook: bool = False) -> None:
+        self._connections, self._in_hook = connections, in_hook
 
     def __enter__(self) -> None:
-        self._connections.check()
+        self._connections.check(self._in_hook)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.

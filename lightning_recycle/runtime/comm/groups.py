@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,7 +125,7 @@ class GroupFactory:
         plans: Sequence[GroupPlan],
         doorbell: Doorbell | None,
         cancelled: threading.Event,
-        sockets: OpenSockets,
+        sockets: Callable[[GroupPlan], OpenSockets],
     ) -> dict[str, Group]:
         """The groups of ``plans`` that have other members, by name.
 
@@ -134,7 +134,7 @@ class GroupFactory:
             plans: groups that this worker is in; their other members create them at about the same time.
             doorbell: where the others can see whether they reach this worker, if all are to check that first.
             cancelled: ends creating the groups, soon after it is set.
-            sockets: gets the groups' sockets, each as soon as it is Gloo's.
+            sockets: what gets the sockets of a plan's group, each as soon as it is Gloo's.
 
         Raises:
             UnreachableError: if some cannot be reached.
@@ -171,7 +171,7 @@ class GroupFactory:
         gate: Gate,
         addresses: Mapping[int, bytes],
         cancelled: threading.Event,
-        sockets: OpenSockets,
+        sockets: Callable[[GroupPlan], OpenSockets],
     ) -> dict[str, Group]:
         wanted = [
             Link.between(plan.name, self._rank, rank) for plan in plans for rank in plan.ranks if rank != self._rank
@@ -192,13 +192,13 @@ class GroupFactory:
                 if plan.loop is None:
                     names = range(len(plan.ranks)) if plan.meshed else plan.ranks
                     links = {names[peer]: sock.dup() for peer, sock in peers.items()}
-                    sockets.add({link.fileno(): inode_of(link.fileno()) for link in links.values()})
+                    sockets(plan).add({link.fileno(): inode_of(link.fileno()) for link in links.values()})
                     groups[plan.name] = Group(links=links)
                     continue
                 group, opened = self._devices[plan.loop].create_group(
                     plan.ranks.index(self._rank), len(plan.ranks), peers
                 )
-                sockets.add(opened)
+                sockets(plan).add(opened)
                 places = {member: number for number, member in enumerate(plan.ranks)}
                 groups[plan.name] = Group(group, group if plan.meshed else None, places)
         return groups

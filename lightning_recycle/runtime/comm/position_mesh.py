@@ -79,7 +79,8 @@ class MemberGroup(dist.ProcessGroup):
         self._name, self._device_type = name, device_type
         self.works_with: dist.ProcessGroup | None = None
         self.backend: Any = None
-        self.await_work: Callable[[Any, Any], None] = _await_completion
+        self.await_work: Callable[[Any, Any, bool], None] = _await_completion
+        self.enters_hook: Callable[[], bool] = lambda: False
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -91,9 +92,9 @@ class MemberGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "gloo"
 
-    def connect(self, backend: Any, await_work: Callable[[Any, Any], None]) -> None:
+    def connect(self, backend: Any, await_work: Callable[[Any, Any, bool], None]) -> None:
         """From now on collectives run over ``backend``; ``await_work`` waits for each, given
-        ``backend`` and its work.
+        ``backend``, its work and what :attr:`enters_hook` returned before it.
         """
         kinds = dist.ProcessGroup.BackendType
         is_gloo = isinstance(backend, dist.ProcessGroupGloo)
@@ -109,10 +110,11 @@ class MemberGroup(dist.ProcessGroup):
 
     def run(self, name: str, *args: Any, **options: Any) -> Any:
         """Runs the collective ``name`` of :attr:`works_with` and returns its work when it has ended."""
+        in_hook = self.size() > 1 and self.enters_hook()  # which may connect it
         if self.works_with is None:
             raise CommunicationError(f"{name}: the members of this position are not connected.")
         work = getattr(self.works_with, name)(*args, **options)
-        self.await_work(self.backend, work)
+        self.await_work(self.backend, work, in_hook)
         return work
 
 
@@ -142,7 +144,7 @@ def _mesh_named(names: tuple[str, ...]) -> DeviceMesh:
     return root if names == root.mesh_dim_names else root[names]
 
 
-def _await_completion(_: Any, work: Any) -> None:
+def _await_completion(_: Any, work: Any, __: bool) -> None:
     work.wait()
 
 
@@ -220,7 +222,11 @@ class PositionMesh:
         return [GroupPlan(name, numbers, loop) for numbers, name in found.items() if len(numbers) > 1]
 
     def connect(
-        self, ranks: Sequence[int], groups: Mapping[str, Group], alone: Any, await_work: Callable[[Any, Any], None]
+        self,
+        ranks: Sequence[int],
+        groups: Mapping[str, Group],
+        alone: Any,
+        await_work: Callable[[Any, Any, bool], None],
     ) -> None:
         """Begins a generation.
 
@@ -228,13 +234,18 @@ class PositionMesh:
             ranks: of the members, in order.
             groups: those of :meth:`plans`, by name.
             alone: a group of this process alone.
-            await_work: waits for a collective: (Gloo's group, its work).
+            await_work: waits for a collective: (Gloo's group, its work, whether it is that of a hook).
         """
         plans = {plan.ranks: plan.name for plan in self.plans(ranks, 0)}
         for name, members in self._ranks.items():
             numbers = tuple(ranks[member] for member in members)
             backend = alone if len(numbers) == 1 else groups[plans[numbers]].whole
             self.groups[name].connect(backend, await_work)
+
+    def report_hooks_to(self, enters_hook: Callable[[], bool]) -> None:
+        """Has ``enters_hook`` called before each collective: whether it is that of a hook."""
+        for group in self.groups.values():
+            group.enters_hook = enters_hook
 
     def meet(self) -> None:
         """Returns when all members have called it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.payload import unpack_all
@@ -80,6 +80,7 @@ class Executor:
         self._communicator.report_waits_to(self._client.waiting)
         self._client.on_interrupt = self._communicator.abort  # ends whatever the main thread exchanges with others
         self._client.regroup = self.regroup
+        self._communicator.report_hooks_to(self._enters_hook, self._lose_sibling)
 
     @property
     def version(self) -> int:
@@ -177,25 +178,28 @@ class Executor:
             attempt: a function that may end with :class:`Interrupted` or :class:`CommunicationError`.
             recover: whether a recovery is due at once.
         """
-        while True:
-            try:
-                if recover:
-                    self._recover()
-                    recover = False
-                result = attempt()
-            except Interrupted:
-                recover = True
-            except CommunicationError as error:
-                self._await_verdict(error)
-                recover = True
-            except Exception as error:
-                if not self._is_undone():
-                    with readers_may_die():
-                        self._await_another_try(error)
-                recover = True
-            else:
-                self._client.doing(self.version, "hooks and callbacks")
-                return result
+        with self._runner.attempt.computing(True):
+            self._client.leave_hook()
+            while True:
+                try:
+                    if recover:
+                        self._recover()
+                        recover = False
+                    result = attempt()
+                except Interrupted:
+                    recover = True
+                except CommunicationError as error:
+                    self._await_verdict(error)
+                    recover = True
+                except Exception as error:
+                    if not self._is_undone():
+                        with readers_may_die():
+                            self._await_another_try(error)
+                    recover = True
+                else:
+                    self._client.leave_hook()
+                    self._client.doing(self.version, "hooks and callbacks")
+                    return result
 
     def _is_undone(self) -> bool:
         """Whether a new generation drops what this worker has computed, which may have followed from a wrong guess."""
@@ -322,6 +326,27 @@ class Executor:
         self._runner.attempt.place = place
         (output,) = next(part for part in parts.values() if part is not None)
         return output
+
+    # ------------------------------------------------------------------ collectives of the position in hooks
+
+    def _enters_hook(self) -> bool:
+        """Before a collective of this worker's position: whether it is that of a hook, which cannot be run again. Then
+        its siblings have come there, too.
+        """
+        if self._runner.attempt.computes or self._joining or self._client.joining:
+            return False
+        self._client.enter_hook()
+        return True
+
+    def _lose_sibling(self, error: CommunicationError) -> NoReturn:
+        """Does not return from a hook whose collective has ended with ``error``: a sibling is gone. This worker waits
+        like any that is parked, and ends when it is to go on.
+        """
+        self._await_verdict(error)
+        while self._client.rank not in self._client.enter_generation().roster:
+            self._client.doing(self.version, "parked")
+            self._client.await_announcement(None)
+        self._client.resign(f"cannot go on in a hook, where a collective of its position broke ({error})")
 
     # ------------------------------------------------------------------ a failure
 

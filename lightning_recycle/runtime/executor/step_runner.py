@@ -76,11 +76,22 @@ class Attempt:
         place: the step and the operation to which an exception belongs.
         is_past: whether it is past the point up to which it can do the same again.
         reads_from: the data that it reads.
+        computes: whether it is in an attempt, and not in a hook of the user's that is called only once.
     """
 
     place: tuple[int, str] = (0, "")
     is_past: bool = False
     reads_from: StepSource | None = None
+    computes: bool = False
+
+    @contextmanager
+    def computing(self, computes: bool) -> Iterator[None]:
+        """Sets :attr:`computes` within the block."""
+        before, self.computes = self.computes, computes
+        try:
+            yield
+        finally:
+            self.computes = before
 
 
 class StepRunner:
@@ -215,6 +226,7 @@ class StepRunner:
     def run_program(self, step: int) -> None:
         """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
         self.communicator.meet_siblings()  # none of them is left behind in a step that others can complete
+        self.client.leave_hook(together=True)
         siblings_done = self.siblings_done if step == self.ahead[0] else False
         part = part_of(step, self.version, self.reduced, self._idle_peer, siblings_done)
         givers = self._givers(step)
@@ -424,8 +436,10 @@ class StepRunner:
             else:
                 self.payload = None
             self.attempt.is_past = True
-            with self.client.busy("the optimizer and its hooks"):  # some optimizers take long now and then
+            # Some optimizers take long now and then.
+            with self.client.busy("the optimizer and its hooks"), self.attempt.computing(False):
                 step.apply(result)
+            self.client.leave_hook()
             self.stage.clear()  # what layers of FSDP have gathered for a hook are the parameters before the step
             if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
                 self.gradients.look_for_changes()

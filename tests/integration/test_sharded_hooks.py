@@ -1,0 +1,163 @@
+"""A failure while hooks run collectives of a position's layers: the run goes on, and each hook runs once."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from sharded import (
+    STEPS,
+    Ordinary,
+    Piped,
+    Victim,
+    Waits,
+    dataset,
+    die,
+    error,
+    fit,
+    kinds,
+    lost,
+    parts_of,
+    plain_loop,
+)
+from support.sampling import sampled
+from support.training import TOLERANCE
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+TENSOR, FSDP, STAGES = (2, 1, 2), (2, 1, 2, 1), (2, 2, 2)
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def norm(tensors: Any) -> float:
+    return float(sum(whole(tensor).square().sum() for tensor in tensors))
+
+
+class Asks:
+    """Its hooks run collectives, and leave what they have found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, float]] = []
+
+    def note(self, hook: str, value: float) -> None:
+        self.seen.append((hook, self.trainer.global_step, value))  # type: ignore[attr-defined]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.note("start", norm(self.parameters()))  # type: ignore[attr-defined]
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.note("gradient", norm(p.grad for p in self.parameters()))  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note("end", norm(self.parameters()))  # type: ignore[attr-defined]
+        if hasattr(self, "model"):
+            with torch.no_grad():
+                self.note("output", float(self.model(dataset()[:6][0]).sum()))
+        self.all_gather(torch.ones(1))  # type: ignore[attr-defined]
+        self.note("again", norm(self.parameters()))  # type: ignore[attr-defined]
+
+
+class AsksAll(Asks, Ordinary):
+    pass
+
+
+class AsksOfStage(Asks, Piped):
+    pass
+
+
+def expected(parts: int) -> list[tuple[str, int, float]]:
+    """What the hooks of a single device find."""
+    found: list[tuple[str, int, float]] = []
+    layers = plain_loop(parts, steps=0)
+    optimizer, data = torch.optim.AdamW(layers.parameters(), lr=0.01), dataset()
+    for step in range(STEPS):
+        begin = step * parts * 4
+        x, y = data[begin : begin + parts * 4]
+        found.append(("start", step, norm(layers.parameters())))
+        optimizer.zero_grad()
+        (layers(x) - y).square().mean().backward()
+        found.append(("gradient", step, norm(p.grad for p in layers.parameters())))
+        optimizer.step()
+        for hook in ("end", "output", "again"):
+            value = float(layers(data[:6][0]).detach().sum()) if hook == "output" else norm(layers.parameters())
+            found.append((hook, step + 1, value))
+    return found
+
+
+class AtHookCollective(Victim):
+    """Dies before its collective number ``number`` in a hook of ``step``, or after it; the others take their time."""
+
+    def __init__(self, rank: int, step: int, number: int, when: str = "before") -> None:
+        super().__init__(rank)
+        self.step, self.number, self.when, self.seen = step, number, when, 0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        from lightning_recycle.runtime.comm.position_mesh import MemberGroup
+
+        strategy: Any = trainer.strategy
+        run: Callable[..., Any] = MemberGroup.run
+
+        def counted(group: Any, *args: Any, **options: Any) -> Any:
+            in_hook = not strategy.executor._runner.attempt.computes
+            if not in_hook or trainer.fit_loop.epoch_loop.total_batch_idx != self.step:
+                return run(group, *args, **options)
+            is_due = self.is_it(trainer) and self.seen == self.number
+            self.seen += 1
+            if is_due and self.when == "before":
+                die()
+            work = run(group, *args, **options)
+            if is_due:
+                die()
+            time.sleep(0.02)
+            return work
+
+        MemberGroup.run = counted  # type: ignore[method-assign]
+
+
+PLACES = [
+    (grid, rank, number, when)
+    for grid in (TENSOR, FSDP)
+    for rank in (1, 2)
+    for number in range(30)
+    for when in ("before", "after")
+]
+
+
+@pytest.mark.parametrize(("grid", "rank", "number", "when"), sampled(PLACES, 4), ids=str)
+def test_a_kill_at_a_collective_of_a_hook(grid: tuple[int, ...], rank: int, number: int, when: str) -> None:
+    module = AsksAll()
+    trainer = fit(module, grid, AtHookCollective(rank, 1, number, when))
+    assert lost(trainer) == 1, kinds(trainer)
+    assert error(module, plain_loop(parts_of(grid))) < TOLERANCE
+    assert_seen(module, expected(parts_of(grid)))
+
+
+def assert_seen(module: Any, values: list[tuple[str, int, float]]) -> None:
+    assert [(hook, step) for hook, step, _ in module.seen] == [(hook, step) for hook, step, _ in values]
+    assert max(abs(x - y) for (*_, x), (*_, y) in zip(module.seen, values, strict=True)) < TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [1, 5])
+def test_hooks_of_several_stages(rank: int) -> None:
+    """A stage's hooks run collectives of its own layers."""
+    module = AsksOfStage()
+    trainer = fit(module, STAGES, AtHookCollective(rank, 1, 2))
+    assert lost(trainer) == 1, kinds(trainer)
+    assert error(module, plain_loop(2)) < TOLERANCE
+
+
+@pytest.mark.long
+def test_members_are_replaced_after_it() -> None:
+    """The new ones run the hooks before their first step alone, and the others with all."""
+    module = AsksAll()
+    more = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
+    trainer = fit(module, TENSOR, AtHookCollective(1, 1, 3), Waits(2), **more)
+    assert "rejoined" in kinds(trainer), kinds(trainer)
+    assert error(module, plain_loop(2, steps=20)) < TOLERANCE
