@@ -319,6 +319,9 @@ class Run:
         self._handle(StartDue(absent | before.joined, least))
         gone, live = before.live - self.state.roster.live, self.state.roster.live
         self.met["began with fewer"] += bool(gone)
+        due = Counter(rank % self.grid.stages for rank in before.live - (absent - before.joined))
+        if absent and not began and not gone and all(due[stage] >= least for stage in range(self.grid.stages)):
+            raise Violation(f"the workers {sorted(absent)} are waited for though each stage has {least}")
         if gone and (began or not gone <= absent):
             raise Violation(f"the workers {sorted(gone)} are there, and not waited for")
         if gone and any(sum(rank % self.grid.stages == s for rank in live) < least for s in range(self.grid.stages)):

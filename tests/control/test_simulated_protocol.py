@@ -486,6 +486,10 @@ QUORUM: list[tuple[str, Any, str, str, str]] = [
      "_begin_if_complete(state)", "(state, ())"),
     ("those that do not come are waited for in a collective", membership, "_go_on_without",
      "return state, begins + settled", "return state, begins"),
+    ("one stage that has enough is enough", membership, "_start_due", "any(in_stage", "all(in_stage"),
+    ("those that are not there yet are given up", membership, "_start_due",
+     "live=expected", "live=state.roster.live - event.vacant"),
+    ("nobody is given up", membership, "_start_due", "state.with_roster(live=expected)", "state"),
 ]
 """As above, in histories in which the run begins with fewer workers."""
 
