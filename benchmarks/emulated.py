@@ -22,11 +22,13 @@ the predicted one (goal: within 3 %).
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +90,14 @@ class _Slots:
     wanted = 0.0
     seconds = 0.0
     late = 0.0
+    waited = 0.0  # for a core, within sleeps
 
     @classmethod
     def sleep(cls, seconds: float) -> None:
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), _seconds_without_core()
         time.sleep(max(0.0, seconds - cls.late))
         took = time.perf_counter() - began
+        cls.waited += _seconds_without_core() - waited
         cls.late += took - seconds
         cls.wanted += seconds
         cls.seconds += took
@@ -161,27 +165,40 @@ class SleepingModel(PipelineModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@cache
+def _schedstat() -> int:
+    return os.open("/proc/self/schedstat", os.O_RDONLY)  # of the main thread
+
+
+def _seconds_without_core() -> float:
+    """How long the main thread has been ready to run while others had the cores."""
+    return int(os.pread(_schedstat(), 100, 0).split()[1]) / 1e9
+
+
 class _SleepRecorder(L.Callback):
-    """Writes to ``directory`` how much longer than wanted each worker slept, as a ratio, and its processor time."""
+    """Writes to ``directory`` how much longer than wanted each worker slept, as a ratio, its processor time, and how
+    long it waited for a core outside of sleeps, which repay that.
+    """
 
     def __init__(self, directory: str) -> None:
-        self.directory, self.began, self.at = Path(directory), 0.0, 0
+        self.directory, self.began, self.waited, self.at = Path(directory), 0.0, 0.0, 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == _FIRST_COUNTED:  # imports and first calls do not count
             self.began, self.at = time.process_time(), trainer.global_step
+            self.waited = _seconds_without_core() - _Slots.waited
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         ratio, steps = _Slots.seconds / _Slots.wanted, max(1, trainer.global_step - self.at)
         computed = (time.process_time() - self.began) / steps
-        (self.directory / str(trainer.strategy.grid_rank)).write_text(f"{ratio} {computed}")
+        waited = (_seconds_without_core() - _Slots.waited - self.waited) / steps
+        (self.directory / str(trainer.strategy.grid_rank)).write_text(f"{ratio} {computed} {waited}")
 
-    def read(self) -> tuple[float, float]:
-        """The mean ratio; the processor time of a step, of all workers together."""
-        ratios, computed = zip(
-            *(map(float, path.read_text().split()) for path in self.directory.iterdir()), strict=True
-        )
-        return sum(ratios) / len(ratios), sum(computed)
+    def read(self) -> tuple[float, float, float]:
+        """The mean ratio; of a step the processor time of all workers together, and a worker's mean wait for a core."""
+        found = [[*map(float, path.read_text().split())] for path in self.directory.iterdir()]
+        ratios, computed, waited = zip(*found, strict=True)
+        return sum(ratios) / len(ratios), sum(computed), sum(waited) / len(waited)
 
 
 # ---------------------------------------------------------------------- a case
@@ -296,12 +313,14 @@ class Measurement:
             strategy re-plans with measured times, so this could be more than :meth:`Case.planned_slots`.
         mean_sleep: what a sleep of one slot really took, in seconds.
         computing: processor time of a step, of all workers together, in seconds.
+        waiting: how long a worker waited for a core in a step, on average, in seconds.
     """
 
     seconds: Spread
     slots: float
     mean_sleep: float
     computing: float
+    waiting: float
 
 
 def measure(case: Case, steps: int, warmup: int | None = None, slot: float | None = None) -> Measurement:
@@ -338,9 +357,9 @@ def measure(case: Case, steps: int, warmup: int | None = None, slot: float | Non
             callbacks=callbacks,
             gradient_clip_val=1.0 if case.clips else None,
         )
-        ratio, computing = recorder.read()
+        ratio, computing, waiting = recorder.read()
     ran = retime(strategy.schedules[-1], costs).period
-    return Measurement(Spread.of(step_seconds(trainer, first)), ran, slot * ratio, computing)
+    return Measurement(Spread.of(step_seconds(trainer, first)), ran, slot * ratio, computing, waiting)
 
 
 def measure_join(steps: int) -> tuple[float, float]:
@@ -372,21 +391,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="eight steps of the cases that have a goal")
     parser.add_argument("--lanes", action="store_true", help="the batch on one to six lanes alone")
+    parser.add_argument("--slot", type=float, default=LANES_SLOT, help="seconds of a slot of the lanes (0.05)")
     parser.add_argument("--steps", type=int, default=15, help="steps to measure of each case")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     costs = Costs.uniform(STAGES) if options.lanes else profile_demo()
     pairs = () if options.lanes else QUICK_PAIRS if options.quick else PAIRS
     compared = {name for _, slower, faster in pairs for name in (slower, faster)}
-    on_lanes = [case for case in LANE_CASES if not options.quick or case.lanes in (1, 3, 6)]
+    on_lanes = [replace(case, slot=options.slot) for case in LANE_CASES if not options.quick or case.lanes in (1, 3, 6)]
     others = () if options.lanes else (*CASES, *demo_cases(costs))
     cases = [c for c in (*others, *on_lanes) if c.has_goal or c.name in compared or not options.quick]
     steps = 8 if options.quick else options.steps
     measured = {case.name: measure(case, steps) for case in cases}
 
-    slots = f"slots of {1e3 * SLOT:.0f} ms (lanes: {1e3 * LANES_SLOT:.0f} ms)"
+    slots = f"slots of {1e3 * SLOT:.0f} ms (lanes: {1e3 * options.slot:.0f} ms)"
     table = Table(title=f"Step time against plan, {GRID} if nothing else is said, {slots}, {steps} steps each")
-    for heading in ("case", "planned", "ran", "plan ms", "measured ms", "ratio", "goal", "mean sleep", "CPU ms"):
+    numbers = ("planned", "ran", "plan ms", "measured ms", "ratio", "goal", "mean sleep", "CPU ms", "wait ms")
+    for heading in ("case", *numbers):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     planned = {case.name: case.planned_slots() for case in cases}
     for case in cases:
@@ -402,10 +423,12 @@ def main(arguments: list[str] | None = None) -> None:
             "" if not case.has_goal else f"{GOAL} {'met' if ratio <= GOAL else 'missed'}",
             f"{1e3 * found.mean_sleep:.2f}",
             f"{1e3 * found.computing:.0f}",
+            f"{1e3 * found.waiting:.1f}",
         )
     console.print(table)
     console.print(
-        "planned, ran: slots. Measured: median (min to max). Ratio: measured median / plan. CPU: all workers, a step.",
+        "planned, ran: slots. Measured: median (min to max). Ratio: measured median / plan. CPU: all workers, a step."
+        " Wait: how long a worker waits for a core in a step.",
         highlight=False,
     )
     after, stall = measure_join(40)
