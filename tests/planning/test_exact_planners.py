@@ -202,27 +202,6 @@ def test_which_peer_runs_a_rerouted_microbatch_is_decided_and_bounds_hold_whatev
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_among_plans_of_equal_length_a_solver_finds_the_one_that_holds_least(backend: str) -> None:
-    start = forwards_first(p.Problem(p.Grid(1, 3, 5), p.Costs.uniform(3), technique=FUSED))
-    assert (start.period, start.demand) == (p.lower_bound(start.problem), (5, 15))
-    result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
-    p.validate(result.schedule)
-    assert (result.schedule.period, result.schedule.makespan) == (start.period, start.makespan)
-    assert result.schedule.demand == (3, 3 + 2 + 1), "as 1F1B"
-    assert (result.found_by, result.status) == (backend, "optimal")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_worker_with_the_least_room_is_relieved_first(backend: str) -> None:
-    """The first of two workers needs two micro-batches in flight for this period, the second one."""
-    memory = p.Memory((1000.0, 450.0), (100.0, 100.0), (10.0, 80.0), (10.0, 80.0))
-    start = forwards_first(p.Problem(p.Grid(1, 2, 4), p.Costs.uniform(2), technique=FUSED, memory=memory))
-    assert start.demand == (420.0 / 450.0, 140.0 + 420.0)
-    result = p.ExactPlanner(backend, time_limit=60.0, least_gap=None).improve(start)
-    assert (result.schedule.period, result.schedule.demand) == (start.period, (180.0 / 450.0, 120.0 + 180.0))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_that_got_shorter_holds_no_more_than_it_needs(backend: str) -> None:
     result = p.ExactPlanner(backend, time_limit=60.0).improve(one_at_a_time(example(FUSED, None)))
     assert (result.schedule.period, result.schedule.demand[0]) == (27, 4)

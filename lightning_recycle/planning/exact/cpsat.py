@@ -7,18 +7,16 @@ Variables
     on[m,s,w]     whether host w runs m at stage s; 1 where there is one host
     begin[s]      with the staggered optimizer: when stage s begins; else 0
     length        the period (without the staggered optimizer: the makespan)
-    held[w]       the most micro-batches that w holds at once; most: the most memory of a worker
 Constraints
     routing       sum over w of on[m,s,w] = 1
     order         in a family with one route, each kind of operation in the order of the micro-batches; else only the
                   forwards of stage 0
     dependencies  start[o] >= start[a(o)] + p[a(o)] + lag
     no overlap    the intervals of a worker, present if on
-    memory        the intervals from F to the end of W, present if on, at most held[w] <= L[s] at once;
-                  a[s] + h[s] held[w] <= most
+    memory        the intervals from F to the end of W, present if on, at most L[s] at once
     period        begin[s] <= start of every F;  begin[s] + length >= end of W + r[s]
-Objectives
-    the least length; then, for that length, the least K most + sum over w of h[s] held[w], K large
+Objective
+    the least length
 
 The plan known so far is a solution of the model, and the complete hint: CP-SAT finds its first solution there, and
 improves it by large neighbourhood search. (Asked for less than its length at once, it found nothing within minutes
@@ -70,38 +68,19 @@ class _CpSatSearch:
         def prove(bound: float) -> None:
             self.report("bound", problem.bound(math.ceil(bound - 1e-6)))
 
-        status, solver, found = self._optimize(model, model.length, high, deadline, prove)
-        # Without a solution none is as short as the known plan, which rounded durations can make longer.
-        bound = high if status == self.cp_model.INFEASIBLE else round(solver.best_objective_bound)
-        if bound > low:
-            prove(bound)
-        decided = status in (self.cp_model.OPTIMAL, self.cp_model.INFEASIBLE)
-        return (bound if decided else None), found or known
-
-    def lighten(
-        self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
-    ) -> None:
-        """Minimise memory from that of ``known`` down."""
-        model = _CpSatModel(self.cp_model, problem, known, length, length, makespan)
-        self._optimize(model, model.memory, model.known_memory, deadline)
-
-    def _optimize(
-        self, model: _CpSatModel, objective: Any, known: int, deadline: float, on_bound: Any = None
-    ) -> tuple[Any, Any, list[Placement] | None]:
-        """Solve; report what has a smaller ``objective`` than ``known``. Status, solver, and the best plan."""
         solver = self.cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
         solver.parameters.num_workers = self.task.threads
         # Few threads take turns with all methods, neighbourhood search among them, instead of one each.
         solver.parameters.interleave_search = self.task.threads < _THREADS_FOR_ALL
         solver.parameters.random_seed = 0
-        solver.best_bound_callback = on_bound
-        report, best = self.report, None
+        solver.best_bound_callback = prove
+        report, best = self.report, known
 
         class OnSolution(self.cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined]
             def on_solution_callback(self) -> None:
                 nonlocal best
-                if self.value(objective) < known:
+                if self.value(model.length) < high:
                     best = model.placements(self.value)
                     report("solution", best)
 
@@ -111,28 +90,22 @@ class _CpSatSearch:
         report("seconds", time.monotonic() - started)
         if status == self.cp_model.MODEL_INVALID:
             raise AssertionError(model.cp.validate())
-        return status, solver, best
+        # Without a solution none is as short as the known plan, which rounded durations can make longer.
+        bound = high if status == self.cp_model.INFEASIBLE else round(solver.best_objective_bound)
+        if bound > low:
+            prove(bound)
+        return (bound if status in (self.cp_model.OPTIMAL, self.cp_model.INFEASIBLE) else None), best
 
 
 class _CpSatModel:
-    """The model for lengths from ``low`` to ``high``, with a known plan as hint; if ``makespan`` is given, with the
-    second objective.
-    """
+    """The model for lengths from ``low`` to ``high``, with a known plan as hint."""
 
-    def __init__(
-        self,
-        cp_model: Any,
-        problem: TimeIndexedProblem,
-        known: list[Placement],
-        low: int,
-        high: int,
-        makespan: int | None = None,
-    ) -> None:
+    def __init__(self, cp_model: Any, problem: TimeIndexedProblem, known: list[Placement], low: int, high: int) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
-        self.horizon = 2 * high if makespan is None else makespan
+        self.horizon = 2 * high
         rows = problem.in_whole_slots(known)
         self.known = {(kind, stage, number): (rank, start) for kind, stage, number, rank, start in rows}
-        period, _, begins = problem.lengths(rows)
+        period, begins = problem.lengths(rows)
         self.length = self._variable(low, high, period)
         self.begin = [
             self._variable(0, self.horizon, b) if s and problem.staggered else 0 for s, b in enumerate(begins)
@@ -146,9 +119,7 @@ class _CpSatModel:
             self._family(family.microbatches, family.hosts, family.one_route)
         for intervals in self.running.values():
             self.cp.add_no_overlap(intervals)
-        if makespan is not None:
-            self._least_memory()
-        elif problem.limits is not None:
+        if problem.limits is not None:
             for rank, intervals in self.holding.items():
                 self.cp.add_cumulative(intervals, [1] * len(intervals), problem.most_held(rank))
 
@@ -206,26 +177,6 @@ class _CpSatModel:
             on, lasts = self.on[number, stage, rank], self.problem.durations[self.problem.release, rank]
             size = self._variable(0, self.horizon, known)
             self.holding[rank].append(self.cp.new_optional_interval_var(first, size, last + lasts, on, ""))
-
-    def _least_memory(self) -> None:
-        """The second objective."""
-        problem, stages = self.problem, self.problem.stages
-        peaks = problem.peaks((*key, *at) for key, at in self.known.items())
-        memory = [(problem.fixed[rank % stages], problem.held[rank % stages]) for rank in problem.workers]
-        known = max(a + h * peaks[rank] for rank, (a, h) in zip(problem.workers, memory, strict=True))
-        most = self._variable(min(a for a, _ in memory), known, known)
-        total: Any = 0
-        known_total = 0
-        weight = 1
-        for rank, (a, h) in zip(problem.workers, memory, strict=True):
-            held = self._variable(0, problem.most_held(rank), peaks[rank])
-            self.cp.add_cumulative(self.holding[rank], [1] * len(self.holding[rank]), held)
-            self.cp.add(most >= a + h * held)
-            total += h * held
-            known_total += h * peaks[rank]
-            weight += h * problem.most_held(rank)
-        self.memory, self.known_memory = weight * most + total, weight * known + known_total
-        self.cp.minimize(self.memory)
 
     def placements(self, value: Any) -> list[Placement]:
         """The solution, with starts in the unit of the costs; ``value`` gives a variable's value."""

@@ -3,9 +3,8 @@
 Concept: a solver is asked only what arithmetic cannot answer. If the heuristic's plan meets the analytic lower bound,
 no solver is needed; nor where it is as close as makes no difference, or the plan is too large for a solver to have a
 chance. Otherwise the solver searches between the two in its own process; what it finds counts only after its order of
-operations has been timed again, validated and compared. A solver that is asked shortens the period first. Then, for the
-same period and makespan, it lowers the memory of the worker with the most, and the sum of all. Meanwhile a line on
-the terminal shows bound, incumbent and gap.
+operations has been timed again, validated and compared. If it is better, the heuristic looks for one that is as fast
+with less memory. Meanwhile a line on the terminal shows bound, incumbent and gap.
 
 Solvers are native libraries. They crash, overrun their limits, and conflict (importing ortools before highspy breaks
 highspy), so each solve is a child process, which reports bounds and solutions as it finds them.
@@ -41,7 +40,7 @@ from lightning_recycle.planning.exact.time_indexed_problem import (
     placements,
     schedule_from_placements,
 )
-from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
+from lightning_recycle.planning.heuristic.heuristic_planner import heuristic, with_memory_descent
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import NOT_ASKED, PlanResult, Schedule, SolverUse, best_of, proven
 from lightning_recycle.planning.validation import validate
@@ -62,14 +61,10 @@ log = logging.getLogger(__name__)
 GRACE = 3.0
 """Seconds beyond the time limit after which a solver's process is killed."""
 
-_PERIOD_SHARE = 0.8  # of the time limit, at most; the rest is for memory
-_MEMORY_SECONDS = 5.0  # at least, if there is time; else memory takes as long as the period did
-
 
 @dataclass(frozen=True, slots=True)
 class SolverTask:
-    """Find a schedule with a shorter period than ``schedule``, or prove that there is none; then one that holds less
-    memory."""
+    """Find a schedule with a shorter period than ``schedule``, or prove that there is none."""
 
     backend: str
     schedule: Schedule
@@ -87,7 +82,7 @@ class SolverTask:
 
 
 class Solver(Protocol):
-    """Two questions about a :class:`TimeIndexedProblem`; solutions and bounds are reported as they are found."""
+    """A question about a :class:`TimeIndexedProblem`; solutions and bounds are reported as they are found."""
 
     def shorten(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
@@ -106,32 +101,15 @@ class Solver(Protocol):
         """
         ...
 
-    def lighten(
-        self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
-    ) -> None:
-        """Report plans of at most this period and makespan that hold less than ``known``."""
-        ...
-
 
 def improve(task: SolverTask, report: Report, solver: Solver) -> None:
-    """Shorten the period, then lighten the memory of the best plan; runs in the solver's process."""
-    started = time.monotonic()
-    problem, known = task.problem, placements(task.schedule)
-    if task.lower < task.upper:
-        deadline = started + _PERIOD_SHARE * task.time_limit
-        length, known = solver.shorten(problem, task.lower, task.upper, known, deadline)
-        if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
-            # Periods can be fractions of a slot.
-            fine = problem.refined()
-            _, shorter = solver.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, known, deadline)
-            if shorter is not known:
-                problem, known = fine, shorter
-        now = time.monotonic()
-        deadline = min(now + max(_MEMORY_SECONDS, now - started), started + task.time_limit)
-    else:
-        deadline = started + task.time_limit
-    period, makespan, _ = problem.lengths(problem.in_whole_slots(known))
-    solver.lighten(problem, period, makespan, known, deadline)
+    """Shorten the period; runs in the solver's process."""
+    deadline = time.monotonic() + task.time_limit
+    problem = task.problem
+    length, known = solver.shorten(problem, task.lower, task.upper, placements(task.schedule), deadline)
+    if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
+        fine = problem.refined()  # periods can be fractions of a slot
+        solver.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, known, deadline)
 
 
 @dataclass(slots=True)
@@ -198,8 +176,7 @@ class ExactPlanner:
         threads: number of the solver's threads; by default 1, for CP-SAT one per core (at most 8).
         max_variables: largest model in slots to build (not for CP-SAT). Durations are rounded to longer slots to stay
             below it; if even that is too large, no solver is asked.
-        least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked. None: a
-            solver is always asked, if only for a plan that holds less.
+        least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked.
         max_operations: nor for a plan with more operations than this, the closing ones included.
 
     Raises:
@@ -210,7 +187,7 @@ class ExactPlanner:
     time_limit: float = 60.0
     threads: int | None = None
     max_variables: int = 40_000
-    least_gap: float | None = 1e-3
+    least_gap: float = 1e-3
     max_operations: int = 8_000
 
     def __post_init__(self) -> None:
@@ -220,8 +197,7 @@ class ExactPlanner:
         if self.threads is not None:
             whole("ExactPlanner", "threads", self.threads, 1)
         whole("ExactPlanner", "max_variables", self.max_variables, 1)
-        if self.least_gap is not None:
-            at_least("ExactPlanner", "least_gap", self.least_gap)
+        at_least("ExactPlanner", "least_gap", self.least_gap)
         whole("ExactPlanner", "max_operations", self.max_operations)
 
     def plan(self, problem: Problem) -> Schedule:
@@ -247,12 +223,10 @@ class ExactPlanner:
         """
         started = time.monotonic() - seconds
         first = proven(schedule, self.backend, found_by=found_by)
-        reason = self._not_worth_asking(first)
-        task = self._task(first) if reason is None else None
-        if task is None:
-            use = SolverUse(reason=reason or f"its model would be larger than max_variables={self.max_variables:,}")
-            log.info("planner %s: not asked, %s.", self.backend, use.reason)
-            return replace(first, seconds=time.monotonic() - started, solver=use)
+        task = self._not_worth_asking(first) or self._task(first)
+        if isinstance(task, str):
+            log.info("planner %s: not asked, %s.", self.backend, task)
+            return replace(first, seconds=time.monotonic() - started, solver=SolverUse(reason=task))
 
         asked = time.monotonic()
 
@@ -267,6 +241,8 @@ class ExactPlanner:
             show(SolverOutcome())
             outcome = run_solver(BACKENDS[self.backend], task, show)
         best = best_of([schedule, *outcome.schedules])
+        if best is not schedule:
+            best = with_memory_descent(best)
         result = proven(
             best,
             self.backend,
@@ -284,9 +260,9 @@ class ExactPlanner:
 
     def _not_worth_asking(self, first: PlanResult) -> str | None:
         """Why no solver is asked; None if one is."""
-        if self.least_gap is not None and first.status == "optimal":
+        if first.status == "optimal":
             return "the plan meets the lower bound"
-        if self.least_gap is not None and first.gap <= self.least_gap:
+        if first.gap <= self.least_gap:
             return f"the plan is {_gap(first)}, and least_gap={self.least_gap:g}"
         operations = first.schedule.num_operations
         if operations > self.max_operations:
@@ -302,11 +278,11 @@ class ExactPlanner:
             return f"it splits every backward, for which there is no memory ({error}); the plan is {_gap(first)}"
         return None
 
-    def _task(self, first: PlanResult) -> SolverTask | None:
-        """The task in slots; None where the model would be too large."""
+    def _task(self, first: PlanResult) -> SolverTask | str:
+        """The task in slots; why there is none, where the model would be too large."""
         problem = self._discretize(first)
         if problem is None:
-            return None
+            return f"its model would be larger than max_variables={self.max_variables:,}"
         lower = math.ceil(first.lower_bound / problem.slot - 1e-6)
         upper = math.ceil(first.schedule.period / problem.slot - 1e-6)
         if not problem.exact:

@@ -16,18 +16,17 @@ Variables
     N[o,t]       how many of them have started o by slot t (integer): start times and order in one; outside the window
                  of o it is 0 or n[g]
     begun[s,t]   with the staggered optimizer: whether stage s has begun its iteration by slot t (binary)
-    held[w]      the most micro-batches that w holds at once; most: the most memory of a worker
 Constraints
     routing       sum over the routes of family f of n[g] = m[f]
     time          N[o,t-1] <= N[o,t]
     dependencies  N[o,t] <= N[a(o), t - lag - p[a(o)]]
     no overlap    sum over o of worker w of N[o,t] - N[o, t - p[o]] <= 1
-    memory        sum over g on w of N[F,t] - N[W, t - p[W]] <= held[w] <= L[s];  a[s] + h[s] held[w] <= most
+    memory        sum over g on w of N[F,t] - N[W, t - p[W]] <= L[s]
     period        part of the windows: every W ends before the stage's REDUCE and STEP fit into T
     staggered     N[F,t] <= m[f] begun[s,t];   n[g] - N[W, t + T - r[s] - p[W]] <= m[f] (1 - begun[s,t])
                   a stage ends REDUCE and STEP at most T after its start, where its next iteration begins
-Objectives
-    the smallest T, and for one T none; then, for that T, the least K most + sum over w of h[s] held[w], K large
+Objective
+    the smallest T, and for one T none
 
 Contract: runs in the solver's process (see :mod:`exact_planner`); every call of the solver is reported.
 
@@ -96,16 +95,6 @@ class _MilpSearch:
         length, _, _, known = self._prove(problem, low, high, known, deadline)
         return length, known
 
-    def lighten(
-        self, problem: TimeIndexedProblem, length: int, makespan: int, known: list[Placement], deadline: float
-    ) -> None:
-        """Minimise memory around ``known``, then anywhere."""
-        now = time.monotonic()
-        for reach, until in ((_REACH * problem.mean_duration, now + (deadline - now) / 2), (None, deadline)):
-            found = self._ask(problem, length, until, known, reach, makespan)
-            if found:
-                known = found
-
     def _prove(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, int, int, list[Placement]]:
@@ -157,12 +146,11 @@ class _MilpSearch:
         length: int,
         deadline: float,
         known: list[Placement] | None = None,
-        reach: int | None = None,
-        makespan: int | None = None,
+        reach: int = 0,
     ) -> list[Placement] | None:
         """A plan of this length, which is reported; an empty list if there is none, None if time is up."""
         try:
-            model = _MilpModel(problem, length, self.task, known if reach is not None else None, reach or 0, makespan)
+            model = _MilpModel(problem, length, self.task, known, reach)
         except _InfeasibleError:
             return []
         feasible = self._optimize(model, deadline)
@@ -222,7 +210,7 @@ class _MilpModel:
     """The model for one length; ``counts[g][k, s]`` is N[o,t] from the first slot of its window on.
 
     With ``known``, a plan, it is a corridor: routes are those of the plan, and an operation is the k-th of its route up
-    to ``reach`` slots earlier or later than there. With ``makespan`` it has the second objective.
+    to ``reach`` slots earlier or later than there.
     """
 
     problem: TimeIndexedProblem
@@ -230,7 +218,6 @@ class _MilpModel:
     task: SolverTask
     known: list[Placement] | None = None
     reach: int = 0
-    makespan: int | None = None
     mip: Any = field(init=False)
     sizes: list[Any] = field(init=False)
     counts: list[dict[Step, list[Any]]] = field(init=False)
@@ -238,17 +225,15 @@ class _MilpModel:
     def __post_init__(self) -> None:
         self.mip = _empty_model(self.task)
         self.routes = self.problem.routes()
-        longest = 2 * self.length if self.makespan is None else self.makespan
-        self.windows = [self.problem.windows(route, self.length, longest) for route in self.routes]
+        self.windows = [self.problem.windows(route, self.length) for route in self.routes]
         self.near = None if self.known is None else self._starts_of(self.known)
         self._routing()
         self.counts = [self._counts(g) for g in range(len(self.routes))]
         self._time_and_dependencies()
-        self.held = [self._worker(rank) for rank in self.problem.workers]
+        for rank in self.problem.workers:
+            self._worker(rank)
         if self.problem.staggered:
             self._stages()
-        if self.makespan is not None:
-            self._least_memory()
 
     def _starts_of(self, known: list[Placement]) -> list[dict[Step, list[int]]]:
         """The starts of a plan, by route and step."""
@@ -333,8 +318,8 @@ class _MilpModel:
                         before, lag = source
                         self._at_most(now, self._started(g, before, t - lag - self._duration(g, before)))
 
-    def _worker(self, rank: int) -> Any:
-        """No overlap and memory of a worker; returns held[w]."""
+    def _worker(self, rank: int) -> None:
+        """No overlap and memory of a worker."""
         problem, stage = self.problem, rank % self.problem.stages
         ops = [
             (g, step, self._duration(g, step))
@@ -345,22 +330,18 @@ class _MilpModel:
         ]
         begin = min((self.windows[g][step][0] for g, step, _ in ops), default=0)
         end = max((self.windows[g][step][1] + lasts for g, step, lasts in ops), default=-1)
-        held: Any = problem.most_held(rank)
-        if self.makespan is not None:
-            held = self.mip.add_var(lb=0, ub=held, var_type=mip.INTEGER)
         for t in range(begin, end + 1):
             self._at_most(self._running(ops, t), 1)
             for g, step, lasts in ops:
                 if lasts == 0:  # it may not start in the middle of another operation
                     starting = _minus(self._started(g, step, t), self._started(g, step, t - 1))
                     self._at_most(starting + self._count(g) * self._running(ops, t, since=1), self._count(g))
-            if self.makespan is not None or problem.limits is not None:
+            if problem.limits is not None:
                 forwards = mip.xsum(self._started(g, step, t) for g, step, _ in ops if step[0] == FORWARD)
                 released = mip.xsum(
                     self._started(g, step, t - lasts) for g, step, lasts in ops if step[0] == problem.release
                 )
-                self._at_most(forwards - released, held)
-        return held
+                self._at_most(forwards - released, problem.most_held(rank))
 
     def _running(self, ops: list[tuple[int, Step, int]], t: int, since: int = 0) -> Any:
         """Operations that run during slot t and have started by ``t - since``."""
@@ -387,19 +368,6 @@ class _MilpModel:
                     done = self._started(g, release, due - self._duration(g, release))
                     self._at_most(_minus(self.sizes[g], done), self._count(g) * (1 - begun))
                 earlier = begun
-
-    def _least_memory(self) -> None:
-        """The second objective."""
-        problem = self.problem
-        fixed, each = (
-            [row[rank % problem.stages] for rank in problem.workers] for row in (problem.fixed, problem.held)
-        )
-        most = self.mip.add_var(lb=min(fixed))
-        for a, h, held in zip(fixed, each, self.held, strict=True):
-            self.mip.add_constr(most >= a + h * held)
-        total = mip.xsum(h * held for h, held in zip(each, self.held, strict=True))
-        largest = 1 + sum(h * held.ub for h, held in zip(each, self.held, strict=True))
-        self.mip.objective = mip.minimize(largest * most + total)
 
     def placements(self) -> list[Placement]:
         """The solution, with starts in the unit of the costs."""

@@ -12,12 +12,10 @@ Parameters, in slots
     c        communication between stages
     r[s]     REDUCE and STEP of a stage
     L[s]     the most micro-batches that a worker may hold
-    a[s], h[s]  memory of a worker without micro-batches, and of each that it holds, for the second objective
 Constraints
     routing, dependencies, no overlap, memory, period: see ``docs/planner.md``, "The model"
-Objectives
-    the shortest period (without the staggered optimizer: makespan); then, for that period and a makespan that is not
-    longer, the least memory of the worker with the most, and then of all workers
+Objective
+    the shortest period (without the staggered optimizer: makespan)
 
 Which micro-batch of a route is which does not matter: take any schedule, and for every operation assign its sorted
 start times to the micro-batches of the route in a fixed order. A worker is busy at the same times and holds equally
@@ -43,7 +41,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, product
+from itertools import product
 from typing import TypeAlias
 
 from lightning_recycle.planning.grid import OpKind, Worker
@@ -70,8 +68,6 @@ _KINDS = {
     OpKind.BACKWARD: BACKWARD,
     OpKind.BACKWARD_WEIGHT: WEIGHT,
 }
-
-_MEMORY_PARTS = 100  # of what the largest micro-batch holds: memory in whole numbers
 
 Step: TypeAlias = tuple[int, int]
 """Kind (FORWARD, BACKWARD or WEIGHT of :mod:`timing`) and stage: what a micro-batch passes through."""
@@ -118,8 +114,6 @@ class TimeIndexedProblem:
     communication: int
     closing: tuple[int, ...]
     limits: tuple[int, ...] | None
-    fixed: tuple[int, ...]
-    held: tuple[int, ...]
     fused: bool
     staggered: bool
     slot: float
@@ -196,15 +190,15 @@ class TimeIndexedProblem:
         """Every route of every family."""
         return [Route(f, hosts) for f, family in enumerate(self.families) for hosts in product(*family.hosts)]
 
-    def windows(self, route: Route, length: int, makespan: int) -> dict[Step, tuple[int, int]]:
-        """First and last possible start of the steps of a route, if period and makespan are at most so many slots."""
+    def windows(self, route: Route, length: int) -> dict[Step, tuple[int, int]]:
+        """First and last possible start of the steps of a route, if the period is at most so many slots."""
         first: dict[Step, int] = {}
         last: dict[Step, int] = {}
         lasts = {step: self.durations[step[0], route.hosts[step[1]]] for step in self.steps}
         for step in self.steps:
             source = self.source(step)
             first[step] = first[source[0]] + lasts[source[0]] + source[1] if source is not None else 0
-        ends = self._stage_ends(length, makespan)
+        ends = self._stage_ends(length)
         for step in self.steps:
             last[step] = (ends[step[1]] if step[0] != FORWARD else max(ends)) - lasts[step]
             if step[0] == self.release:
@@ -216,7 +210,7 @@ class TimeIndexedProblem:
                 last[before] = min(last[before], last[step] - lag - lasts[before])
         return {step: (first[step], last[step]) for step in self.steps}
 
-    def _stage_ends(self, length: int, makespan: int) -> list[int]:
+    def _stage_ends(self, length: int) -> list[int]:
         """The latest end of STEP of each stage; time counts from the start of stage 0.
 
         Every B leads to one at stage 0, which ends by ``length``. A later stage begins early enough for the F and B of
@@ -230,17 +224,17 @@ class TimeIndexedProblem:
         }
         count = sum(len(family.microbatches) for family in self.families)
         due = length - self.closing[0] - (0 if self.fused else shortest[WEIGHT, 0])
-        ends = [min(length, makespan)]
+        ends = [length]
         for stage in range(1, self.stages):
             due -= shortest[BACKWARD, stage - 1] + self.communication
             peers = sum(rank % self.stages == stage for rank in self.workers)
             busiest = -(-count // peers) * (shortest[FORWARD, stage] + shortest[BACKWARD, stage])
-            ends.append(min(length + due - busiest, makespan))
+            ends.append(min(length + due - busiest, 2 * length))
         return ends
 
     def variables(self, length: int) -> int:
         """Number of (step of a route, slot) pairs that are open if the period is ``length`` slots."""
-        windows = (self.windows(route, length, 2 * length) for route in self.routes())
+        windows = (self.windows(route, length) for route in self.routes())
         return sum(max(0, last - first) for each in windows for first, last in each.values())
 
     def in_whole_slots(self, known: Iterable[Placement]) -> list[tuple[int, int, int, int, int]]:
@@ -263,8 +257,8 @@ class TimeIndexedProblem:
             found.append((kind, stage, number, rank, begin))
         return found
 
-    def lengths(self, rows: Iterable[tuple[int, int, int, int, int]]) -> tuple[int, int, list[int]]:
-        """Period and makespan of a plan in whole slots, and when each stage begins, by which its period counts."""
+    def lengths(self, rows: Iterable[tuple[int, int, int, int, int]]) -> tuple[int, list[int]]:
+        """The period of a plan in whole slots, and when each stage begins, by which it counts."""
         begin = [math.inf] * self.stages
         end = [0] * self.stages
         for kind, stage, _, rank, start in rows:
@@ -273,19 +267,7 @@ class TimeIndexedProblem:
             elif kind == self.release:
                 end[stage] = max(end[stage], start + self.durations[kind, rank] + self.closing[stage])
         begins = [int(first) if self.staggered and stage else 0 for stage, first in enumerate(begin)]
-        return max(e - b for b, e in zip(begins, end, strict=True)), max(end), begins
-
-    def peaks(self, rows: Iterable[tuple[int, int, int, int, int]]) -> dict[int, int]:
-        """The most micro-batches that each worker holds at once in a plan in whole slots, by rank."""
-        changes: dict[int, list[tuple[int, int]]] = {rank: [] for rank in self.workers}
-        for kind, _, _, rank, start in rows:
-            if kind == FORWARD:
-                changes[rank].append((start, 1))
-            if kind == self.release:
-                changes[rank].append((start + self.durations[kind, rank], -1))
-        return {
-            rank: max(accumulate((change for _, change in sorted(each)), initial=0)) for rank, each in changes.items()
-        }
+        return max(e - b for b, e in zip(begins, end, strict=True)), begins
 
     def _flow(self, row: Placement) -> int:
         """At equal starts, operations without duration go first, in the order in which data flows."""
@@ -339,8 +321,6 @@ def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: in
     complete = most_routes is None or all(math.prod(map(len, hosts)) <= most_routes for hosts in found)
     if not complete:
         found = _families(schedule, reroute=False)
-    memory = problem.memory
-    unit = 1.0 if memory is None else max(*memory.after_forward, *memory.after_backward, 1.0) / _MEMORY_PARTS
     return TimeIndexedProblem(
         families=tuple(Family(tuple(numbers), hosts) for hosts, numbers in found.items()),
         # Rounding must not let an operation vanish.
@@ -348,16 +328,11 @@ def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: in
         communication=round(comm / slot),
         closing=tuple(round(sum(pair) / slot) for pair in closing),
         limits=problem.counted().in_flight_limit,
-        fixed=tuple(0 if memory is None else round((memory.fixed[s] - memory.capacity[s]) / unit) for s in stages),
-        held=tuple(
-            1 if memory is None else round(max(memory.after_forward[s], memory.after_backward[s]) / unit)
-            for s in stages
-        ),
         fused=fused,
         staggered=problem.technique.staggered,
         slot=slot,
         exact=exact,
-        complete=complete and memory is None,
+        complete=complete and problem.memory is None,
     )
 
 

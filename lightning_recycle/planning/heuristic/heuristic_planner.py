@@ -41,7 +41,14 @@ from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.schedule import Schedule, gc_paused, is_better
 from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 
-__all__ = ["DEFAULT_EFFORT", "HeuristicPlanner", "VariedPlanner", "heuristic", "heuristic_with_variation"]
+__all__ = [
+    "DEFAULT_EFFORT",
+    "HeuristicPlanner",
+    "VariedPlanner",
+    "heuristic",
+    "heuristic_with_variation",
+    "with_memory_descent",
+]
 
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
@@ -128,6 +135,14 @@ def heuristic_with_variation(
     return schedule if schedule.fits(problem) else _counted(schedule), found.timing
 
 
+def with_memory_descent(schedule: Schedule) -> Schedule:
+    """A plan as fast as ``schedule``, which lists all operations, with the least memory that the descent finds."""
+    codes, sequence = operations_of(schedule, schedule.problem)
+    with gc_paused():
+        found = _solved(codes, DEFAULT_EFFORT, [sequence])
+    return found if found.period <= schedule.period * (1 + 1e-9) else schedule
+
+
 def _counted(schedule: Schedule) -> Schedule:
     """The schedule with a limit of as many micro-batches as it has in flight, instead of memory."""
     problem = schedule.problem
@@ -177,8 +192,8 @@ def _lane(problem: Problem, effort: int) -> Lane:
     return Lane.of(_listed(problem, effort))
 
 
-def _solved(codes: Codes, effort: int) -> Schedule:
-    solution = _best(codes, effort)
+def _solved(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Schedule:
+    solution = _best(codes, effort, starts)
     return assemble(codes, solution.sequence, solution.timing)
 
 
