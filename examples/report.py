@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lightning_recycle import Event
 from lightning_recycle.planning import Schedule
-from lightning_recycle.visualize import save_gantt, save_trace
+from lightning_recycle.visualize import save_gantt
 
 __all__ = [
     "WINDOW",
@@ -231,12 +231,11 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def write_pictures(schedules: Sequence[Schedule], directory: Path) -> list[Path]:
-    """Write the first and the last schedule, on one time scale: as a Gantt chart and as a trace for Perfetto."""
+    """Write a Gantt chart of the first and the last schedule, on one time scale."""
     if not schedules:
         return []
     chosen = {"fault-free": schedules[0]}
     if schedules[-1].failed:
         chosen[f"without {', '.join(map(str, sorted(schedules[-1].failed)))}"] = schedules[-1]
     titles = [f"{schedule.grid}, {name}" for name, schedule in chosen.items()]
-    chart = save_gantt(directory / "schedules.svg", list(chosen.values()), titles, unit="s")
-    return [chart, save_trace(directory / "schedules.trace.json", chosen)]
+    return [save_gantt(directory / "schedules.svg", list(chosen.values()), titles, unit="s")]

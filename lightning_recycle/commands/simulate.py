@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -45,7 +45,6 @@ from lightning_recycle.visualize.report.records import (
     failures_text,
     policy_text,
 )
-from lightning_recycle.visualize.timeline import timeline_trace
 
 __all__ = ["SweepPoint", "main", "points_of"]
 
@@ -96,7 +95,7 @@ def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tu
         written = [file]
         if settings["timeline"]:
             written.append(folder / "timeline.json")
-            write_atomically(written[-1], json.dumps(timeline_trace(result)))
+            write_atomically(written[-1], json.dumps(_timeline(result)))
     except OSError as error:
         raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}.") from error
     return result, list(map(str, written))
@@ -164,6 +163,70 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
     command = f"recycle-report {shlex.quote(str(folder))} -o report.html"
     console.print(f"To see them as a page: {command}", soft_wrap=True, highlight=False, markup=False)
     return float(len(points))
+
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+
+def _timeline(result: Result) -> dict[str, Any]:
+    """The first run in Google's "Trace Event Format", ready for ``json.dump``; times there are in microseconds."""
+    intervals, end = result["timeline"]["intervals"], result["duration"]
+    events: list[dict[str, Any]] = [_named(0, "run"), _named(1, "nodes that are down"), _named(0, "what happens", 0)]
+    for interval in intervals:
+        args = {"state": interval["state"], "gpus": interval["gpus"], "live_gpus": interval["live_gpus"]}
+        events.append(_slice(0, 0, interval["label"], interval["state"], interval["begin"], interval["end"], args))
+        for name, unit, key in (("available", "GPUs", "live_gpus"), ("throughput", "samples/s", "throughput")):
+            events.append(
+                {"ph": "C", "name": name, "pid": 0, "ts": interval["begin"] * 1e6, "args": {unit: interval[key]}}
+            )
+    for event in result["timeline"]["events"]:
+        events.append(
+            {
+                "ph": "i",
+                "s": "p",
+                "name": event["kind"],
+                "pid": 0,
+                "tid": 0,
+                "ts": event["time"] * 1e6,
+                "args": {"nodes": list(event["nodes"])},
+            }
+        )
+    for node, begin, until in _outages(result):
+        events.append(_slice(1, node, "down", "failed", begin, end if until is None else until, {"node": node}))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _outages(result: Result) -> Iterator[tuple[int, float, float | None]]:
+    """(node, begin, end) of each outage; None if it lasts until the end."""
+    since: dict[int, float] = {}
+    for event in result["timeline"]["events"]:
+        for node in event["nodes"]:
+            if event["kind"] == "failure":
+                since[node] = event["time"]
+            elif event["kind"] == "repair":
+                yield node, since.pop(node), event["time"]
+    for node, begin in since.items():
+        yield node, begin, None
+
+
+def _named(process: int, name: str, thread: int | None = None) -> dict[str, Any]:
+    event = {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    return event if thread is None else {**event, "name": "thread_name", "tid": thread}
+
+
+def _slice(
+    process: int, thread: int, name: str, category: str, begin: float, end: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": process,
+        "tid": thread,
+        "ts": begin * 1e6,
+        "dur": (end - begin) * 1e6,
+        "args": args,
+    }
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
