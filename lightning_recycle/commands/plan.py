@@ -14,8 +14,8 @@ A plan is compared with two fault-free schedules of the same grid, costs and mem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from lightning_recycle.planning import (
     Problem,
     Schedule,
     Technique,
+    Worker,
     distribution_of,
     heuristic,
     one_f_one_b,
@@ -52,8 +53,8 @@ __all__ = ["baselines", "main"]
 _NAME = "recycle-plan"
 _LARGEST_PICTURE = 20_000  # operations; beyond this an SVG takes tens of megabytes and shows nothing
 
-_sweep: list[_Row] = []
-"""One for each job of this process, for the table at the end of a sweep."""
+_sweep: list[dict[str, str]] = []
+"""The cells of each job of this process, for the table at the end of a sweep."""
 
 
 def plan_and_show(config: DictConfig) -> float:
@@ -71,10 +72,10 @@ def plan_and_show(config: DictConfig) -> float:
         library = PlanLibrary(_path(settings, "library") or ".", planner)
         results = library.compute(problems_ahead(settings), progress=errors.is_terminal)
         result = results[-1]
-        console.print(_comparison([_row(each) for each in results], "Plan library", by_stage=True))
-    _sweep.append(_row(result))
+        console.print(_comparison([_cells(each, by_stage=True) for each in results], "Plan library"))
+    _sweep.append(_cells(result))
     unit = "s" if "path" in settings["costs"] else "slots"
-    console.print(_single(result, _sweep[-1], unit))
+    console.print(_single(result, unit))
     if result.warning is not None:
         errors.print(f"warning: {result.warning}", markup=False)
     written = []
@@ -152,55 +153,38 @@ def main() -> None:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One plan in numbers; times in the unit of the costs."""
-
-    planner: str
-    """The planner that was asked."""
-    found_by: str
-    """The planner whose plan it is."""
-    solver: str | None
-    """What the solver did, if the planner has one."""
-    grid: str
-    failures: tuple[int, ...]
-    """Failed workers of each stage."""
-    status: str
-    period: float
-    makespan: float
-    lower_bound: float
-    gap: float
-    peaks: tuple[int, ...]
-    """The most micro-batches a worker of each stage holds."""
-    against_1f1b: float
-    against_zero_bubble: float
-    """Throughput divided by the baseline's."""
-    seconds: float
-
-
-def _row(result: PlanResult) -> _Row:
-    """The numbers of ``result``."""
+def _cells(result: PlanResult, *, by_stage: bool = False) -> dict[str, str]:
+    """A plan's cells of a table, by column; ``by_stage``: how many workers of each stage have failed, not how many in
+    all.
+    """
     schedule = result.schedule
+    failed = distribution_of(schedule.grid, schedule.failed)
+    usual, zero_bubble = _ratios(schedule)
+    return {
+        "grid": str(schedule.grid),
+        "planner": result.backend,
+        "failed": _failures(failed) if by_stage else str(sum(failed)),
+        "period": f"{schedule.period:.5g}",
+        "span": f"{schedule.makespan:.5g}",
+        "bound": f"{result.lower_bound:.5g}",
+        "gap": _percent(result.gap),
+        "peak": str(max(_peaks(schedule, schedule.peak_in_flight))),
+        "/1F1B": f"{usual:.3f}",
+        "/ZB": f"{zero_bubble:.3f}",
+        "s": f"{result.seconds:.2f}",
+        "found by": result.found_by,
+    }
+
+
+def _peaks(schedule: Schedule, peak: Callable[[Worker], Any]) -> list[Any]:
+    """By stage, the highest ``peak`` of its workers."""
+    return [max(map(peak, schedule.problem.live_workers(stage))) for stage in range(schedule.grid.stages)]
+
+
+def _ratios(schedule: Schedule) -> tuple[float, float]:
+    """Throughput divided by that of the two baselines."""
     usual, zero_bubble = baselines(schedule.problem)
-    peaks = [0] * schedule.grid.stages
-    for worker in schedule.live_workers:
-        peaks[worker.stage] = max(peaks[worker.stage], schedule.peak_in_flight(worker))
-    return _Row(
-        planner=result.backend,
-        found_by=result.found_by,
-        solver=_solver(result),
-        grid=str(schedule.grid),
-        failures=distribution_of(schedule.grid, schedule.failed),
-        status=result.status,
-        period=schedule.period,
-        makespan=schedule.makespan,
-        lower_bound=result.lower_bound,
-        gap=result.gap,
-        peaks=tuple(peaks),
-        against_1f1b=usual / schedule.period if schedule.period else 1.0,
-        against_zero_bubble=zero_bubble / schedule.period if schedule.period else 1.0,
-        seconds=result.seconds,
-    )
+    return (usual / schedule.period, zero_bubble / schedule.period) if schedule.period else (1.0, 1.0)
 
 
 def baselines(problem: Problem) -> tuple[float, float]:
@@ -219,75 +203,61 @@ def _baselines(problem: Problem) -> tuple[float, float]:
     return one_f_one_b(usual).period, heuristic(zero_bubble).period
 
 
-def _single(result: PlanResult, numbers: _Row, unit: str) -> Table:
+def _single(result: PlanResult, unit: str) -> Table:
     """One plan, one number per line; times in ``unit``."""
-    problem = result.schedule.problem
+    schedule, problem = result.schedule, result.schedule.problem
     table = Table("", "", show_header=False, title="Plan", title_justify="left")
     failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
     more = f" and {len(problem.failed) - 8} more" if len(problem.failed) > 8 else ""
     switches = [name for name in ("split_backward", "staggered") if getattr(problem.technique, name)]
-    limits = problem.in_flight_limit
-    may_repeat = problem.memory is not None and problem.memory.checkpoint is not None
-    again = sum(len(result.schedule.recomputed(w)) for w in result.schedule.live_workers) if may_repeat else 0
-    for name, value in (
-        ("pipelines x stages x micro-batches", numbers.grid),
-        ("failed (pipeline, stage)", f"{failed}{more}" if problem.failed else "none"),
-        ("technique", ", ".join(["adaptive", *switches])),
-        ("planner", _planner(numbers)),
-        ("period", f"{numbers.period:g} {unit}"),
-        ("makespan", f"{numbers.makespan:g} {unit}"),
-        ("lower bound of the period", f"{numbers.lower_bound:g} {unit}"),
-        ("gap", f"{_percent(numbers.gap)} ({numbers.status})"),
-        ("peak memory", f"{_short(numbers.peaks)} micro-batches" + (f" of {_short(limits)}" if limits else "")),
-        *([("peak memory, bytes", _bytes(result.schedule))] if problem.memory is not None else []),
-        *([("forwards computed again", f"{again}")] if again else []),
-        ("throughput / 1F1B fault-free", f"{numbers.against_1f1b:.3f}"),
-        ("throughput / zero-bubble fault-free", f"{numbers.against_zero_bubble:.3f}"),
-    ):
-        table.add_row(name, value)
+    limits, memory = problem.in_flight_limit, problem.memory
+    may_repeat = memory is not None and memory.checkpoint is not None
+    again = sum(len(schedule.recomputed(w)) for w in schedule.live_workers) if may_repeat else 0
+    held = f"{_short(_peaks(schedule, schedule.peak_in_flight))} micro-batches"
+    usual, zero_bubble = _ratios(schedule)
+    table.add_row("pipelines x stages x micro-batches", str(schedule.grid))
+    table.add_row("failed (pipeline, stage)", f"{failed}{more}" if problem.failed else "none")
+    table.add_row("technique", ", ".join(["adaptive", *switches]))
+    table.add_row("planner", _planner(result))
+    table.add_row("period", f"{schedule.period:g} {unit}")
+    table.add_row("makespan", f"{schedule.makespan:g} {unit}")
+    table.add_row("lower bound of the period", f"{result.lower_bound:g} {unit}")
+    table.add_row("gap", f"{_percent(result.gap)} ({result.status})")
+    table.add_row("peak memory", held + (f" of {_short(limits)}" if limits else ""))
+    if memory is not None:
+        peaks = [f"{peak:.4g}" for peak in _peaks(schedule, schedule.peak_memory)]
+        table.add_row("peak memory, bytes", f"{_short(peaks)} of {_short([f'{most:.4g}' for most in memory.capacity])}")
+    if again:
+        table.add_row("forwards computed again", f"{again}")
+    table.add_row("throughput / 1F1B fault-free", f"{usual:.3f}")
+    table.add_row("throughput / zero-bubble fault-free", f"{zero_bubble:.3f}")
     return table
 
 
-def _planner(numbers: _Row) -> str:
+def _planner(result: PlanResult) -> str:
     """The planner, what its solver did, and the planner whose plan it is if that is another one."""
-    text = f"{numbers.planner}, {numbers.seconds:.2f} s"
-    if numbers.solver is not None:
-        text += f"; solver: {numbers.solver}"
-    return text if numbers.found_by == numbers.planner else f"{text}; found by {numbers.found_by}"
+    text, use = f"{result.backend}, {result.seconds:.2f} s", result.solver
+    if use.calls:
+        text += f"; solver: {use.calls} call{'' if use.calls == 1 else 's'}, {use.seconds:.2f} s"
+    elif use.reason:
+        text += f"; solver: not asked: {use.reason}"
+    return text if result.found_by == result.backend else f"{text}; found by {result.found_by}"
 
 
-def _comparison(rows: Sequence[_Row], title: str, *, by_stage: bool = False) -> Table:
-    """Several plans, one per line; ``by_stage``: how many workers of each stage have failed, not how many in all. Of
-    what is less important, what is the same in all of them has no column.
-    """
-    grids = {each.grid for each in rows}
-    if len(grids) == 1:
-        title += f", {grids.pop()}"
-    columns = {
-        "grid": [each.grid for each in rows],
-        "planner": [each.planner for each in rows],
-        "failed": [_failures(each.failures) if by_stage else str(sum(each.failures)) for each in rows],
-        "period": [f"{each.period:.5g}" for each in rows],
-        "span": [f"{each.makespan:.5g}" for each in rows],
-        "bound": [f"{each.lower_bound:.5g}" for each in rows],
-        "gap": [_percent(each.gap) for each in rows],
-        "peak": [str(max(each.peaks)) for each in rows],
-        "/1F1B": [f"{each.against_1f1b:.3f}" for each in rows],
-        "/ZB": [f"{each.against_zero_bubble:.3f}" for each in rows],
-        "s": [f"{each.seconds:.2f}" for each in rows],
-        "found by": [each.found_by for each in rows],
-    }
-    same = [] if grids else ["grid"]
-    if len(rows) > 1:
-        same += [name for name in ("span", "gap", "peak", "/ZB") if len(set(columns[name])) == 1]
-    if columns["found by"] == columns["planner"]:
-        same.append("found by")
+def _comparison(rows: Sequence[dict[str, str]], title: str) -> Table:
+    """Several plans, one per line. Of what is less important, what is the same in all of them has no column."""
+    if len({each["grid"] for each in rows}) == 1:
+        title += f", {rows[0]['grid']}"
+    less = {"grid"} | ({"span", "gap", "peak", "/ZB"} if len(rows) > 1 else set())
+    same = {name for name in less if len({each[name] for each in rows}) == 1}
+    if all(each["found by"] == each["planner"] for each in rows):
+        same.add("found by")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in (shown := [name for name in columns if name not in same]):
+    for name in (shown := [name for name in rows[0] if name not in same]):
         left = name in ("grid", "planner", "found by")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for row in zip(*(columns[name] for name in shown), strict=True):
-        table.add_row(*row)
+    for each in rows:
+        table.add_row(*(each[name] for name in shown))
     return table
 
 
@@ -296,23 +266,6 @@ def _failures(counts: Sequence[int]) -> str:
     if len(counts) <= 8:
         return "/".join(map(str, counts))
     return ", ".join(f"{count} in {stage}" for stage, count in enumerate(counts) if count) or "0"
-
-
-def _solver(result: PlanResult) -> str | None:
-    use = result.solver
-    if use.calls:
-        return f"{use.calls} call{'' if use.calls == 1 else 's'}, {use.seconds:.2f} s"
-    return f"not asked: {use.reason}" if use.reason else None
-
-
-def _bytes(schedule: Schedule) -> str:
-    """By stage, the most that a worker holds, and what it has."""
-    memory = schedule.problem.memory
-    assert memory is not None
-    peaks = [0.0] * schedule.grid.stages
-    for worker in schedule.live_workers:
-        peaks[worker.stage] = max(peaks[worker.stage], schedule.peak_memory(worker))
-    return f"{_short([f'{peak:.4g}' for peak in peaks])} of {_short([f'{most:.4g}' for most in memory.capacity])}"
 
 
 def _percent(fraction: float) -> str:
