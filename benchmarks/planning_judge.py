@@ -168,14 +168,14 @@ def judged(problem: Problem, seconds: float, known: float | None = None) -> tupl
         staggered=technique.staggered,
     )
     answers: list[Any] = []
-    end = run_in_child(
+    failure = run_in_child(
         "planning_judge:report_optimum",
         (instance, seconds, known),
         lambda _, answer: answers.append(answer),
         10 * seconds + 60,
     )
     if not answers:
-        raise RuntimeError(f"the judge did not answer: {end.failure}")
+        raise RuntimeError(f"the judge did not answer: {failure}")
     return tuple(answers[0])
 
 

@@ -248,13 +248,13 @@ def _one_line(error: BaseException) -> str:
 
 def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
     received: list[tuple[str, Any]] = []
-    end = run_in_child(f"{__name__}:_solve", (problem, planner), lambda *message: received.append(message))
+    failure = run_in_child(f"{__name__}:_solve", (problem, planner), lambda *message: received.append(message))
     for kind, value in received:
         if kind == "result":
             return value  # type: ignore[no-any-return]
         raise PlanningError(str(value))
     # A user's own planner may not be transferable to another process; then it plans here.
-    log.info("Planning in a separate process failed (%s); planning here.", end.failure)
+    log.info("Planning in a separate process failed (%s); planning here.", failure)
     return solve(problem, planner)
 
 

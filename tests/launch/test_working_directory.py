@@ -11,10 +11,10 @@ import lightning_recycle
 PACKAGE = Path(lightning_recycle.__file__).parent
 
 SCRIPT = """
-import io, sys, tempfile
+import sys
 sys.path.insert(0, {root!r})
 from lightning_recycle.launch.local_workers import _ensure_fork_server, process_context
-from lightning_recycle.planning.child_process import start_server
+from lightning_recycle.planning.child_process import run_in_child
 
 def package():
     import lightning_recycle
@@ -26,11 +26,7 @@ if __name__ == "__main__":
     process = context.Process(target=package)
     process.start()
     process.join()
-    with tempfile.TemporaryFile() as output:
-        child, connection = start_server("lightning_recycle.planning.child_process:answer_questions", output)
-        print("planner", connection.recv_bytes(), flush=True)
-        connection.close()
-        child.wait()
+    print("planner", run_in_child("lightning_recycle.planning.child_process:no_such_function", None, print), flush=True)
 """
 
 
@@ -45,5 +41,5 @@ def test_a_package_in_the_working_directory_is_not_imported_instead(tmp_path: Pa
     done = subprocess.run([sys.executable, script], cwd=other.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"worker {PACKAGE / '__init__.py'}" in done.stdout
-    assert "planner b'alive'" in done.stdout
+    assert "planner AttributeError: module 'lightning_recycle.planning.child_process' has no" in done.stdout
     assert "the package of the working directory" not in done.stderr

@@ -340,8 +340,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     [
         ("missing", "not available: No module named 'a_solver_that_is_not_installed'"),
         ("crash", "crashed (signal 11)"),
-        ("leave", "ended without an answer (exit code 1): the licence has expired"),
-        ("error", "ended without an answer (exit code 1): RuntimeError: a bug in the solver"),
+        ("leave", "SystemExit: the licence has expired"),
+        ("error", "RuntimeError: a bug in the solver"),
         ("hang", "ran past its time limit"),
     ],
 )

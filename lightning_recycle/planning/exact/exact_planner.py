@@ -150,7 +150,7 @@ def run_solver(entry: str, task: SolverTask, on_progress: Callable[[SolverOutcom
                 log.info("A solution of the solver was not usable: %s", error)
         on_progress(outcome)
 
-    outcome.failure = run_in_child(entry, task, receive, task.time_limit + GRACE).failure
+    outcome.failure = run_in_child(entry, task, receive, task.time_limit + GRACE)
     return outcome
 
 
