@@ -9,7 +9,7 @@ Must not know: processes, Lightning.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.weights import split_name
+from lightning_recycle.planning.layouts.cuts import even_cuts, held_ranges
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.torch_internals import parameters_of
@@ -152,8 +153,7 @@ def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
             f" Use pipeline_parallel_size={num_layers} or less, or split the model into more layers in"
             " configure_pipeline()."
         )
-    size, larger = divmod(num_layers, num_stages)
-    return _contiguous([size + (stage >= num_stages - larger) for stage in range(num_stages)])
+    return held_ranges(even_cuts(num_layers, num_stages))
 
 
 def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count") -> tuple[range, ...]:
@@ -182,12 +182,7 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
         )
     if sum(sizes) != num_layers:
         raise ConfigurationError(f"partition={sizes!r} distributes {sum(sizes)} layers; the model has {num_layers}.")
-    return _contiguous(sizes)
-
-
-def _contiguous(sizes: Sequence[int]) -> tuple[range, ...]:
-    bounds = [0, *accumulate(sizes)]
-    return tuple(range(begin, end) for begin, end in pairwise(bounds))
+    return held_ranges((0, *accumulate(sizes)))
 
 
 # ---------------------------------------------------------------------- tied parameters
