@@ -51,6 +51,7 @@ from lightning_recycle.planning import (
     even_cuts,
     heuristic,
     load_plan,
+    lower_bound,
     normalized_problem,
     plan_layout,
     save_plan,
@@ -446,13 +447,14 @@ def layouts_table(cases: list[LayoutCase]) -> Table:
     for case in cases:
         plan, seconds = case.plan()
         chosen = plan.chosen
+        assert chosen.problem is not None
         found.add_row(
             case.name,
             f"{seconds:.1f}",
             *(f"{each.period:.4g}" if each.period else "-" for each in plan.candidates),
             chosen.way,
             f"{100 * (plan.reroute.period / chosen.period - 1):+.1f} %",
-            f"{100 * (chosen.period / chosen.bound - 1):.1f} %",
+            f"{100 * (chosen.period / lower_bound(chosen.problem) - 1):.1f} %",
             f"{chosen.bytes / 1e9:.3g}",
             f"{chosen.stall:.1f} s",
         )

@@ -257,7 +257,6 @@ class Candidate:
         failed: vacant positions under it.
         roles: new positions of the workers that change theirs, as sorted pairs (before, after).
         period: predicted seconds of a step.
-        bound: a proven lower bound of it.
         bytes: to be sent in all.
         busiest: the most bytes that one worker sends or receives.
         stall: seconds that training stands still for the change: the switch, the copies, and filling the pipelines
@@ -272,7 +271,6 @@ class Candidate:
     layout: Layout
     failed: frozenset[Worker]
     period: float
-    bound: float = 0.0
     roles: tuple[tuple[Worker, Worker], ...] = ()
     bytes: float = 0.0
     busiest: float = 0.0

@@ -66,7 +66,6 @@ from lightning_recycle.planning.normalization import (
     roles,
 )
 from lightning_recycle.planning.problem import Problem, lower_bound
-from lightning_recycle.planning.timing import MicrobatchVariation
 
 __all__ = ["plan_layout"]
 
@@ -158,13 +157,7 @@ class _LayoutSearch:
         judgement = self.judged(self.cuts, problem)
         layout = Layout(self.cuts, self.live)
         self.first = Candidate(
-            "reroute",
-            layout,
-            problem.failed,
-            judgement.period,
-            lower_bound(problem),
-            judgement=judgement,
-            problem=problem,
+            "reroute", layout, problem.failed, judgement.period, judgement=judgement, problem=problem
         )
         return self.first
 
@@ -303,37 +296,13 @@ class _LayoutSearch:
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
         """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
-        return self.judge(problem, self.variation(cuts))
-
-    def variation(self, cuts: Bounds) -> MicrobatchVariation | None:
-        """Differences between micro-batches under these cuts."""
-        return self.layers.variation(cuts, self.grid, split_backward=self.split_backward)
-
-    def bound(self, cuts: Bounds, problem: Problem) -> float:
-        """A step is no shorter: where stages share layers, than the work of all micro-batches over the workers. For
-        plans whose operations are not listed, those of the mean micro-batch.
-        """
-        variation = self.variation(cuts)
-        if variation is None or worth_compacting(problem, COMPACT_FROM):
-            return lower_bound(problem)
-        costs, loads = problem.costs, [0.0]
-        parts = zip(
-            (costs.forward, costs.backward_input, costs.backward_weight),
-            (variation.forward, variation.backward_input, variation.backward_weight),
-            strict=True,
-        )
-        ratios = [(usual, [sum(column) for column in zip(*each, strict=True)]) for usual, each in parts]
-        for stage in range(self.grid.stages):
-            work = sum(usual[stage] * total[stage] for usual, total in ratios)
-            loads.append(work / sum(1 / factor for factor in problem.live_factors(stage)))
-        return max(loads)
+        return self.judge(problem, self.layers.variation(cuts, self.grid, split_backward=self.split_backward))
 
     def candidate(self, way: Way, cuts: Bounds, distribution: tuple[int, ...]) -> Candidate:
         """A layout with its plan, and what has to be sent for it."""
         taken = self.roles(distribution)
         problem = self.at(cuts, self.failed(distribution), distribution)
         judgement = self.judged(cuts, problem)
-        bound = self.bound(cuts, problem)
         state = self.layers.state_bytes
         sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
         copying = sent.seconds(self.layers.bandwidth, self.layers.latency)
@@ -342,7 +311,6 @@ class _LayoutSearch:
             Layout(cuts, self.without(distribution)),
             problem.failed,
             judgement.period,
-            bound,
             tuple(sorted((worker, place) for worker, place in taken.items() if worker != place)),
             sent.total,
             sent.busiest,
