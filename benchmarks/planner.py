@@ -441,7 +441,7 @@ def small_layouts() -> list[LayoutCase]:
 def layouts_table(cases: list[LayoutCase]) -> Table:
     found = Table(title="plan_layout, one core", title_justify="left", box=None, padding=(0, 2, 0, 0))
     found.add_column("case", no_wrap=True)
-    columns = ("CPU s", "re-routing", "workers", "layers", "both", "chosen", "gain", "bound", "GB sent", "stall")
+    columns = ("CPU s", "re-routing", "layers", "both", "chosen", "gain", "bound", "GB sent", "stall")
     for name in columns:
         found.add_column(name, justify="right", no_wrap=True)
     for case in cases:

@@ -209,18 +209,6 @@ def test_memory_that_admits_no_other_cut() -> None:
     assert refused["layers"] == "no faster cut leaves room for one micro-batch on a worker of every stage"
 
 
-def test_a_worker_moves_only_where_it_helps() -> None:
-    grid, layers = p.Grid(4, 2, 16), equal_layers(2)
-    problem, cuts = after(layers, grid, (0, 1), (1, 1))
-    plan = plan_layout(problem, layers, cuts, next_change=HOUR)
-    assert plan.chosen.way == "workers"
-    assert plan.chosen.layout.workers == (3, 3)
-    assert plan.chosen.bytes == 1e6
-    ((moved, place),) = [(a, b) for a, b in plan.chosen.roles if a.stage != b.stage]
-    assert moved.stage == 0
-    assert place.stage == 1
-
-
 def test_moves_take_turns_among_the_owners() -> None:
     grid = p.Grid(3, 2, 1)
     found = layer_moves(grid, {p.Worker(0, 0)}, (0, 2, 4), (0, 1, 4))

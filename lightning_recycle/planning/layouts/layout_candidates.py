@@ -207,7 +207,7 @@ def judgement_of(schedule: Schedule) -> Judgement:
     return Judgement(schedule.period, max(0.0, schedule.makespan - schedule.period), lead, schedule)
 
 
-Way: TypeAlias = Literal["reroute", "workers", "layers", "both"]
+Way: TypeAlias = Literal["reroute", "layers", "both"]
 
 LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
 

@@ -1,11 +1,10 @@
 """Search for the best layout after failures: layers and workers of each stage.
 
-Concept: after a failure there are four ways to go on, of which each needs more state to be sent than the one before:
+Concept: after a failure there are three ways to go on, of which each needs more state to be sent than the one before:
 
 - ``reroute``: nothing moves; the peers of the dead run their micro-batches;
-- ``workers``: workers change their stage (failure normalization);
 - ``layers``: stages that lost workers give layers to their neighbours;
-- ``both``.
+- ``both``: workers change their stage, too (failure normalization).
 
 Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.layouts.cuts`), by the load of the slowest stage.
 A load is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period of
@@ -61,7 +60,6 @@ from lightning_recycle.planning.layouts.layout_candidates import (
 )
 from lightning_recycle.planning.normalization import (
     distribution_of,
-    normalize,
     normalized_failures,
     roles,
 )
@@ -85,7 +83,7 @@ def plan_layout(
     least_gain: float = LEAST_GAIN,
     fixed: str = "",
     whole: str = "",
-    ways: Collection[Way] = ("workers", "layers", "both"),
+    ways: Collection[Way] = ("layers", "both"),
     judge: Judge = judged,
 ) -> LayoutPlan:
     """The best layout for the workers that are left.
@@ -113,17 +111,11 @@ def plan_layout(
     search = _LayoutSearch(problem, layers, check_cuts(cuts, layers.layers), *change, judge, not whole)
     first = search.reroute()
     found = [first]
-    makers: dict[Way, Callable[[], Candidate]] = {
-        "workers": search.workers,
-        "layers": lambda: search.cut("layers", fixed),
-        "both": lambda: search.cut("both", fixed),
-    }
-    for way, make in makers.items():
-        if way in ways:
-            try:
-                found.append(search.weighed(make()))
-            except PlanningError as error:
-                found.append(search.refused(way, str(error)))
+    for way in ways:
+        try:
+            found.append(search.weighed(search.cut(way, fixed)))
+        except PlanningError as error:
+            found.append(search.refused(way, str(error)))
     return LayoutPlan(chosen_of(found), tuple(found), next_change)
 
 
@@ -160,32 +152,6 @@ class _LayoutSearch:
             "reroute", layout, problem.failed, judgement.period, judgement=judgement, problem=problem
         )
         return self.first
-
-    def workers(self) -> Candidate:
-        """Failure normalization: the cuts stay."""
-        failures = len(self.problem.failed)
-        if not failures:
-            return self.refused("workers", "no worker has failed")
-        if self.problem.worker_factors:
-            return self.refused("workers", "workers of unequal speed keep their stages")
-        costs, memory = self.layers.costs(self.cuts, split_backward=self.split_backward), self.layers.memory(self.cuts)
-        small = 3 * self.grid.global_microbatches * self.grid.stages <= 20_000
-        goal = normalize(
-            replace(self.problem, costs=costs, memory=memory),
-            failures,
-            period=(
-                lambda spread: self.judged(self.cuts, self.at(self.cuts, normalized_failures(self.grid, spread))).period
-            )
-            if small
-            else None,
-        )
-        if goal == distribution_of(self.grid, self.problem.failed):
-            return self.refused("workers", "the failures are where they cost least")
-        assert self.first is not None
-        bound = lower_bound(self.at(self.cuts, self.failed(goal), goal))
-        if bound >= self.first.period * (1 - self.least_gain):
-            return self.refused("workers", f"no other stages carry them better: {_at_least(bound, self.first)}")
-        return self.candidate("workers", self.cuts, goal)
 
     def cut(self, way: Way, fixed: str) -> Candidate:
         """Layers move; with ``both``, workers too."""
