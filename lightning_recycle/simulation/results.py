@@ -126,7 +126,6 @@ class SimulationResult:
         accounting: where the GPU time went.
         intervals: the timeline.
         events: failures and repairs.
-        bubble_free_throughput: samples/s of one GPU that computes F, B and W all the time.
         flops_per_sample: floating-point operations of a sample, without those that are done again.
         peak_flops: of one GPU, per second.
         price: of a GPU and hour.
@@ -142,7 +141,6 @@ class SimulationResult:
     accounting: Accounting
     intervals: tuple[Interval, ...]
     events: tuple[SimulatedEvent, ...]
-    bubble_free_throughput: float = 0.0
     flops_per_sample: float = 0.0
     peak_flops: float = 1.0
     price: float = 0.0

@@ -326,7 +326,6 @@ def simulate(
         samples=samples_of(run.spans),
         fault_free_throughput=model.global_batch / model.fault_free_seconds(),
         fault_free_gpus=model.gpus,
-        bubble_free_throughput=model.global_batch / model.useful_gpu_seconds,
         flops_per_sample=sum(model.transformer.flops()),
         peak_flops=model.device.peak_flops,
         price=cluster.price,

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, whole
@@ -304,10 +304,6 @@ class TrainingModel:
     def fault_free_seconds(self) -> float:
         """Duration of one step of the fault-free 1F1B schedule."""
         return one_f_one_b_seconds(self.costs(), self.grid.microbatches)
-
-    def calibrated(self, throughput: float) -> TrainingModel:
-        """The same model with another fault-free throughput in samples/s."""
-        return replace(self, throughput=throughput)
 
 
 @lru_cache(maxsize=4096)

@@ -256,7 +256,7 @@ def test_goodput_ettr_and_mfu_follow_from_the_accounting() -> None:
     usual = sim.simulate(MODEL, CLUSTER, sim.FaultFree(), sim.Scripted(), "1h")
     assert usual.ettr == 1.0
     assert usual.goodput == pytest.approx(usual.fraction_of_ideal)
-    assert usual.throughput == pytest.approx(usual.goodput * usual.bubble_free_throughput * 32)
+    assert usual.throughput == pytest.approx(usual.goodput * 32 * MODEL.global_batch / MODEL.useful_gpu_seconds)
     assert usual.mfu == pytest.approx(MODEL.efficiency * usual.goodput)
 
     # Half of the nodes for half of the time.

@@ -401,11 +401,11 @@ class Policy(ABC):
         detect = float(self.detection) if broken else 0.0
         return pauses(detect=detect, agree=agreed + float(self.lookup), **middle, transfer=transfer)
 
-    def restarting(self, context: Context, *, broken: bool, label: str = "restart") -> tuple[Downtime, ...]:
+    def restarting(self, context: Context, *, broken: bool) -> tuple[Downtime, ...]:
         """The pauses of a restart from the newest checkpoint."""
         detect = float(self.detection) if broken else 0.0
         loading = self.checkpoint_costs(context).loading
-        return pauses(detect=detect, **{label: float(self.restart)}, load=loading)
+        return pauses(detect=detect, restart=float(self.restart), load=loading)
 
     def growing(self, context: Context, found: Configuration) -> Reaction:
         """A checkpoint at the end of the step, and a restart from it with more workers."""
