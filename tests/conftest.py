@@ -1,12 +1,15 @@
 """What every test leaves as it found it, and where scripts that a test starts find :mod:`support`."""
 
+import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import random
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
@@ -21,6 +24,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What coordinators keep of runs; not in the home of who runs the tests.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"lightning_recycle_tests_{os.getuid()}")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+# Each Trainer looks through all installed packages.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+
+_preload = forkserver.set_forkserver_preload
+
+
+def _preload_with_pytest(names: list[str]) -> None:
+    """Classes of test modules make each worker import pytest, a quarter of what the worker of a short run does: the
+    fork server does it for all.
+    """
+    _preload([*names, "pytest", "support.growth", "support.training"])
+
+
+forkserver.set_forkserver_preload = _preload_with_pytest
 
 # The same examples in every run; `pytest --hypothesis-profile default` draws others.
 hypothesis.settings.register_profile("seeded", derandomize=True)

@@ -1,11 +1,12 @@
 """Streams of Hugging Face's ``datasets``: from wherever they are set back, the samples are those of one device."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset, interleave_datasets
 from test_iterable_style import GLOBAL_BATCH, GRIDS, SEED, SIZE, epochs, read
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -14,10 +15,15 @@ from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.stream_reader import has_shuffle_buffer
 from lightning_recycle.planning.grid import Grid
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
 pytestmark = pytest.mark.long
 
 
 def plain(first: int = 0) -> IterableDataset:
+    from datasets import Dataset  # slow: by the one process that runs these tests
+
     return Dataset.from_dict({"n": list(range(first, first + SIZE))}).to_iterable_dataset(num_shards=4)
 
 
@@ -30,10 +36,14 @@ def transformed() -> IterableDataset:
 
 
 def mixed() -> IterableDataset:
+    from datasets import interleave_datasets
+
     return interleave_datasets([plain(), plain(SIZE)], probabilities=[0.3, 0.7], seed=5)
 
 
 def mixed_with_buffers() -> IterableDataset:
+    from datasets import interleave_datasets
+
     return interleave_datasets([plain(), shuffled().take(30)])
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import pytest
@@ -12,27 +13,28 @@ from support.training import QUIET, TOLERANCE, difference, failures, on_one_devi
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-pytest.importorskip("peft", reason="pip install peft")
-
-from peft import PeftModel
-
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
-from unmodified_lora import Adapted, Repeating
+if TYPE_CHECKING:
+    from unmodified_lora import Adapted
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("peft") is None, reason="pip install peft")]
 
 BATCH = 16
 STEPS = 6
 
 
 def adapted() -> Adapted:
+    from unmodified_lora import Adapted  # slow: by the one process that runs these tests
+
     torch.manual_seed(0)
     return Adapted(dropout=0.0).double()
 
 
 def loader(batch_size: int) -> DataLoader[Tensor]:
+    from unmodified_lora import Repeating
+
     return DataLoader(Repeating(BATCH * STEPS), batch_size=batch_size)
 
 
@@ -56,6 +58,8 @@ def expected() -> dict[str, Tensor]:
 def test_adapters_of_an_ordinary_module_are_trained_and_the_rest_is_left(
     expected: dict[str, Tensor], tmp_path: Path
 ) -> None:
+    from peft import PeftModel
+
     model, before = adapted(), adapted().state_dict()
     run = grid(2, 1, Fault("kill", pipeline=1, stage=0, step=3), max_epochs=1)
     run.fit(model, loader(BATCH // 2))

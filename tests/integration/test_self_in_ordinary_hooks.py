@@ -16,7 +16,6 @@ from support.sampling import sampled
 from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_recycle import ReCycleError
 
@@ -208,6 +207,8 @@ class HuggingFace(L.LightningModule):
     """A model of transformers as it is, which generates text."""
 
     def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM  # slow
+
         super().__init__()
         torch.manual_seed(0)
         sizes = {"vocab_size": TOKENS, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3}
