@@ -52,7 +52,7 @@ from lightning_recycle.session.optimizer_states import (
 )
 from lightning_recycle.tensor_memory import to_cpu
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "users_save_hook"]
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,16 @@ _OBJECTS = "lightning_recycle_objects"
 
 _FURTHER_WEIGHTS = ("current_model_state",)
 """Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
+
+
+def users_save_hook(trainer: pl.Trainer) -> str | None:
+    """The name of a hook of the user's that sees checkpoints before they are written, if there is one."""
+    for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
+        hook = owner.on_save_checkpoint
+        package = str(getattr(hook, "func", hook).__module__).partition(".")[0]  # this package has made it a partial
+        if package not in ("lightning", "pytorch_lightning", __name__.partition(".")[0]):
+            return f"{type(owner).__name__}.on_save_checkpoint()"
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 from weakref import proxy
 
@@ -323,8 +324,10 @@ def _save_or_undo(
 
 
 def _writes_itself(callback: ModelCheckpoint) -> bool:
-    """Whether it may expect a checkpoint to be there when it has asked for it."""
-    return type(callback)._save_checkpoint is not ModelCheckpoint._save_checkpoint
+    """Whether it has methods of the user's, which may expect a checkpoint to be there when it has been asked for."""
+    kinds = type(callback).__mro__
+    own = [vars(kind).values() for kind in kinds[: kinds.index(ModelCheckpoint)]]
+    return any(isinstance(value, FunctionType) and value.__name__ != "__init__" for part in own for value in part)
 
 
 def _record(callback: ModelCheckpoint) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.background_saves import BackgroundSaves
-from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.checkpoints import Checkpoints, users_save_hook
 from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
@@ -230,23 +230,20 @@ class Session:
             plugin.clip_grad_by_value = steps.clip_grad_by_value  # type: ignore[method-assign]
         steps.executor = self.executor
         steps.seed, steps.resume_seed = context.run_seed, self.resume_seed
-        steps.transfer = transfer = StateTransfer(
-            context, self.module, self._recorder, self.executor, self.averages, self.finetuning, stop_requests
-        )
-        wanted = self.options.checkpoints
-        if wanted.background and context.fitting and self.mesh is not None and self.collectives.is_leader:
-            log.warning("Checkpoints are not written in the background where several processes hold a position.")
-        background = None
-        if wanted.background and context.fitting and self.mesh is None:
-            background = BackgroundSaves(
-                self.collectives,
-                lambda: self.executor.num_operations,
-                leader_writes=not wanted.save_distributed_checkpoint,
-                patience=wanted.signal_timeout,
-            )
+        background = self._background_saves() if context.fitting else None
+        if background is not None:
             self.client.complete_saves = background.await_thread
-            transfer.background = background
             self.executor.before_operation.append(steps.before_operation)
+        steps.transfer = transfer = StateTransfer(
+            context,
+            self.module,
+            self._recorder,
+            self.executor,
+            self.averages,
+            self.finetuning,
+            stop_requests,
+            background,
+        )
         self.checkpoints = steps.checkpoints = Checkpoints(
             self.parts,
             self.collectives,
@@ -261,6 +258,27 @@ class Session:
             background=background,
         )
         return steps
+
+    def _background_saves(self) -> BackgroundSaves | None:
+        """Writes checkpoints while the training goes on; None if all wait for them."""
+        wanted = self.options.checkpoints
+        by_stage = wanted.save_distributed_checkpoint or self.grid.stages == 1
+        if wanted.background == "auto" and not by_stage and (hook := users_save_hook(self.trainer)):
+            if self.collectives.is_leader:
+                log.info(
+                    "The training waits for checkpoints, so that %s sees the whole model. With"
+                    " CheckpointOptions(background=True) it does not wait, and the hook sees the part of one stage.",
+                    hook,
+                )
+            return None
+        if not wanted.background or self.mesh is not None:
+            return None
+        return BackgroundSaves(
+            self.collectives,
+            lambda: self.executor.num_operations,
+            leader_writes=not wanted.save_distributed_checkpoint,
+            patience=wanted.signal_timeout,
+        )
 
     def resume_seed(self, seed: int) -> None:
         """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""

@@ -102,8 +102,6 @@ class StateTransfer:
         averages: the averages of the stage's weights that callbacks keep.
         finetuning: callbacks that freeze parameters and train them later.
         stop_requests: the agreement about ``trainer.should_stop``.
-
-    Attributes:
         background: writes checkpoints while the training goes on, if that is wanted.
     """
 
@@ -116,6 +114,7 @@ class StateTransfer:
         averages: WeightAverages,
         finetuning: Finetuning,
         stop_requests: StopRequests,
+        background: BackgroundSaves | None,
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
         self._recorder, self._side_effects, self._executor = recorder, recorder.side_effects, executor
@@ -123,7 +122,7 @@ class StateTransfer:
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
         self._joined_with: WorkerSnapshot | None = None
-        self.background: BackgroundSaves | None = None
+        self._background = background
 
     def begin_training(self, restored: ObjectPack | None) -> None:
         """Before the first step; ``restored``: the users' objects, if the run begins again."""
@@ -162,7 +161,7 @@ class StateTransfer:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # It has begun this step already if the newcomer, which is to take part, could not get its state at once.
-        has_posted = self.background is not None and self.background.has_posted
+        has_posted = self._background is not None and self._background.has_posted
         named = [] if module.automatic_optimization else module.named_parameters()
         return WorkerSnapshot(
             objects=user_graph(trainer).pack(self._large_data.unchanged()),
@@ -177,7 +176,7 @@ class StateTransfer:
             stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective - has_posted,
             hooks=self._context.client.member.hooks,
-            is_saving=self.background is not None and self.background.is_pending,
+            is_saving=self._background is not None and self._background.is_pending,
             side_effects=self._side_effects.state(),
             gradients={name: parameter.grad for name, parameter in named if parameter.grad is not None},
             generators=generator_states(),
@@ -217,8 +216,8 @@ class StateTransfer:
         self._executor.accumulated.load_state(snapshot.accumulated)
         self._side_effects.load_state(snapshot.side_effects)
         self._context.client.member.joining = False
-        if self.background is not None:
-            self.background.enter(snapshot.is_saving)
+        if self._background is not None:
+            self._background.enter(snapshot.is_saving)
 
     def _restore(self, snapshot: WorkerSnapshot) -> None:
         """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""

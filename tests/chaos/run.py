@@ -180,6 +180,7 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
         "move_workers": scenario.normalize,
         "on_stage_lost": scenario.on_stage_lost,
         "verify": scenario.verify,
+        "background": False,  # then a kill changes neither the names of checkpoints nor what callbacks remember
     }
     if scenario.family == "signals":
         strategy["save_on_signal"] = True

@@ -27,6 +27,7 @@ from lightning_recycle.errors import CheckpointError, ConfigurationError
 pytestmark = pytest.mark.long
 
 LENGTH, EVERY = 10, 2
+WAITING = {"background": False}  # test_background_checkpoints.py has the others
 FULL = range(5, 9)  # the steps at whose beginning the disk is full: the checkpoints of steps 6 and 8 fail
 BOTH = pytest.mark.parametrize("sharded", sampled([False, True], 1), ids=["file", "folder"])
 
@@ -82,7 +83,7 @@ def test_a_full_disk_fails_that_checkpoint_and_keeps_the_others(
 ) -> None:
     log = tmp_path_factory.mktemp("log") / "workers.log"
     callbacks = [*checkpoints(tmp_path), FullDisk(log), SameEverywhere()]
-    strategy = {"save_distributed_checkpoint": sharded}
+    strategy = {"save_distributed_checkpoint": sharded, **WAITING}
     run = exact_fit(
         Regression().double(), 2, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=callbacks,
         enable_checkpointing=True, strategy=strategy,
@@ -106,7 +107,7 @@ def test_a_full_disk_ends_the_run_if_wanted(
     sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     log = tmp_path_factory.mktemp("log") / "workers.log"
-    strategy = {"save_distributed_checkpoint": sharded, "on_checkpoint_error": "raise"}
+    strategy = {"save_distributed_checkpoint": sharded, "on_checkpoint_error": "raise", **WAITING}
     with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
         exact_fit(
             Regression().double(), 1, 2, max_steps=LENGTH, callbacks=[*checkpoints(tmp_path), FullDisk(log)],

@@ -122,7 +122,8 @@ def test_a_worker_may_fail_after_the_last_step(kind: str, worker: tuple[int, int
 def test_the_next_leader_writes_the_checkpoint_that_the_last_one_did_not(kind: str, tmp_path: Path) -> None:
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     fault = Fault(kind, 0, 1, step=4, at="checkpoint")
-    run = train(fault, callbacks=[heartbeat(), checkpoints], enable_checkpointing=True)
+    waits = {"background": False}
+    run = train(fault, callbacks=[heartbeat(), checkpoints], enable_checkpointing=True, strategy=waits)
     assert failures(run) == [(0, 1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=4.ckpt", "step=8.ckpt"]
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from support.growth import happened, rejoined
 from support.models import GLOBAL_BATCH, GLOBAL_MICROBATCHES, Regression, dataset
 from support.options import recycle_strategy
@@ -202,11 +202,18 @@ def test_a_worker_is_lost_in_an_evaluation(what: str, rank: int) -> None:
         assert found[0] == pytest.approx(alone[0], rel=1e-10)
 
 
+def complete_checkpoint(trainer: L.Trainer, *_: Any) -> None:
+    strategy: Any = trainer.strategy
+    if trainer.global_step == 6:
+        strategy.session.checkpoints.complete()
+
+
 def test_a_stage_that_is_lost_starts_again_with_as_many_workers_as_there_are(tmp_path: Path) -> None:
     """By default, as there are checkpoints; more lanes than pipelines are used again."""
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     faults = tuple(Fault("kill", lane, 0, step=6 + lane % 2) for lane in range(LANES))
-    run = on_lanes(1, faults, callbacks=[saving], enable_checkpointing=True)
+    completes = LambdaCallback(on_train_batch_start=complete_checkpoint)
+    run = on_lanes(1, faults, callbacks=[saving, completes], enable_checkpointing=True)
     model, alone = Measuring().double(), Measuring().double()
     run.fit(model, loader(PIPELINES))
     on_one_device(max_steps=LENGTH).fit(alone, loader(1))

@@ -122,7 +122,8 @@ def sharded(
 ) -> dict[str, Tensor]:
     callback = ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1)
     options: dict[str, Any] = {"max_epochs": epochs, "max_steps": -1, "enable_checkpointing": True}
-    lightning = trainer(2, 2, faults, strategy={"save_distributed_checkpoint": True}, callbacks=[callback], **options)
+    strategy = {"save_distributed_checkpoint": True, "background": not faults}  # then the others write it again
+    lightning = trainer(2, 2, faults, strategy=strategy, callbacks=[callback], **options)
     lightning.fit(model, DataLoader(dataset(DATA), batch_size=GLOBAL_BATCH // 2))
     return model.state_dict()
 

@@ -14,6 +14,7 @@ from support.growth import Marks, Meanwhile, happened, kill, mark_of
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
 from support.training import exact_fit, failures, fit
+from support.waiting import PATIENCE
 
 from lightning_recycle import StageLostError
 from lightning_recycle.callbacks import Fault
@@ -32,6 +33,13 @@ class Pace(L.Callback):
         time.sleep(self._seconds)
 
 
+def await_file(path: Path) -> None:
+    """A checkpoint is complete some time after the step."""
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 class Damage(L.Callback):
     """Does something to the newest checkpoint right before the stage is lost."""
 
@@ -43,6 +51,7 @@ class Damage(L.Callback):
         strategy: Any = trainer.strategy
         if trainer.global_step != 9 or not trainer.is_global_zero or strategy.incarnation:
             return
+        await_file(path)
         if self._how == "removed":
             path.unlink()
         elif self._how == "cut":
@@ -123,6 +132,7 @@ class Dies(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         if trainer.global_step == 6 and strategy.worker.stage == 0:
+            await_file(self._directory / "step=4.ckpt")
             (self._directory / f"died-{strategy.incarnation}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -108,7 +108,7 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 UNDISTURBED = {
-    *("resumed", "regrouped", "step", "saved", "memory"),
+    *("resumed", "regrouped", "step", "checkpoint_begun", "saved", "memory"),
     *("chosen", "replanned", "layout", "paused", "layers_moved"),
 }
 
