@@ -458,6 +458,7 @@ class BackgroundSaves:
         actions: what may follow when a checkpoint is complete, by name. Called on all workers with why it is not, or
             None, and :attr:`Action.arguments`.
         is_pending: whether a batch was begun whose outcome is not known yet; the same on all workers.
+        names: of folders with checkpoints, the names in them; the same on all workers.
     """
 
     def __init__(
@@ -473,6 +474,7 @@ class BackgroundSaves:
         self.actions: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
         self.is_pending = False
+        self.names: dict[str, set[str]] = {}
         self._loads: Mapping[int, int] = {}
         self._posted: Callable[[], Mapping[int, Any]] | None = None
         self._old_copies: StateCopies | None = None
@@ -565,9 +567,13 @@ class BackgroundSaves:
             posted, self._posted = self._posted, None
             self._hear(posted())
 
-    def enter(self, is_pending: bool) -> None:
-        """This worker enters a running training; ``is_pending``: of its donor."""
-        self.is_pending, self._posted = is_pending, None
+    def state(self) -> tuple[bool, dict[str, set[str]]]:
+        """The state that all workers have in common."""
+        return self.is_pending, self.names
+
+    def enter(self, state: tuple[bool, dict[str, set[str]]]) -> None:
+        """This worker enters a running training; ``state``: of its donor."""
+        (self.is_pending, self.names), self._posted = state, None
 
     def complete(self) -> None:
         """Waits for the batch, and takes up what follows from it; all workers call it."""

@@ -9,7 +9,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -279,6 +279,7 @@ class Checkpoints:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
                 run, or is to be :meth:`noticed`. Otherwise the leader warns. In the background that comes later.
         """
+        self._exists(path)
         self._weights_only.discard(os.fspath(path))
         if "optimizer_states" not in checkpoint:
             self._weights_only.add(os.fspath(path))
@@ -303,10 +304,27 @@ class Checkpoints:
         if failure is not None:
             self._not_written(failure)
 
+    def has(self, path: Any, list_folder: Callable[[str], Iterable[str]]) -> bool:
+        """Whether there is something at ``path``, the same on all workers. Where no worker waits for others, they know
+        it from the names that the leader has seen in its folder once, and from what was saved and removed since then.
+        """
+        assert self.background is not None
+        folder, name = os.path.split(path)
+        if folder not in self.background.names:
+            found = [os.path.basename(path) for path in list_folder(folder)]
+            self.background.names[folder] = set(self.collectives.broadcast(found))
+        return name in self.background.names[folder]
+
+    def _exists(self, path: Any, exists: bool = True) -> None:
+        folder, name = os.path.split(path)
+        if self.background is not None and (names := self.background.names.get(folder)) is not None:
+            (names.add if exists else names.discard)(name)
+
     def link(self, target: str, path: str) -> None:
         """Makes the checkpoint ``path`` a link to the one at ``target``; as :meth:`save` if the file system refuses."""
         if os.path.abspath(target) == os.path.abspath(path):
             return
+        self._exists(path)
         if self.background is not None and self.background.is_deferring:
             self.background.asked(target)
             self.background.follow("link", target, path)
@@ -316,6 +334,7 @@ class Checkpoints:
 
     def remove(self, path: Any) -> None:
         """The leader deletes a checkpoint that is not wanted any more."""
+        self._exists(path, exists=False)
         if self.background is not None and self.background.is_deferring:
             self.background.follow("remove", os.fspath(path))
             return
@@ -556,6 +575,8 @@ class Checkpoints:
             self._not_written(failure)
 
     def _not_written(self, failure: WriteFailure) -> None:
+        if self.background is not None:
+            self.background.names.clear()  # there may be an earlier one of that name
         if self.raises and failure.is_refusal:
             raise CheckpointError(
                 f"{failure.text} Free some space, or keep fewer checkpoints (save_top_k); with"

@@ -245,7 +245,7 @@ def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
 
 
-_LINK, _WRITE = "_link_checkpoint", "_save_checkpoint"
+_LINK, _WRITE, _EXISTS = "_link_checkpoint", "_save_checkpoint", "file_exists"
 
 
 _RECORD = (  # what ModelCheckpoint changes while it saves
@@ -282,6 +282,7 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
         setattr(callback, _LINK, link)
         if checkpoints.background is not None and not _writes_itself(callback):
             setattr(callback, _WRITE, partial(_ask, callback, number, checkpoints))
+            setattr(callback, _EXISTS, partial(_exists, callback, checkpoints))
     if checkpoints.background is not None:
         given_up: list[tuple[Any, ...]] = []
         checkpoints.ask_again = partial(_ask_again, trainer, callbacks, given_up)
@@ -292,7 +293,7 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
 def leave_saves_alone(trainer: pl.Trainer) -> None:
     """Takes back :func:`undo_failed_saves`."""
     for callback in _model_checkpoints(trainer):
-        for name in (*_SAVES, _LINK, _WRITE):
+        for name in (*_SAVES, _LINK, _WRITE, _EXISTS):
             vars(callback).pop(name, None)
 
 
@@ -364,6 +365,13 @@ def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, train
     trainer.save_checkpoint(path, callback.save_weights_only)
     callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
     background.follow_first("notify", number)
+
+
+def _exists(callback: ModelCheckpoint, checkpoints: Checkpoints, path: str, trainer: pl.Trainer) -> bool:
+    if checkpoints.in_background is None:
+        return ModelCheckpoint.file_exists(callback, path, trainer)
+    files = callback._fs
+    return checkpoints.has(path, lambda folder: files.ls(folder, detail=False) if files.isdir(folder) else ())
 
 
 def _take_up(

@@ -65,7 +65,7 @@ class WorkerSnapshot:
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
         hooks: how often the donor has run collectives of its position in hooks.
-        is_saving: whether a checkpoint is being written in the background.
+        saves: the state of checkpoints that are written in the background.
         side_effects: side effects of hooks and steps on the module's attributes.
         gradients: those that a module that optimizes by itself has left, by parameter.
         generators: the states of the generators from which hooks draw.
@@ -84,7 +84,7 @@ class WorkerSnapshot:
     stop_agreed: bool
     next_collective: int
     hooks: int
-    is_saving: bool
+    saves: tuple[bool, dict[str, set[str]]] | None
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
@@ -176,7 +176,7 @@ class StateTransfer:
             stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective - has_posted,
             hooks=self._context.client.member.hooks,
-            is_saving=self._background is not None and self._background.is_pending,
+            saves=None if self._background is None else self._background.state(),
             side_effects=self._side_effects.state(),
             gradients={name: parameter.grad for name, parameter in named if parameter.grad is not None},
             generators=generator_states(),
@@ -216,8 +216,8 @@ class StateTransfer:
         self._executor.accumulated.load_state(snapshot.accumulated)
         self._side_effects.load_state(snapshot.side_effects)
         self._context.client.member.joining = False
-        if self._background is not None:
-            self._background.enter(snapshot.is_saving)
+        if self._background is not None and snapshot.saves is not None:
+            self._background.enter(snapshot.saves)
 
     def _restore(self, snapshot: WorkerSnapshot) -> None:
         """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
