@@ -66,14 +66,26 @@ class StateCopies:
 
     Args:
         old: the copies of an earlier boundary, which nobody reads any more.
+
+    Attributes:
+        are_originals: whether there is no memory for copies: then they are the tensors themselves.
     """
 
     def __init__(self, old: StateCopies | None = None) -> None:
+        self.are_originals = False
         self._memory: dict[Any, Tensor] = {} if old is None else old._by_place
         self._by_place: dict[Any, Tensor] = {}
         self._made: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
         self._owed: deque[tuple[Tensor, Tensor, int]] = deque()  # pieces: original, copy, the original's version
         self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
+
+    def limit(self, needed: int, free: float) -> bool:
+        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more; otherwise none is made."""
+        there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._made.values())))
+        self.are_originals = needed - there > free
+        if self.are_originals:
+            self._memory.clear()
+        return not self.are_originals
 
     def take(self, value: Any, place: tuple[Any, ...] = (), until_step: bool = False) -> Any:
         """A copy of ``value``. A tensor that was copied already, and not written since, has the same copy.
@@ -118,6 +130,8 @@ class StateCopies:
         self._made.clear()
 
     def _copy(self, tensor: Tensor, place: tuple[Any, ...], until_step: bool) -> Tensor:
+        if self.are_originals:
+            return tensor.detach()
         if not has_plain_memory(tensor) or tensor.is_inference():  # which has no version
             return tensor.detach().clone().cpu()
         key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -228,7 +242,7 @@ class HolderGroup:
         """Lets all other holders know that this one has given up."""
         for rank in self.ranks:
             if rank != self.rank:
-                self._give(rank, _FAILED, why)
+                self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
 
     def confirm(self) -> None:
         """Returns if this worker may name a checkpoint.
@@ -237,8 +251,11 @@ class HolderGroup:
             GivenUp: if all have given it up.
         """
         self.client.confirm(in_background=True)
+        self._check()
+
+    def _check(self) -> None:
         if not self.is_wanted:
-            raise GivenUp("the others do not wait for it any more")
+            raise GivenUp("workers were lost meanwhile, or do not wait for it any more")
 
     def end(self) -> None:
         """Nothing is taken any more."""
@@ -246,6 +263,7 @@ class HolderGroup:
         self.client.forget_parcels(self.number)
 
     def _give(self, rank: int, key: str, value: Any) -> None:
+        self._check()  # after ``value`` was made
         self.client.give(rank, self.number, f"{self.request} {key}", value)
 
     def _take(self, rank: int, key: str) -> Any:
@@ -385,7 +403,8 @@ class Batch:
             try:
                 if not self.copies.finish():
                     raise GivenUp("the optimizer's state was changed between two steps")
-                self._yield()
+                if not self.copies.are_originals:  # for which the training waits
+                    self._yield()
                 request.failure = request.write()
                 continue
             except GivenUp as error:
@@ -578,6 +597,17 @@ class BackgroundSaves:
     def complete(self) -> None:
         """Waits for the batch, and takes up what follows from it; all workers call it."""
         self._agree(None)
+
+    def await_originals(self) -> None:
+        """Waits until the thread has written what it has no copies of, or a generation is announced in which they may
+        change: then it is given up.
+        """
+        batch, client = self.batch, self._collectives.client
+        if batch is not None and batch.copies.are_originals:
+            with client.busy("writing a checkpoint"):
+                while not (batch.is_written or client.interrupted):
+                    time.sleep(_LOOK_SECONDS)
+            batch.group.is_wanted = batch.is_written
 
     def await_thread(self) -> None:
         """The run is over: waits until this worker has done its part, for :attr:`patience` seconds at most."""

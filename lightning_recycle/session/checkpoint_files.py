@@ -72,8 +72,10 @@ __all__ = [
     "is_sharded",
     "load_sharded",
     "local_path",
+    "megabytes",
     "save_sharded",
     "save_with_checksums",
+    "tensor_bytes",
     "write_manifest",
 ]
 
@@ -186,7 +188,7 @@ def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any
         if reason is None:
             raise
         return WriteFailure(
-            f"The checkpoint {os.fspath(path)} ({_megabytes(_tensor_bytes(content))} to write{_free_space(path)}) could"
+            f"The checkpoint {os.fspath(path)} ({megabytes(tensor_bytes(content))} to write{_free_space(path)}) could"
             f" not be written: {reason}."
         )
 
@@ -199,7 +201,8 @@ def _system_error(error: BaseException) -> OSError | None:
     return found
 
 
-def _tensor_bytes(content: Any) -> int:
+def tensor_bytes(content: Any) -> int:
+    """Bytes of the storages of all tensors in ``content``, each once."""
     storages: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -218,10 +221,11 @@ def _free_space(path: str | os.PathLike[str]) -> str:
     if folder is None:
         return ""
     status = os.statvfs(folder)
-    return f", {_megabytes(status.f_bavail * status.f_frsize)} free in {folder}"
+    return f", {megabytes(status.f_bavail * status.f_frsize)} free in {folder}"
 
 
-def _megabytes(number: int) -> str:
+def megabytes(number: float) -> str:
+    """``number`` bytes in words."""
     return f"{number / 1e6:.1f} MB"
 
 

@@ -26,6 +26,7 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.weights import own_parts
+from lightning_recycle.runtime.executor.device_memory import free_bytes
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest, StateCopies
 from lightning_recycle.session.checkpoint_files import (
@@ -36,7 +37,9 @@ from lightning_recycle.session.checkpoint_files import (
     is_sharded,
     load_sharded,
     local_path,
+    megabytes,
     save_sharded,
+    tensor_bytes,
 )
 from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
@@ -494,6 +497,20 @@ class Checkpoints:
             write = partial(of_stages, batch, part, rest, path, storage_options)
         background.asked(os.fspath(path))
         batch.add(SaveRequest(os.fspath(path), write))
+        if write is not None:
+            background.await_originals()
+
+    def _limit(self, copies: StateCopies, state: Any) -> None:
+        """Has ``copies`` of ``state`` made only if there is memory for them."""
+        trainer = self.module.trainer
+        holders = min(self.collectives.grid.stages, trainer.num_devices)
+        needed, free = tensor_bytes(state), free_bytes(trainer.num_devices) / holders
+        if not copies.limit(needed, free):
+            log.warning(
+                "Worker %s: the training waits for a checkpoint, as there is no memory for a copy of the state: %s, and"
+                " %s free for each of %d copies.",
+                *(self.collectives.worker, megabytes(needed), megabytes(max(free, 0)), holders),
+            )
 
     def _part(self, copies: StateCopies, checkpoint: dict[str, Any]) -> _StagePart:
         """A copy of this stage's part, which is taken out of ``checkpoint``."""
@@ -505,6 +522,7 @@ class Checkpoints:
         states, only_step = checkpoint.get("optimizer_states", []), self.module.automatic_optimization
         checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
         optimizers = [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers][: len(states)]
+        self._limit(copies, (weights, states))
         objects = None
         if self.objects is not None and goes_on:
             pack = self.objects()

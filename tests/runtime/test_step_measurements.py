@@ -15,7 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.executor.device_memory import machine_bytes, peak_bytes, process_bytes, storage_bytes
+from lightning_recycle.runtime.executor.device_memory import (
+    free_bytes,
+    machine_bytes,
+    peak_bytes,
+    process_bytes,
+    storage_bytes,
+)
 from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
 from lightning_recycle.runtime.stage.stage import SavedInput, Stage
 
@@ -126,6 +132,25 @@ def test_the_limit_of_a_container_or_job_counts(
     assert whole > 1 << 28
     found = machine_bytes(tmp_path / "cgroup", tmp_path / "membership")
     assert found == (whole if limit is None else limit)
+
+
+@pytest.mark.parametrize(
+    ("membership", "folder", "names"),
+    [
+        ("0::/job\n", "job", ("memory.max", "memory.current", "inactive_file")),
+        ("7:memory:/job\n", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)
+def test_what_a_container_or_job_uses_is_not_free(
+    membership: str, folder: str, names: tuple[str, str, str], tmp_path: Path
+) -> None:
+    limit, used, files = names
+    (tmp_path / "membership").write_text(membership)
+    (tmp_path / folder).mkdir(parents=True)
+    assert free_bytes(0, tmp_path, tmp_path / "membership") > 1_000_000
+    for name, text in {limit: "1000000", used: "700000", "memory.stat": f"anon 5\n{files} 200000"}.items():
+        (tmp_path / folder / name).write_text(text + "\n")
+    assert free_bytes(0, tmp_path, tmp_path / "membership") == 500_000
 
 
 class Allocator:

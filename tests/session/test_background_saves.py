@@ -83,6 +83,18 @@ def test_it_is_noticed_when_one_was_written_before_it_was_copied() -> None:
     assert not copies.finish()
 
 
+def test_where_copies_do_not_fit_they_are_the_tensors_themselves() -> None:
+    weight, earlier = torch.ones(4), StateCopies()
+    earlier.take({"weight": weight})
+    earlier.forget_originals()
+    copies = StateCopies(earlier)
+    assert copies.limit(16, free=0)  # into the memory of the earlier ones
+    assert copies.take({"weight": weight})["weight"].data_ptr() != weight.data_ptr()
+    assert copies.limit(16, free=0)  # it is there
+    assert not copies.limit(32, free=15)
+    assert copies.take({"other": weight})["other"].data_ptr() == weight.data_ptr()
+
+
 class Followed:
     """A worker's :class:`BackgroundSaves` with a batch that is pending, and what followed from it."""
 

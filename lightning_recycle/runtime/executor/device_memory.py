@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = [
     "device_bytes",
     "device_place",
+    "free_bytes",
     "machine_bytes",
     "message_bytes",
     "peak_bytes",
@@ -94,20 +95,42 @@ def device_bytes(device: torch.device) -> int:
 def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
     """Bytes of memory that the processes of this machine, container or job may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([total, *_cgroup_limits(cgroups, membership)])
+    return min([total, *(limit for limit, _ in _cgroup_limits(cgroups, membership))])
 
 
-def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[int]:
-    """The limits of the control groups that this process is in, and of those that contain them."""
+def free_bytes(peers: int, cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float:
+    """Bytes of memory that the processes of this machine, container or job may still take, if ``peers`` of them grow to
+    the most that this one has held; infinite where that is unknown.
+    """
+    try:
+        (available,) = _bytes_in("/proc/meminfo", "MemAvailable")
+        resident, most = _bytes_in("/proc/self/status", "VmRSS", "VmHWM")
+    except (OSError, KeyError):  # not on Linux
+        return float("inf")
+    free = [limit - used for limit, used in _cgroup_limits(cgroups, membership)]
+    return min([available, *free]) - peers * (most - resident)
+
+
+def _bytes_in(path: str, *names: str) -> list[int]:
+    with open(path, encoding="ascii") as file:
+        found = {name: value for name, _, value in (line.partition(":") for line in file)}
+    return [int(found[name].split()[0]) * 1024 for name in names]
+
+
+def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]:
+    """The limits of the control groups that this process is in, and of those that contain them; with what they use,
+    without files that the kernel keeps in memory as long as nobody else wants it.
+    """
     lines = []
     with contextlib.suppress(OSError):  # not on Linux, or without /proc
         lines = membership.read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, name = cgroups, "memory.max"
+            root, name, used, kept = cgroups, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             root, name = cgroups / "memory", "memory.limit_in_bytes"
+            used, kept = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         group = root / path.lstrip("/")
@@ -116,7 +139,11 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[int]:
                 break
             # A container often sees its own group as the root, so the path of the outside does not exist.
             with contextlib.suppress(OSError, ValueError):  # also "max": no limit
-                yield int((folder / name).read_text())
+                limit, uses = int((folder / name).read_text()), 0
+                with contextlib.suppress(OSError, KeyError, ValueError):
+                    files = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    uses = int((folder / used).read_text()) - int(files[kept])
+                yield limit, uses
 
 
 def peak_bytes(device: torch.device) -> int:
