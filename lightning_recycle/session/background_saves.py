@@ -299,10 +299,11 @@ class _PartStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._buffer += view
-        while len(self._buffer) >= _PIECE:
-            self._send(bytes(self._buffer[:_PIECE]))
-            del self._buffer[:_PIECE]
+        for start in range(0, len(view), _PIECE):  # a copy of a whole tensor would keep Python's lock for too long
+            self._buffer += view[start : start + _PIECE]
+            while len(self._buffer) >= _PIECE:
+                self._send(bytes(memoryview(self._buffer)[:_PIECE]))
+                del self._buffer[:_PIECE]
         return len(view)
 
     def close(self) -> None:
