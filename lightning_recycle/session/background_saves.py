@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.files import temporary_path
+from lightning_recycle.files import Pace, temporary_path
 from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
 from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.optimizer_states import copied, fits
@@ -171,6 +171,7 @@ class HolderGroup:
         number: the batch's number, the same on all workers.
         ranks: the holder of each stage.
         writer: the rank of the one that gives the checkpoint its name.
+        pace: how fast each of them writes and sends.
         request: which checkpoint of the batch is being written.
         is_wanted: whether all others still wait for the batch.
     """
@@ -180,6 +181,7 @@ class HolderGroup:
     number: int
     ranks: tuple[int, ...]
     writer: int
+    pace: Pace = field(default_factory=Pace)
     request: int = 0
     is_wanted: bool = True
     _messages: int = 0
@@ -315,6 +317,7 @@ class _PartStream(io.RawIOBase):
 
     def _send(self, piece: bytes) -> None:
         group = self._group
+        group.pace.spend(len(piece))
         group._give(group.writer, f"piece {self._number}", piece)
         self._number += 1
         if self._number > _WINDOW:
@@ -472,6 +475,7 @@ class BackgroundSaves:
         load: how busy this worker is with the current plan; the least busy one of a stage is its holder.
         leader_writes: whether the leader is the writer, as for a file of the whole model; else any holder is.
         patience: the seconds that the next checkpoint waits for the one before.
+        bytes_per_second: the limit of what each holder writes or sends; None for none.
 
     Attributes:
         on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
@@ -487,7 +491,9 @@ class BackgroundSaves:
         load: Callable[[], int],
         leader_writes: bool,
         patience: float,
+        bytes_per_second: float | None = None,
     ) -> None:
+        self._bytes_per_second = bytes_per_second
         self._collectives, self._load = collectives, load
         self._leader_writes, self._patience = leader_writes, patience
         self.on_failures: Callable[[int, Mapping[str, WriteFailure]], None] = lambda version, failures: None
@@ -521,9 +527,8 @@ class BackgroundSaves:
         if self._leader_writes:
             writer = collectives.leader
             ranks[positions.stage(writer)] = writer
-        group = HolderGroup(
-            collectives.client, positions, collectives.client.member.next_collective, tuple(ranks), writer
-        )
+        number, pace = collectives.client.member.next_collective, Pace(self._bytes_per_second)
+        group = HolderGroup(collectives.client, positions, number, tuple(ranks), writer, pace)
         self.batch = Batch(version, group, StateCopies(self._old_copies))
         self.is_pending, self._old_copies = True, None
         return self.batch

@@ -38,13 +38,14 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import (
+    Pace,
     delete,
     put_in_place,
     remove,
@@ -119,6 +120,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         path: str | Path,
         storage_options: Any | None = None,
         before_naming: Callable[[], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Writes a checkpoint.
 
@@ -127,6 +129,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             path: the file's path or URL.
             storage_options: not supported, as in Lightning's class.
             before_naming: called right before a file of this machine gets its name.
+            pace: how fast a file of this machine is written; as fast as possible by default.
 
         Raises:
             OSError: when the file system refuses; what was under ``path`` is then unchanged.
@@ -138,7 +141,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return
         remove_leftovers(local.parent)
         with replacing(local, before_naming) as file:
-            save_with_checksums(checkpoint, file)
+            save_with_checksums(checkpoint, file if pace is None else pace.of(file))
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -328,6 +331,8 @@ class Writers(Protocol):
 
     rank: int
     positions: Positions
+    pace: Pace
+    """How fast each of them writes."""
 
     @property
     def is_leader(self) -> bool:
@@ -399,6 +404,7 @@ def _write_once(
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""
     gather, num_writers = collectives.gather_all, collectives.positions.columns
     writer = FileSystemWriter(folder, sync_files=True)
+    writer.fs = _PacedFileSystem(collectives.pace)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
@@ -448,6 +454,16 @@ def _write_once(
     if isinstance(outcomes, WriteFailure):
         return outcomes
     return (named is not None) if outcomes else None
+
+
+class _PacedFileSystem(FileSystem):
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield self._pace.of(stream)
 
 
 def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[list[WriteResult]]:

@@ -386,7 +386,8 @@ class Checkpoints:
             assert plugin.checkpoint_io is not None
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
-            plugin.save_checkpoint(checkpoint, path, storage_options, confirm)
+            pace = None if batch is None or batch.copies.are_originals else batch.group.pace
+            plugin.save_checkpoint(checkpoint, path, storage_options, confirm, pace)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
         self._announce(path, version)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.files import Pace
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
@@ -96,6 +97,8 @@ class WorkerCollectives:
         """Called before a worker's part is made: what it holds must be what it will be."""
         self.keeps: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         """Whether steps keep numbers for each worker in attributes, and lists that are whole on all."""
+        self.pace = Pace()
+        """Of checkpoints for which all wait: no limit."""
         self._answers: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ who is who

@@ -278,6 +278,7 @@ class Session:
             lambda: self.executor.num_operations,
             leader_writes=not wanted.save_distributed_checkpoint,
             patience=wanted.signal_timeout,
+            bytes_per_second=None if wanted.bandwidth is None else 1e6 * wanted.bandwidth,
         )
 
     def resume_seed(self, seed: int) -> None:

@@ -18,6 +18,7 @@ from support.models import Regression
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import CheckpointError
+from lightning_recycle.files import Pace
 from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
@@ -31,6 +32,7 @@ class Alone:
     """The collectives of a run with one worker."""
 
     is_leader = is_column_leader = True
+    pace = Pace()
     rank = 0
     positions = SimpleNamespace(columns=1)
 
