@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +369,7 @@ class Batch:
         copies: this holder's copies.
         requests: the checkpoints, in order.
         actions: what follows, in order.
+        writing_seconds: how long this worker's thread has written.
     """
 
     version: int
@@ -376,6 +377,7 @@ class Batch:
     copies: StateCopies
     requests: list[SaveRequest] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
+    writing_seconds: float = 0.0
     _written: int = 0
     _thread: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -395,9 +397,11 @@ class Batch:
             return self._thread is None
 
     def _run(self) -> None:
+        began = time.perf_counter()
         while True:
             with self._lock:
                 if self._written == len(self.requests):
+                    self.writing_seconds += time.perf_counter() - began
                     self._thread = None
                     break
                 request = self.requests[self._written]
@@ -456,6 +460,7 @@ class BatchReport:
         paths: the checkpoints.
         failures: why each was not written; None for one that was, or with which this worker had nothing to do.
         actions: what follows.
+        facts: what it has measured.
     """
 
     writes: bool
@@ -465,6 +470,7 @@ class BatchReport:
     paths: tuple[str, ...]
     failures: tuple[WriteFailure | None, ...]
     actions: tuple[Action, ...]
+    facts: Any = None
 
 
 class BackgroundSaves:
@@ -479,6 +485,8 @@ class BackgroundSaves:
 
     Attributes:
         on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
+        measure: returns what this worker has measured, if its thread has written for so many seconds.
+        on_facts: called on all workers with what those measured that took part in a batch.
         actions: what may follow when a checkpoint is complete, by name. Called on all workers with why it is not, or
             None, and :attr:`Action.arguments`.
         is_pending: whether a batch was begun whose outcome is not known yet; the same on all workers.
@@ -497,6 +505,8 @@ class BackgroundSaves:
         self._collectives, self._load = collectives, load
         self._leader_writes, self._patience = leader_writes, patience
         self.on_failures: Callable[[int, Mapping[str, WriteFailure]], None] = lambda version, failures: None
+        self.measure: Callable[[float], Any] = lambda seconds: None
+        self.on_facts: Callable[[list[Any]], None] = lambda facts: None
         self.actions: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
         self.is_pending = False
@@ -644,7 +654,9 @@ class BackgroundSaves:
 
     def _known(self) -> tuple[int, BatchReport | None]:
         """What this worker lets all others know: its load, and its report."""
-        return self._load(), None if self.batch is None else self.batch.report()
+        if (batch := self.batch) is None:
+            return self._load(), None
+        return self._load(), replace(batch.report(), facts=self.measure(batch.writing_seconds))
 
     def _hear(self, found: Mapping[int, tuple[int, BatchReport | None]]) -> None:
         self._loads = {rank: load for rank, (load, _) in found.items()}
@@ -658,6 +670,7 @@ class BackgroundSaves:
         self.is_pending = False
         if reports:
             self._end(reports[0], writer)
+            self.on_facts([one.facts for one in reports])
 
     def _end(self, known: BatchReport, writer: BatchReport | None) -> None:
         """All know the outcome of the batch, those that came since it began, too."""

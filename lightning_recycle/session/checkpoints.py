@@ -53,6 +53,7 @@ from lightning_recycle.session.optimizer_states import (
     split_optimizer_state,
     stage_optimizer_state,
 )
+from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
 from lightning_recycle.tensor_memory import to_cpu
 
 __all__ = ["Checkpoints", "users_save_hook"]
@@ -120,11 +121,13 @@ class Checkpoints:
         take_objects: if the run begins again: called with what ``objects`` returned, and the state dict, before that is
             loaded.
         background: writes while the training goes on, if that is wanted.
+        interval: decides how often to save, if callbacks do not.
 
     Attributes:
         restored_objects: if the run begins again, what ``objects`` returned, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
         ask_again: asks for checkpoints once more that were given up because a worker was lost.
+        save_every: has callbacks that save by steps do it at another interval; returns whether that changes anything.
         is_training: whether the training has begun and is not over.
         stall_seconds: how long checkpoints have held up this worker so far, apart from collecting the state.
     """
@@ -140,17 +143,22 @@ class Checkpoints:
     objects: Callable[[], ObjectPack] | None
     take_objects: Callable[[ObjectPack, Mapping[str, Any]], None] | None
     background: BackgroundSaves | None = None
+    interval: SaveInterval | None = None
     restored_objects: ObjectPack | None = None
     restored_steps: int = 0
     ask_again: Callable[[], None] = lambda: None
+    save_every: Callable[[int], bool] = lambda steps: False
     is_training: bool = False
     stall_seconds: float = 0.0
     _unwinding: bool = False
+    _counted_stall: float = 0.0
     _weights_only: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.background is not None:
             self.background.on_failures = self._not_completed
+            if self.interval is not None:
+                self.background.measure, self.background.on_facts = self._measured, self._follow
             self.background.actions["link"] = lambda failure, *paths: None if failure else self.link(*paths)
             self.background.actions["remove"] = lambda failure, path: None if failure else self.remove(path)
 
@@ -293,6 +301,8 @@ class Checkpoints:
                 self._save_together(checkpoint, path, storage_options)
         if background is not None and not background.is_deferring:
             self.complete()  # the user's code may read it next
+        if background is None and self.interval is not None and not self.collectives.client.joining:
+            self._follow(list(self.collectives.gather_all("interval", self._measured(0.0)).values()))
 
     def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if self.objects is not None and "optimizer_states" in checkpoint:  # plain tensors, which are safe to load
@@ -584,6 +594,38 @@ class Checkpoints:
         if part.objects is not None:
             kept[_OBJECTS] = list(objects)
         return self._save_folder(path, self._shard(part.weights, states), kept, group, batch.version)
+
+    # ------------------------------------------------------------------ how often
+
+    def begin_training(self) -> None:
+        """The training begins; until it ends, checkpoints may be written while it goes on."""
+        self.is_training = True
+        if self.interval is not None:
+            self.interval.begin(self.module.trainer.global_step)
+
+    def interval_state(self) -> dict[str, float] | None:
+        """What decides how often to save, for a checkpoint or a replacement."""
+        return None if self.interval is None else self.interval.state()
+
+    def load_interval(self, state: Mapping[str, float] | None) -> None:
+        """Takes over :meth:`interval_state`."""
+        if self.interval is not None and state is not None:
+            self.interval.load(state, of_peer=self.collectives.client.joining)
+            if self.interval.steps:
+                self.save_every(self.interval.steps)
+
+    def _measured(self, writing: float) -> SaveFacts:
+        assert self.interval is not None
+        return self.interval.facts(self.stall_seconds - self._counted_stall, writing, self.module.trainer.global_step)
+
+    def _follow(self, facts: list[SaveFacts]) -> None:
+        assert self.interval is not None
+        self._counted_stall = self.stall_seconds
+        steps, why = steps_between_saves(facts, self.collectives.positions.num_workers)
+        if self.save_every(steps):
+            self.interval.steps = steps
+            if self.collectives.is_leader:
+                log.info("From now on a checkpoint is saved every %d steps: %s.", steps, why)
 
     def _not_completed(self, version: int, failures: Mapping[str, WriteFailure]) -> None:
         """All know that checkpoints of the background were not written."""

@@ -283,6 +283,7 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
         if checkpoints.background is not None and not _writes_itself(callback):
             setattr(callback, _WRITE, partial(_ask, callback, number, checkpoints))
             setattr(callback, _EXISTS, partial(_exists, callback, checkpoints))
+    checkpoints.save_every = partial(_save_every, callbacks)
     if checkpoints.background is not None:
         given_up: list[tuple[Any, ...]] = []
         checkpoints.ask_again = partial(_ask_again, trainer, callbacks, given_up)
@@ -372,6 +373,15 @@ def _exists(callback: ModelCheckpoint, checkpoints: Checkpoints, path: str, trai
         return ModelCheckpoint.file_exists(callback, path, trainer)
     files = callback._fs
     return checkpoints.has(path, lambda folder: files.ls(folder, detail=False) if files.isdir(folder) else ())
+
+
+def _save_every(callbacks: list[ModelCheckpoint], steps: int) -> bool:
+    changed = False
+    for callback in callbacks:
+        now = callback._every_n_train_steps
+        if now and not 0.8 < steps / now < 1.25:  # less is noise of the measurement
+            callback._every_n_train_steps, changed = steps, True
+    return changed
 
 
 def _take_up(

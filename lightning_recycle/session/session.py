@@ -48,6 +48,7 @@ from lightning_recycle.session.reporting_callbacks import (
     show_whole_run,
     undo_failed_saves,
 )
+from lightning_recycle.session.save_interval import SaveInterval
 from lightning_recycle.session.snapshot import StateTransfer
 from lightning_recycle.session.stage_builder import StageBuilder, build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
@@ -244,20 +245,25 @@ class Session:
             stop_requests,
             background,
         )
+        wanted = self.options.checkpoints
         self.checkpoints = steps.checkpoints = Checkpoints(
             self.parts,
             self.collectives,
             self.executor,
             ties.copies,
-            sharded=self.options.checkpoints.save_distributed_checkpoint,
-            raises=self.options.checkpoints.on_checkpoint_error == "raise",
+            sharded=wanted.save_distributed_checkpoint,
+            raises=wanted.on_checkpoint_error == "raise",
             weights_only=self.run.weights_only,
             reach=self.reach,
             objects=transfer.pack_objects if self.run.may_restart else None,
             take_objects=transfer.load_objects if self.run.restarts else None,
             background=background,
+            interval=None if wanted.every_n_train_steps is None else SaveInterval(self._count_failures),
         )
         return steps
+
+    def _count_failures(self) -> float:
+        return self.client.counters.get("failures", 0.0)
 
     def _background_saves(self) -> BackgroundSaves | None:
         """Writes checkpoints while the training goes on; None if all wait for them."""

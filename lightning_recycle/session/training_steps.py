@@ -135,7 +135,7 @@ class TrainingSteps:
         elif restored:
             self.executor.version = restored
             self._client.send(Restored(self._context.place.rank, restored))
-        self.checkpoints.is_training = True
+        self.checkpoints.begin_training()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         self.transfer.complete()  # its donor waited here, after the same hooks

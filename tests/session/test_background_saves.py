@@ -143,7 +143,8 @@ def test_a_batch_whose_writer_was_lost_is_given_up() -> None:
 
 def test_a_holder_does_not_wait_at_the_end_for_a_part_of_one_that_chose_others() -> None:
     worker = Followed()
-    parts = SimpleNamespace(is_written=False, raise_error=lambda: None, group=SimpleNamespace(end=lambda: None))
+    parts = SimpleNamespace(is_written=False, raise_error=lambda: None, writing_seconds=0.0)
+    parts.group = SimpleNamespace(end=lambda: None)
     parts.report = lambda: report((0, 3, 3), writes=True, is_written=False)
     worker.saves.batch = parts  # type: ignore[assignment]
     worker.saves._collectives.gather_all = lambda name, known: {0: (1, report((0, 1, 1))), 3: known}  # type: ignore
