@@ -23,9 +23,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -101,7 +102,10 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a folder as this strategy writes it, or another strategy of Lightning."""
-    return (Path(path) / METADATA_FILENAME).is_file()
+    if (local := local_path(path)) is not None:
+        return (local / METADATA_FILENAME).is_file()
+    files, folder = url_to_fs(os.fspath(path))
+    return bool(files.isfile(f"{folder}/{METADATA_FILENAME}"))
 
 
 # ------------------------------------------------------------------ writing
@@ -368,7 +372,11 @@ def save_sharded(
     Returns:
         Whether this worker gave the folder its name; or why there is no checkpoint, the same on all workers.
     """
-    path, gather = Path(path), collectives.gather_all
+    gather, upload = collectives.gather_all, None
+    if (local := local_path(path)) is None:
+        upload = _Upload(os.fspath(path))
+        local = Path(tempfile.gettempdir()) / Path(path).name
+    path = local
     folder: Path | None = None
     while True:
         if collectives.is_leader:
@@ -381,16 +389,34 @@ def save_sharded(
             continue
         folder = path.with_name(names[0])
         try:
-            outcome = _write_once(path, folder, shard, rest, collectives, before_naming)
+            outcome = _write_once(path, folder, shard, rest, collectives, before_naming, upload)
         except BaseException:
             if collectives.is_leader:
                 discard(folder)
             raise
         if outcome is None:
             continue
-        if isinstance(outcome, WriteFailure) and collectives.is_leader:
+        if upload is not None or (isinstance(outcome, WriteFailure) and collectives.is_leader):
             discard(folder)
         return outcome
+
+
+class _Upload:
+    """A folder of another file system than this machine's, which gets files one by one; the manifest completes it."""
+
+    def __init__(self, url: str) -> None:
+        self._files, self._folder = url_to_fs(url)
+
+    def begin(self) -> None:
+        """What is in the folder is not complete any more."""
+        if self._files.exists(manifest := f"{self._folder}/{_MANIFEST}"):
+            self._files.rm_file(manifest)
+
+    def put(self, folder: Path, names: Iterable[str]) -> None:
+        """Copies files of ``folder``."""
+        self._files.makedirs(self._folder, exist_ok=True)
+        for name in names:
+            self._files.put_file(str(folder / name), f"{self._folder}/{name}")
 
 
 def _write_once(
@@ -400,6 +426,7 @@ def _write_once(
     rest: dict[str, Any],
     collectives: Writers,
     before_naming: Callable[[], None],
+    upload: _Upload | None,
 ) -> bool | WriteFailure | None:
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""
     gather, num_writers = collectives.gather_all, collectives.positions.columns
@@ -411,6 +438,8 @@ def _write_once(
     def plan() -> Any:
         # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
         # the members of a position have in common one copy is written.
+        if upload is not None and collectives.is_leader:
+            upload.begin()
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -428,6 +457,8 @@ def _write_once(
         plan = planner.finish_plan(merged[ranks.index(collectives.rank)])
         results = writer.write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
+        if upload is not None:
+            upload.put(folder, names)
         return results, {name: checksum(folder / name) for name in names}
 
     written = _parts(gather("checkpoint data", attempt(write, path, shard) if mine is not None else None))
@@ -444,6 +475,11 @@ def _write_once(
         checksums = {name: value for _, found in parts for name, value in found.items()}
         checksums |= {name: checksum(folder / name) for name in (_TORCH_METADATA, METADATA_FILENAME)}
         write_manifest(folder, checksums)
+        if upload is not None:
+            upload.put(folder, (_TORCH_METADATA, METADATA_FILENAME))
+            before_naming()
+            upload.put(folder, (_MANIFEST,))
+            return True
         sync_folder(folder)
         before_naming()
         put_in_place(folder, path)
@@ -500,6 +536,12 @@ def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None 
         The checkpoint as one device would have written it, with the wanted parts of ``state_dict`` and
         ``optimizer_states``.
     """
+    if local_path(path) is None:
+        files, folder = url_to_fs(os.fspath(path))
+        with tempfile.TemporaryDirectory(prefix="checkpoint_") as copy:
+            for file in files.ls(folder, detail=False):
+                files.get_file(file, os.path.join(copy, os.path.basename(file)))
+            return load_sharded(copy, wanted)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     paths = metadata.planner_data
