@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import CheckpointError, StageLostError
+from lightning_recycle.session import checkpoints as checkpoints_module
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage
 
 LENGTH, EVERY = 10, 2
@@ -56,7 +57,7 @@ def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
     strategy: Any = trainer.strategy
     background = strategy.session.checkpoints.background
     deadline = time.monotonic() + PATIENCE
-    while background.batch is not None and not background.batch.is_written and time.monotonic() < deadline:
+    while background and background.batch and not background.batch.is_written and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -158,6 +159,123 @@ def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: P
     )  # fmt: skip
     assert os.listdir(tmp_path) == [f"step={LENGTH}.ckpt"]
     assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
+
+
+# ---------------------------------------------------------------------- memory, and hooks that see checkpoints
+
+
+class NoMemory(L.Callback):
+    """A worker finds no memory for copies."""
+
+    def on_train_start(self, *_: Any) -> None:
+        checkpoints_module.free_bytes = lambda peers: 100.0
+
+
+@FORMATS
+@pytest.mark.parametrize("kills", [False, True], ids=["undisturbed", "killed"])
+def test_training_waits_for_a_checkpoint_of_whose_state_no_copy_fits(
+    sharded: bool, kills: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = {"save_distributed_checkpoint": sharded}
+    run = exact_fit(
+        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=4, at="checkpoint")] if kills else [],
+        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=[NoMemory(), *checkpoints(tmp_path)],
+        enable_checkpointing=True, strategy=strategy,
+    )  # fmt: skip
+    assert len(happened(run, "failure")) == kills
+    assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == [
+        "last.ckpt", "linked", "step=10.ckpt", "step=8.ckpt",
+    ]  # fmt: skip
+    for path in tmp_path.rglob("*.ckpt"):
+        assert damage(path) is None
+    exact_fit(
+        Regression().double(), 1, 2, ckpt_path=tmp_path / "step=8.ckpt", data=dataset(GLOBAL_BATCH * LENGTH),
+        max_steps=LENGTH,
+    )  # fmt: skip
+    assert "no memory for a copy of the state" in caplog.text
+
+
+class SeesCheckpoints(L.Callback):
+    """Counts the weights of a checkpoint."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["weights"] = len(checkpoint["state_dict"])
+
+
+class ReadsItsOwn(ModelCheckpoint):
+    """Reads each checkpoint when it has saved it."""
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        super().on_train_batch_end(trainer, *arguments)
+        if trainer.global_step % EVERY == 0:
+            assert self.best_model_path.endswith(f"step={trainer.global_step}.ckpt")
+            assert damage(self.best_model_path) is None
+
+
+@pytest.mark.parametrize("kind", ["hook", "subclass"])
+def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind: str, tmp_path: Path) -> None:
+    saving = (ReadsItsOwn if kind == "subclass" else ModelCheckpoint)(tmp_path, "{step}", every_n_train_steps=EVERY)
+    run = exact_fit(
+        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+        callbacks=[saving, *([SeesCheckpoints()] if kind == "hook" else [])], enable_checkpointing=True,
+    )  # fmt: skip
+    found = torch.load(tmp_path / f"step={LENGTH}.ckpt", weights_only=False)
+    assert not happened(run, "checkpoint_begun")
+    assert found.get("weights", len(found["state_dict"])) == len(found["state_dict"]) > 2
+
+
+# ---------------------------------------------------------------------- how often, and how fast
+
+
+class NotesInterval(L.Callback):
+    """Every worker writes down after each step how often it saves."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        wait_until_written(trainer)
+        (callback,) = trainer.checkpoint_callbacks
+        assert isinstance(callback, ModelCheckpoint)
+        with open(self._folder / f"{trainer.global_step}.txt", "a") as file:
+            print(callback._every_n_train_steps, file=file)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_all_workers_save_at_the_interval_that_costs_least(background: bool, tmp_path: Path) -> None:
+    strategy = {"background": background, "every_n_train_steps": "auto", "max_restarts": 1}
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    run = exact_fit(
+        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=6)], enable_checkpointing=True,
+        callbacks=[NotesInterval(tmp_path), saving], strategy=strategy,
+        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+    )  # fmt: skip
+    notes = {int(path.stem): path.read_text().split() for path in tmp_path.glob("*.txt")}
+    assert {len(set(found)) for found in notes.values()} == {1}
+    assert notes[0][0] == notes[1][0] == "2"
+    assert int(notes[9][0]) > 100  # without a failure: hours; steps take milliseconds
+    assert [event.step for event in happened(run, "saved")] == [2]
+    path = tmp_path / "step=2.ckpt"
+    saving = ModelCheckpoint(tmp_path / "again", "{step}", every_n_train_steps=2, save_top_k=-1)
+    (tmp_path / "notes").mkdir()
+    exact_fit(
+        Regression().double(), 1, 2, enable_checkpointing=True, strategy=strategy, ckpt_path=path,
+        callbacks=[NotesInterval(tmp_path / "notes"), saving], data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
+    )  # fmt: skip
+
+
+@FORMATS
+def test_holders_write_no_faster_than_they_may(sharded: bool, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    run = exact_fit(
+        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * 2), max_steps=2, enable_checkpointing=True,
+        callbacks=[saving], strategy={"bandwidth": 0.01, "save_distributed_checkpoint": sharded},
+    )  # fmt: skip
+    (begun,), (saved,) = happened(run, "checkpoint_begun"), happened(run, "saved")
+    path = tmp_path / "step=2.ckpt"
+    sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.distcp"))]
+    assert saved.time - begun.time > 0.9 * max(sizes) / 10_000
 
 
 # ---------------------------------------------------------------------- storage that is slow, or full
