@@ -296,8 +296,8 @@ def test_several_layers_of_a_stage_that_are_sharded_as_one_are_refused() -> None
         fit(AsOne(), (1, 2, 2, 1), strategy={"layers": "model"})
 
 
-COLLECTIVES = {(2, 1): 15, (2, 2): 23}
-"""Of a member in a step, by FSDP shards and tensor parallelism: to begin it, for the losses and what was logged, and of
+COLLECTIVES = {(2, 1): 14, (2, 2): 22}
+"""Of a member in a step, by FSDP shards and tensor parallelism: to begin it, for losses and what was logged, and of
 each of two micro-batches 4 gathers of parameters and 2 sums of gradients, or 4 more of tensor parallelism.
 """
 

@@ -210,6 +210,33 @@ def test_a_wait_for_another_member_ends_when_the_generation_does() -> None:
     assert all(error < 1e-12 for _, error in found)
 
 
+EXCHANGED = [(0, 0, 0), (3, 0, 7), (3, 2, 1), (5000, 1, 0), (0, 0, 0), (1, 9, 0)]
+"""Bytes of each member, in one exchange after the other."""
+
+
+def exchanged(position: Position, mesh: PositionMesh) -> int:
+    """How many collectives the exchanges take."""
+    device, collectives = Device(), []
+    group: Any = mesh.groups["data_parallel"]
+    run = group.run
+
+    def counted(*args: Any) -> Any:
+        collectives.append(args)
+        return run(*args)
+
+    group.run = counted
+    for generation in range(2):
+        position.connect(mesh, generation, device)
+        for number, sizes in enumerate(EXCHANGED):
+            found = mesh.exchange([1.5 * mesh.member, number], bytes([mesh.member]) * sizes[mesh.member])
+            assert found == [([1.5 * m, number], bytes([m]) * size) for m, size in enumerate(sizes)]
+    return len(collectives)
+
+
+def test_members_exchange_numbers_and_bytes_in_one_collective_if_there_are_no_more_than_before() -> None:
+    assert Position((3, 1)).run(exchanged) == [2 * (len(EXCHANGED) + 3)] * 3
+
+
 # ---------------------------------------------------------------------- over a worker's own connections
 
 

@@ -22,6 +22,7 @@ Must not know: which layers are sharded, generations other than the current one.
 from __future__ import annotations
 
 import copyreg
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -179,6 +180,7 @@ class PositionMesh:
             mesh_dim_names=(DATA_PARALLEL, TENSOR_PARALLEL),
         )
         _meshes[DATA_PARALLEL, TENSOR_PARALLEL] = self.mesh
+        self._room = 0  # for the data of an exchange, in bytes
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -195,18 +197,23 @@ class PositionMesh:
         """What each of FSDP's members has given for its part of a batch, in order; as many numbers each."""
         group = self.groups[DATA_PARALLEL]
 
-        def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
-            found = [torch.empty_like(mine) for _ in range(group.size())]
-            group.run("allgather", [found], [mine])
-            return found
+        def gathered(mine: bytes, size: int) -> list[bytes]:
+            part = torch.frombuffer(bytearray(mine[:size].ljust(size, b"\0")), dtype=torch.uint8)
+            found = [torch.empty_like(part) for _ in range(group.size())]
+            group.run("allgather", [found], [part])
+            return [each.numpy().tobytes() for each in found]
 
-        heads = [head.tolist() for head in gathered(torch.tensor([len(data), *numbers], dtype=torch.float64))]
-        sizes = [int(head[0]) for head in heads]
-        contents = [b""] * len(sizes)
-        if most := max(sizes):
-            mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-            contents = [part[:size].numpy().tobytes() for part, size in zip(gathered(mine), sizes, strict=True)]
-        return [(head[1:], content) for head, content in zip(heads, contents, strict=True)]
+        head = struct.Struct(f"={1 + len(numbers)}d")
+        room = self._room  # the same on all members: that which the newest exchange of this generation needed
+        parts = gathered(head.pack(len(data), *numbers) + data, head.size + room)
+        heads = [head.unpack_from(part) for part in parts]
+        sizes = [int(size) for size, *_ in heads]
+        self._room = max(sizes)
+        contents = [part[head.size :][:size] for part, size in zip(parts, sizes, strict=True)]
+        if self._room > room:
+            rests = gathered(data[room:], self._room - room)
+            contents = [(c + rest)[:size] for c, rest, size in zip(contents, rests, sizes, strict=True)]
+        return [(list(found), content) for (_, *found), content in zip(heads, contents, strict=True)]
 
     def plans(self, ranks: Sequence[int], loop: int) -> list[GroupPlan]:
         """The process groups to create in a generation.
@@ -236,6 +243,7 @@ class PositionMesh:
             alone: a group of this process alone.
             await_work: waits for a collective: (Gloo's group, its work, whether it is that of a hook).
         """
+        self._room = 0
         plans = {plan.ranks: plan.name for plan in self.plans(ranks, 0)}
         for name, members in self._ranks.items():
             numbers = tuple(ranks[member] for member in members)
