@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from support.growth import AwaitReplacement
+from support.growth import AwaitWorkers
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.options import recycle_strategy
 from support.training import QUIET
@@ -24,16 +24,6 @@ class Talking(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy
         print("step", self.global_step, "workers", len(strategy.live_workers), "pid", os.getpid(), flush=True)
-
-
-class AwaitWorkers(AwaitReplacement):
-    def __init__(self, wanted: dict[int, int], steps: int) -> None:
-        super().__init__(range(min(wanted, default=steps), steps), pace=0.1)
-        self._wanted = wanted
-
-    def missing(self, strategy: Any) -> bool:
-        step = strategy.lightning_module.global_step
-        return len(strategy.live_workers) != self._wanted[max(first for first in self._wanted if first <= step)]
 
 
 def main() -> None:

@@ -48,7 +48,19 @@ class AwaitReplacement(L.Callback):
 
     def missing(self, strategy: Any) -> bool:
         """Whether a worker is waited for."""
-        return len(strategy.live_workers) < int(strategy.grid.num_workers)
+        return len(strategy.live_workers) < int(strategy.grid.num_workers * strategy.options.members)
+
+
+class AwaitWorkers(AwaitReplacement):
+    """Waits until there are ``wanted`` workers, by the step from which on that holds; with 0.1 s per step."""
+
+    def __init__(self, wanted: dict[int, int], steps: int) -> None:
+        super().__init__(range(min(wanted, default=steps), steps), pace=0.1)
+        self._wanted = wanted
+
+    def missing(self, strategy: Any) -> bool:
+        step = strategy.lightning_module.global_step
+        return len(strategy.live_workers) != self._wanted[max(first for first in self._wanted if first <= step)]
 
 
 class Marks(L.Callback):
@@ -131,6 +143,7 @@ def causes(run: L.Trainer) -> list[str]:
 __all__ = [
     "LONGEST_WAIT",
     "AwaitReplacement",
+    "AwaitWorkers",
     "Marks",
     "Meanwhile",
     "causes",
