@@ -67,6 +67,7 @@ RebootProgram=/bin/true
 SchedulerParameters=preempt_send_user_signal
 {nodes}
 PartitionName=work Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=10 OverSubscribe=NO
+PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=45 OverSubscribe=NO
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF OverSubscribe=NO
 """
 
@@ -159,9 +160,11 @@ class Cluster:
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
-    def submit(self, script: Path, *options: str, environment: Mapping[str, str] | None = None) -> int:
+    def submit(
+        self, script: Path, *options: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> int:
         """Submits a batch script; returns the number of the job."""
-        command = ["sbatch", "--parsable", *options, str(script)]
+        command = ["sbatch", "--parsable", *options, str(script), *arguments]
         done = subprocess.run(
             command,
             env={**self.environment, **(environment or {})},

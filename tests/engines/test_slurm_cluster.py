@@ -1,6 +1,7 @@
 """Jobs on a real cluster of SLURM: ``make test-slurm``. Each batch script is what a user writes, and nothing more."""
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from slurm_cluster import PACKAGES, Cluster, cluster, missing_programs
 from slurm_training import Slow
 from support.models import GLOBAL_BATCH, dataset
 from support.training import difference, plain_loop
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(
         bool(missing_programs()) or os.geteuid() != 0,
         reason=f"needs root and {', '.join(missing_programs()) or 'nothing else'}: apt-get install {PACKAGES}",
@@ -72,7 +73,7 @@ class Job:
 
     def await_step(self, step: int, times: int = 4) -> None:
         words = f"step {step}\n"
-        found = wait_for(lambda: self.output().count(words) >= times, 180, pause=0.1)
+        found = wait_for(lambda: self.output().count(words) >= times, PATIENCE, pause=0.1)
         assert found, f"{self.slurm.job(self.number)}\n{self.output()}\n{self.slurm.logs()}"
 
     def workers(self) -> dict[str, psutil.Process]:
@@ -90,7 +91,7 @@ class Job:
 
     def check_completed(self) -> None:
         """SLURM says that it succeeded, and the weights are those of a training without anything of this project."""
-        known = self.slurm.await_state(self.number, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", seconds=240)
+        known = self.slurm.await_state(self.number, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", seconds=PATIENCE)
         assert (known["JobState"], known["ExitCode"]) == ("COMPLETED", "0:0"), self.output()
         for run in self.folder.glob("run*"):
             assert difference(torch.load(run / "trained.pt"), expected()) < 1e-10
@@ -128,6 +129,18 @@ def test_a_killed_worker_is_replaced_and_the_next_job_follows(slurm: Cluster, tm
     slurm.await_state(follower, "COMPLETED")
 
 
+def test_members_of_a_position_share_a_node_and_are_replaced(slurm: Cluster, tmp_path: Path) -> None:
+    """The killed one is started again by its task, and so is its sibling, whose state is out of date."""
+    job = Job(slurm, tmp_path, "await", "members", nodes=2)
+    job.await_step(3)
+    job.workers()["2"].kill()
+    job.check_completed()
+    places = re.findall(r"position \d is on node\d", job.output())
+    assert len(places) == 6
+    assert len(set(places)) == 2
+    assert job.output().count('"kind": "rejoined"') == 2
+
+
 def test_a_killed_coordinators_task_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     """The first task's worker is killed, too; the coordinator beside it is no child of that worker."""
     job = Job(slurm, tmp_path, "await", nodes=2)
@@ -159,13 +172,54 @@ def test_a_preempted_job_resumes(slurm: Cluster, tmp_path: Path) -> None:
     assert job.output().count("step 3\n") == 4
 
 
+JOINING = """#!/bin/bash
+#SBATCH --nodes=1 --exclusive --ntasks-per-node=2 --no-kill
+srun --no-kill {python} -m lightning_recycle.engines.recycle_run ${{1:+--join $1}} \\
+    {python} {training} {folder} {steps} 0.1 0=2 8=6 20=4
+"""
+
+
+def test_further_jobs_join_the_run_of_the_first_and_one_that_is_preempted_leaves(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """Three jobs of one node each, of which the second and third are of an array; nothing is redone."""
+    names = {"python": sys.executable, "training": HERE / "slurm_training.py", "folder": tmp_path / "run"}
+    (tmp_path / "job.sh").write_text(JOINING.format(**names, steps=STEPS))
+    environment = {"OMP_NUM_THREADS": "1"}
+
+    def says(name: str, words: str) -> bool:
+        path = tmp_path / name
+        return path.exists() and words in path.read_text()
+
+    first = slurm.submit(tmp_path / "job.sh", "--output=first.log", environment=environment)
+    assert wait_for(lambda: says("first.log", "step 4\n"), PATIENCE, pause=0.1), slurm.logs()
+    options = ("--array=1-2", "--partition=spot", "--output=%a.log")
+    more = slurm.submit(tmp_path / "job.sh", *options, arguments=[str(first)], environment=environment)
+    assert wait_for(lambda: says("2.log", "step 19\n"), PATIENCE, pause=0.1), slurm.logs()
+    (tmp_path / "urgent.sh").write_text("#!/bin/bash\nsleep 1\n")
+    node = slurm.job(f"{more}_2")["NodeList"]
+    slurm.submit(
+        tmp_path / "urgent.sh", "--partition=urgent", f"--nodelist={node}", "--ntasks-per-node=8", "--output=/dev/null"
+    )
+    known = slurm.await_state(first, "COMPLETED", "FAILED", seconds=PATIENCE)
+    log = (tmp_path / "first.log").read_text()
+    assert known["ExitCode"] == "0:0", log
+    slurm.await_state(f"{more}_1", "COMPLETED", seconds=PATIENCE)
+    preempted = slurm.job(f"{more}_2")
+    slurm.call("scancel", "--quiet", f"{more}_2")  # it may be in the queue again
+    assert difference(torch.load(tmp_path / "run" / "trained.pt"), expected()) < 1e-10
+    kinds = [kind for kind in ("failure", "redone", "rejoined", "left") if f'"kind": "{kind}"' in log]
+    assert kinds == ["rejoined", "left"]
+    assert preempted["PreemptTime"] != "None"
+
+
 def test_each_job_of_an_array_is_requeued_by_itself(slurm: Cluster, tmp_path: Path) -> None:
     job = Job(slurm, tmp_path, nodes=2, options=("--array=1-2",))
     job.await_step(3, times=8)
     slurm.call("scancel", "--signal=USR1", f"{job.number}_2")
     assert wait_for(lambda: slurm.job(f"{job.number}_2")["Restarts"] == "1", 60), job.output()
     for name in (f"{job.number}_1", f"{job.number}_2"):
-        slurm.await_state(name, "COMPLETED", seconds=240)
+        slurm.await_state(name, "COMPLETED", seconds=PATIENCE)
     assert slurm.job(f"{job.number}_1")["Restarts"] == "0"
     for run in ("run-1", "run-2"):
         assert difference(torch.load(tmp_path / run / "trained.pt"), expected()) < 1e-10
@@ -173,7 +227,7 @@ def test_each_job_of_an_array_is_requeued_by_itself(slurm: Cluster, tmp_path: Pa
 
 def test_a_failing_training_is_a_failed_job(slurm: Cluster, tmp_path: Path) -> None:
     job = Job(slurm, tmp_path, "fail", nodes=2)
-    known = slurm.await_state(job.number, "COMPLETED", "FAILED", seconds=240)
+    known = slurm.await_state(job.number, "COMPLETED", "FAILED", seconds=PATIENCE)
     assert (known["JobState"], known["ExitCode"]) == ("FAILED", "1:0"), job.output()
     assert "the user's mistake" in job.output()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_recycle import LayerSpec, PipelineModule
@@ -34,6 +35,17 @@ class Regression(PipelineModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Divided(Regression):
+    """The members of a position share the last two linear layers."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        mesh: Any = self.device_mesh
+        *_, up, down = (layer for layer in self.layers if isinstance(layer, nn.Linear))
+        parallelize_module(up, mesh["tensor_parallel"], ColwiseParallel())
+        parallelize_module(down, mesh["tensor_parallel"], RowwiseParallel())
 
 
 class Scheduled(Regression):
