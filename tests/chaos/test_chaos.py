@@ -54,16 +54,17 @@ def test_the_samples_hold_every_family() -> None:
     assert {draw(seed).family for seed in (*SEEDS, *SEEDS_WITH_SMALL_DISKS)} == FAMILIES.keys() - {"elastic"}
 
 
-def test_a_run_begins_with_one_lane_has_six_in_the_middle_and_two_in_the_end(place: Workplace) -> None:
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_begins_with_one_lane_has_six_in_the_middle_and_two_in_the_end(stages: int, place: Workplace) -> None:
     recipe = Recipe(monitored="train_error", keeps_best=True)
-    crowds = (Crowd(5, 6), Crowd(13, 2))
+    crowds = (Crowd(5, 6 * stages), Crowd(13, 2 * stages))
     killed = (LateFault("kill", 3, 0, 20),)
-    scenario = Scenario(1, "elastic", 3, 1, recipe, late_faults=killed, lanes=6, begins=1, crowds=crowds)
+    scenario = Scenario(1, "elastic", 3, stages, recipe, late_faults=killed, lanes=6, begins=1, crowds=crowds)
     result = run_scenario(scenario, place)
     assert result.problems == ()
     joined, lost, left = (result.events[kind] for kind in ("rejoined", "failure", "left"))
-    assert joined >= 6
-    assert (lost, 1 + joined - lost - left) == (1, 2)
+    assert joined >= 5 * stages + 1
+    assert (lost, stages + joined - lost - left) == (1, 2 * stages)
 
 
 # ---------------------------------------------------------------------- what is drawn
