@@ -121,7 +121,7 @@ def test_options_are_copied_and_sent_without_the_library_of_plans(tmp_path: Any)
 
 def test_no_replacements_are_the_default_and_restarts_from_a_checkpoint_have_a_bound_of_their_own() -> None:
     assert RecoveryOptions().max_restarts == 0
-    assert [RecoveryOptions(max_restarts=n).restarts_from_checkpoint for n in (0, 2, 100)] == [10, 2, 100]
+    assert [RecoveryOptions(max_restarts=n).most_starts for n in (0, 2, 100)] == [10, 2, 100]
 
 
 def test_options_come_from_the_command_line_of_lightning() -> None:

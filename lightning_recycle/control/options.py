@@ -26,7 +26,7 @@ MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseE
 """Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate of
 exceptions."""
 
-_RESTARTS_FROM_CHECKPOINT = 10
+_STARTS_WITHOUT_REPLACEMENTS = 10
 
 
 @suggests_options
@@ -116,13 +116,10 @@ class RecoveryOptions(OptionGroup):
 
     @property
     def most_starts(self) -> int:
-        """How many processes may be started in place of lost workers; without replacements, of workers that move."""
-        return self.max_restarts or _RESTARTS_FROM_CHECKPOINT
-
-    @property
-    def restarts_from_checkpoint(self) -> int:
-        """How often a run begins again from the same checkpoint."""
-        return self.max_restarts or _RESTARTS_FROM_CHECKPOINT
+        """How many processes may be started in place of lost workers, or of workers that move without replacements; and
+        how often a run begins again from the same checkpoint.
+        """
+        return self.max_restarts or _STARTS_WITHOUT_REPLACEMENTS
 
 
 @dataclass(frozen=True)

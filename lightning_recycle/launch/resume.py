@@ -249,7 +249,7 @@ class RestartPolicy:
         self._lost_at, self._repeated = lost_at, self._repeated + 1 if again else 0
         if saved_step > self._newest:
             self._newest, self._without_progress = saved_step, 0
-        if self._without_progress >= self._recovery.restarts_from_checkpoint:
+        if self._without_progress >= self._recovery.most_starts:
             return (
                 f"it has been restarted {self._without_progress} times from the checkpoint of step {saved_step} without"
                 " reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
