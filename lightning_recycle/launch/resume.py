@@ -227,10 +227,8 @@ class RestartPolicy:
 
     def __init__(self, positions: Positions, recovery: RecoveryOptions) -> None:
         self._positions, self._recovery = positions, recovery
-        self._newest = -1
-        self._without_progress = 0
-        self._lost_at: int | None = None
-        self._repeated = 0
+        self._newest = self._lost_at = -1
+        self._without_progress = self._repeated = 0
 
     def next_start(self, saved_step: int | None, devices: int, lost_at: int) -> Start | str:
         """Returns the next start, or why there is none.
@@ -245,7 +243,7 @@ class RestartPolicy:
                 "a restart needs a checkpoint of this run that is whole, and there is none:"
                 " ModelCheckpoint(every_n_train_steps=...) writes them more often"
             )
-        again = self._lost_at is not None and abs(lost_at - self._lost_at) <= _SAME_STEP
+        again = saved_step <= self._newest and abs(lost_at - self._lost_at) <= _SAME_STEP
         self._lost_at, self._repeated = lost_at, self._repeated + 1 if again else 0
         if saved_step > self._newest:
             self._newest, self._without_progress = saved_step, 0

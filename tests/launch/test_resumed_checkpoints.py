@@ -75,3 +75,8 @@ def test_a_run_that_is_lost_in_the_same_place_again_and_again_ends(lost_at: list
 @pytest.mark.parametrize("lost_at", [[6, 6, 9, 9, 6, 6], [6, 8, 10, 12], [12, 9, 6]])
 def test_losses_in_other_places_are_no_repetition(lost_at: list[int]) -> None:
     assert all(starts(lost_at))
+
+
+def test_a_run_that_gets_a_step_further_with_each_restart_goes_on() -> None:
+    policy = RestartPolicy(POSITIONS, RECOVERY)
+    assert all(isinstance(policy.next_start(saved, 8, saved), Start) for saved in range(4, 9))
