@@ -26,7 +26,7 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.weights import own_parts
-from lightning_recycle.runtime.executor.device_memory import free_bytes
+from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest, StateCopies
 from lightning_recycle.session.checkpoint_files import (
@@ -600,6 +600,8 @@ class Checkpoints:
     def begin_training(self) -> None:
         """The training begins; until it ends, checkpoints may be written while it goes on."""
         self.is_training = True
+        if self.background is not None:
+            reset_peak(torch.device("cpu"))  # a checkpoint that was read may have taken more than training does
         if self.interval is not None:
             self.interval.begin(self.module.trainer.global_step)
 

@@ -20,6 +20,7 @@ from lightning_recycle.runtime.executor.device_memory import (
     machine_bytes,
     peak_bytes,
     process_bytes,
+    reset_peak,
     storage_bytes,
 )
 from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
@@ -151,6 +152,18 @@ def test_what_a_container_or_job_uses_is_not_free(
     for name, text in {limit: "1000000", used: "700000", "memory.stat": f"anon 5\n{files} 200000"}.items():
         (tmp_path / folder / name).write_text(text + "\n")
     assert free_bytes(0, tmp_path, tmp_path / "membership") == 500_000
+
+
+def test_what_a_process_has_held_before_it_trains_is_free_again() -> None:
+    cpu = torch.device("cpu")
+    reset_peak(cpu)
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    peak, free = peak_bytes(cpu), free_bytes(0)
+    del held
+    assert free_bytes(100) < free - 50 * (64 << 20)
+    reset_peak(cpu)
+    assert free_bytes(100) > free - 50 * (64 << 20)
+    assert peak_bytes(cpu) >= peak
 
 
 class Allocator:

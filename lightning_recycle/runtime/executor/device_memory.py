@@ -152,13 +152,17 @@ def peak_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return max(_peaks.get(device, 0), int(torch.cuda.max_memory_allocated(device)))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(_peaks.get(device, 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Lets the allocator of a CUDA device find a new peak; :func:`peak_bytes` remembers the old one."""
+    """Lets the allocator of a CUDA device, or the kernel, find a new peak; :func:`peak_bytes` remembers the old one."""
     _peaks[device] = peak_bytes(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):  # not on Linux, or /proc cannot be written
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def process_bytes(device: torch.device) -> int:
