@@ -171,8 +171,10 @@ class NoMemory(L.Callback):
         checkpoints_module.free_bytes = lambda peers: 100.0
 
 
-@FORMATS
-@pytest.mark.parametrize("kills", [False, True], ids=["undisturbed", "killed"])
+@pytest.mark.parametrize(
+    ("sharded", "kills"),
+    [(False, False), (True, True), *(pytest.param(kind, not kind, marks=pytest.mark.long) for kind in (False, True))],
+)
 def test_training_waits_for_a_checkpoint_of_whose_state_no_copy_fits(
     sharded: bool, kills: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,7 +244,7 @@ class NotesInterval(L.Callback):
             print(callback._every_n_train_steps, file=file)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.long), True])
 def test_all_workers_save_at_the_interval_that_costs_least(background: bool, tmp_path: Path) -> None:
     strategy = {"background": background, "every_n_train_steps": "auto", "max_restarts": 1}
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
