@@ -1,5 +1,6 @@
 """Real Ray clusters on this machine. Those of several nodes run in ``make test-ray``, which asks for their marker."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.waiting import PATIENCE
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,9 +29,8 @@ class LocalCluster:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        self._cluster: Any = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20}
-        )
+        head = {"num_cpus": 0, "object_store_memory": 100 << 20, "include_dashboard": False}
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
         self._joined: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -45,6 +46,20 @@ class LocalCluster:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", self.address]
         options = ["--num-cpus", str(num_cpus), "--object-store-memory", str(100 << 20)]
         self._joined.append(subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL))
+
+    def demand(self) -> int:
+        """How many workers wait for room, as an autoscaler sees it."""
+        status = importlib.import_module("ray.autoscaler.v2.sdk").get_cluster_status(self.address)
+        demands = status.resource_demands.ray_task_actor_demand
+        return sum(int(request.count) for demand in demands for request in demand.bundles_by_count)
+
+    def drain(self, *nodes: str) -> None:
+        """Announces the end of nodes, as an autoscaler or a cloud does."""
+        words = ["drain-node", "--address", self.address, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+        words += ["--reason-message", "preempted", "--deadline-remaining-seconds", "60"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", *words, "--node-id"]
+        for process in [subprocess.Popen([*command, node]) for node in nodes]:
+            assert process.wait(PATIENCE) == 0
 
     def kill_raylet(self, node: Any) -> None:
         """Kills the raylet of a node with SIGKILL; its workers end because of that."""

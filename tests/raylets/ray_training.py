@@ -72,12 +72,14 @@ class AllDie(Regression):
             os._exit(9)
 
 
-def from_driver(model: Regression, callbacks: Any = (), **options: Any) -> L.Trainer:
+def from_driver(model: Regression, callbacks: Any = (), stages: int = 2, members: int = 1, **options: Any) -> L.Trainer:
     """Trains with a Trainer in this process, whose workers are on Ray."""
-    strategy = recycle_strategy(2, 6, **{"engine": "ray", **(options or {"max_restarts": 10})})
+    options = {"engine": "ray", "tensor_parallel_size": members, **(options or {"max_restarts": 10})}
+    strategy = recycle_strategy(stages, 6, **options)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     arguments = {**QUIET, "enable_checkpointing": saves, "callbacks": list(callbacks)}
-    trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, max_steps=STEPS, **arguments)
+    arguments |= {"devices": stages * members, "num_nodes": 2, "max_steps": STEPS}
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, **arguments)
     trainer.fit(model, DataLoader(DATA, batch_size=GLOBAL_BATCH // 2))
     return trainer
 

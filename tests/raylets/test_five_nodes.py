@@ -2,22 +2,22 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from raylets.conftest import LocalCluster
 from raylets.ray_training import STEPS, Signs, expected, from_driver
 from support.models import Regression
 from support.training import difference
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import Event
 
-pytestmark = [pytest.mark.ray_cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray_cluster, pytest.mark.timeout(1200)]
 
 
 class Signed:
@@ -36,16 +36,26 @@ class Signed:
                 found[rank] = max(found.get(rank, (-1, 0, 0, "")), (incarnation, pid, int(step), node))
         return found
 
-    def all_train(self) -> bool:
+    def all_train(self, count: int) -> bool:
         found = self.workers()
-        return len(found) == 4 and all(step >= 5 for _, _, step, _ in found.values())
+        return len(found) == count and all(step >= 5 for _, _, step, _ in found.values())
+
+    def alive(self) -> int:
+        """How many of them are processes."""
+        return sum(Path(f"/proc/{pid}").exists() for _, pid, _, _ in self.workers().values())
 
     def replaced(self, *ranks: int) -> bool:
         return all(self.workers()[rank][0] > 0 for rank in ranks)
 
 
-def fit_while(signs: Path, disturb: Callable[[Signed], None]) -> list[Event]:
-    """Trains, and meanwhile, once all workers train, does something to it; returns what happened.
+def fit_while(
+    signs: Path,
+    disturb: Callable[[Signed], None],
+    workers: int = 4,
+    kind: type[Regression] = Regression,
+    **options: Any,
+) -> list[Event]:
+    """Trains, and meanwhile, once so many workers train, does something to it; returns what happened.
 
     The weights must be those of an undisturbed training, and each step be committed once.
     """
@@ -53,7 +63,7 @@ def fit_while(signs: Path, disturb: Callable[[Signed], None]) -> list[Event]:
 
     def work() -> None:
         try:
-            if wait_for(signed.all_train, 240):
+            if wait_for(partial(signed.all_train, workers), PATIENCE):
                 disturb(signed)
         except BaseException as error:  # raised below
             failures.append(error)
@@ -62,8 +72,8 @@ def fit_while(signs: Path, disturb: Callable[[Signed], None]) -> list[Event]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    model = Regression().double()
-    trainer = from_driver(model, [Signs(str(signs))])
+    model = kind().double()
+    trainer = from_driver(model, [Signs(str(signs))], **options)
     thread.join()
     if failures:
         raise failures[0]
@@ -130,6 +140,31 @@ def test_workers_that_no_node_has_room_for_come_when_a_node_does(cluster: LocalC
     assert sorted(event.worker for event in kinds(history, "rejoined")) == [(1, 0), (1, 1)]
 
 
+def test_a_run_begins_on_the_nodes_that_there_are_and_follows_the_cluster(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """From two nodes to four and to one: nothing starts again, nothing is redone, and the batch stays."""
+    for _ in range(2):
+        cluster.add(1)
+
+    def resize(signed: Signed) -> None:
+        assert wait_for(lambda: cluster.demand() == 2, PATIENCE)
+        for count in (3, 4):  # raylets that start at once on one machine may choose the same socket
+            cluster.join(1)
+            assert wait_for(partial(signed.all_train, count), PATIENCE)
+        _, *going = {worker[3] for worker in signed.workers().values()}
+        cluster.drain(*going)
+        assert wait_for(lambda: signed.alive() == 1, PATIENCE)
+        assert wait_for(lambda: cluster.demand() == 3, PATIENCE)
+
+    numbers = {"num_pipelines": 2, "min_pipelines": 1, "max_pipelines": 4}
+    history = fit_while(tmp_path, resize, workers=2, stages=1, **numbers)
+    assert [kinds(history, kind) for kind in ("failure", "redone", "restarting", "stage_lost")] == [[], [], [], []]
+    assert len(kinds(history, "rejoined")) == 2
+    assert len(kinds(history, "left")) == 3
+    assert wait_for(nothing_is_left, PATIENCE)
+
+
 def test_workers_of_a_drained_node_leave_without_a_redone_step(cluster: LocalCluster, tmp_path: Path) -> None:
     for _ in range(4):
         cluster.add()
@@ -137,21 +172,7 @@ def test_workers_of_a_drained_node_leave_without_a_redone_step(cluster: LocalClu
 
     def drain(signed: Signed) -> None:
         drained.append(signed.workers()[0][3])
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "ray.scripts.scripts",
-                "drain-node",
-                *("--address", cluster.address),
-                *("--node-id", drained[0]),
-                *("--reason", "DRAIN_NODE_REASON_PREEMPTION"),
-                *("--reason-message", "preempted"),
-                *("--deadline-remaining-seconds", "60"),
-            ],
-            check=True,
-            timeout=60,
-        )
+        cluster.drain(drained[0])
         assert wait_for(lambda: signed.replaced(0, 1), 240)
         assert drained[0] not in {worker[3] for worker in signed.workers().values()}
 
