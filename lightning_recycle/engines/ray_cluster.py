@@ -1,9 +1,10 @@
 """Ray's nodes: which of them take workers, which are about to go, and on which the workers of a grid are placed.
 
 Placement: the loss of one node costs at most one replica of each stage. A pipeline gets a node of its own where one has
-room for all of its workers, else several nodes that no other pipeline uses. Where even those do not suffice its workers
-go wherever there is room: a run with less safety is better than none. A replacement goes to the node of its
-predecessor; if that is gone, or about to go, to one that no other worker uses, else wherever Ray has room.
+room for all of its positions, else several nodes that no other pipeline uses. Where even those do not suffice its
+positions go wherever there is room: a run with less safety is better than none. A replacement goes to the node of its
+predecessor; if that is gone, or about to go, to one that no other worker uses, else wherever Ray has room. The members
+of a position go to the same node.
 
 The one module that touches what Ray does not promise: ``GlobalState.get_draining_nodes``, which Ray Train and Ray Serve
 use for the same question, ``available_resources_per_node``, and the spilling of actors from a node without room. Ray is
@@ -13,7 +14,8 @@ imported when the first run needs it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ __all__ = [
     "Node",
     "RayEngine",
     "alive_nodes",
+    "beside_others",
     "connect",
     "draining_nodes",
     "homes",
@@ -35,6 +38,7 @@ __all__ = [
     "schedulable_nodes",
     "stand_in",
     "start_actor",
+    "staying_nodes",
 ]
 
 _AMOUNTS = Check(
@@ -115,6 +119,21 @@ def _home(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
     return tuple(home) if len(home) == stages else None
 
 
+def beside_others(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iterable[str]) -> Iterator[str | None]:
+    """Where further positions go, one after the other: the node with most room beside those of ``taken`` and of
+    before; None if there is none.
+    """
+    left = Counter({node.name: room(node, needs) for node in nodes})
+    left.subtract(taken)
+    while True:
+        name = max(sorted(left), key=left.__getitem__, default=None)
+        if name is None or left[name] < 1:
+            name = None
+        else:
+            left[name] -= 1
+        yield name
+
+
 def stand_in(nodes: Sequence[Node], needs: Mapping[str, float], used: Collection[str]) -> str | None:
     """A node for one worker whose own node is gone: one that has room and is not in ``used``, the nodes of the other
     workers; None if there is none.
@@ -163,9 +182,8 @@ def connect() -> Any:
 def schedulable_nodes() -> list[Node]:
     """The nodes that take new workers, with their free resources."""
     state = importlib.import_module("ray._private.state")
-    going = draining_nodes()
     free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
-    return [Node(name, free.get(name, {})) for name in sorted(alive_nodes()) if name not in going]
+    return [Node(name, free.get(name, {})) for name in sorted(staying_nodes())]
 
 
 def alive_nodes() -> frozenset[str]:
@@ -180,6 +198,11 @@ def draining_nodes() -> frozenset[str]:
     return frozenset(importlib.import_module("ray._private.state").state.get_draining_nodes())
 
 
+def staying_nodes() -> frozenset[str]:
+    """The ids of the alive nodes that are not about to go."""
+    return alive_nodes() - draining_nodes()
+
+
 def start_actor(kind: type[Any], name: str, needs: Mapping[str, float], node: str | None, waits: bool) -> Any:
     """An actor of the class ``kind`` that lives once, where Ray has room for it.
 
@@ -188,7 +211,7 @@ def start_actor(kind: type[Any], name: str, needs: Mapping[str, float], node: st
         name: the actor's name.
         needs: the amount of each resource that it needs.
         node: the node on which it should live; None for any.
-        waits: whether it waits for room on that node as long as that exists.
+        waits: whether it waits for room on that node, and fails if that is gone; else it goes elsewhere.
     """
     amounts = dict(needs)
     strategies = importlib.import_module("ray.util.scheduling_strategies")
@@ -204,7 +227,7 @@ def start_actor(kind: type[Any], name: str, needs: Mapping[str, float], node: st
             name=name,
             scheduling_strategy="DEFAULT"
             if node is None
-            else strategies.NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=not waits),
+            else strategies.NodeAffinitySchedulingStrategy(node, soft=not waits, _spill_on_unavailable=not waits),
         )
     )
     return options.remote()

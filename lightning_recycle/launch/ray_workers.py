@@ -177,19 +177,29 @@ class RayWorkerGroup:
         self._started, self._least = 0, least
         self.without_room = frozenset[int]()
         self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
+        self._placing = threading.Lock()
         self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
-        grid = positions.grid
-        found = ray_cluster.homes(ray_cluster.schedulable_nodes(), self._needs, grid.lanes, grid.stages)
+        grid, nodes = positions.grid, ray_cluster.schedulable_nodes()
+        found = ray_cluster.homes(nodes, self._needs, grid.lanes, grid.stages)
+        others = ray_cluster.beside_others(nodes, self._needs, [node for home in found for node in home or ()])
         for pipeline, home in enumerate(found):
             for stage in range(grid.stages):
-                for rank in positions.ranks(Worker(pipeline, stage)):
-                    self._nodes[rank] = None if home is None else home[stage]
+                node = next(others) if home is None else home[stage]
+                self._nodes.update(dict.fromkeys(positions.ranks(Worker(pipeline, stage)), node))
         if None in found and len(ray_cluster.alive_nodes()) > 1:
             log.warning(
                 "%d of %d pipelines have no node of their own with room for them now: Ray places these wherever it"
                 " finds room, and the loss of one node may cost several replicas of a stage.",
                 found.count(None),
                 len(found),
+            )
+        if positions.members > 1 and None in self._nodes.values():
+            log.warning(
+                "No node has room now for all %d processes of %d of the positions (%s): Ray may place them on several"
+                " nodes, and then the collectives of their layers cross the network.",
+                positions.members,
+                list(self._nodes.values()).count(None) // positions.members,
+                self._needs,
             )
 
     def start(self, argument: Any, name: str) -> RayWorkerProcess:
@@ -208,16 +218,20 @@ class RayWorkerGroup:
         node = self._node_of_replacement(rank)
         worker = self._request(argument, name, node, waits=True)
         wanted_since = time.monotonic()
-        while not self._has_started(worker):
+        while True:
+            has_started = self._has_started(worker)  # or has failed, if its node is gone
+            is_gone = node is not None and node not in ray_cluster.staying_nodes()
+            if has_started and not is_gone:
+                return worker
             if self._members.closed.is_set():
                 worker.kill()
                 raise WorkerStartError("The run is over.")
-            if node is not None and time.monotonic() - wanted_since > _HOME_SECONDS:
-                log.info("%s has found no room on its node; it goes wherever there is room.", name)
+            if is_gone or (node is not None and time.monotonic() - wanted_since > _HOME_SECONDS):
+                log.info("%s has found no room on its node; it goes to another one.", name)
                 worker.kill()
                 worker.release()
-                node, worker = None, self._request(argument, name, None, waits=True)
-        return worker
+                node = self._node_of_replacement(rank) if is_gone else None
+                worker = self._request(argument, name, node, waits=True)
 
     def _request(self, argument: Any, name: str, node: str | None, *, waits: bool) -> RayWorkerProcess:
         with self._members.lock:
@@ -273,15 +287,21 @@ class RayWorkerGroup:
 
     def _node_of_replacement(self, rank: int) -> str | None:
         """The node of the worker before, or if that goes, the one where a member of its position has gone, or one with
-        room for the position that no other worker uses; None if there is none.
+        room for the position, if possible one that no other worker uses; None if there is none.
         """
-        siblings = self._positions.siblings(rank)
-        stays = ray_cluster.alive_nodes() - ray_cluster.draining_nodes()
-        for node in (self._nodes[rank], *(self._nodes[sibling] for sibling in sorted(siblings))):
-            if node in stays:
-                return node
-        used = [node for other, node in self._nodes.items() if node is not None and other not in {rank, *siblings}]
-        return ray_cluster.stand_in(ray_cluster.schedulable_nodes(), self._needs, used)
+        with self._placing:  # the members of a position are replaced at the same time
+            siblings, stays = self._positions.siblings(rank), ray_cluster.staying_nodes()
+            for node in (self._nodes[rank], *(self._nodes[sibling] for sibling in sorted(siblings))):
+                if node in stays:
+                    break
+            else:
+                used = {node for other, node in self._nodes.items() if node and other not in {rank, *siblings}}
+                nodes = ray_cluster.schedulable_nodes()
+                node = ray_cluster.stand_in(nodes, self._needs, used)
+                if node is None and siblings:
+                    node = ray_cluster.stand_in(nodes, self._needs, ())
+            self._nodes[rank] = node
+            return node
 
     def attend(self, coordinator: Coordinator) -> None:
         """Lets the workers of a node that is about to go leave at a step boundary."""
@@ -312,7 +332,7 @@ class RayWorkerGroup:
 
 
 def free_slots(needs: Mapping[str, float], wanted: int) -> int:
-    """How many workers that need so much of each resource the cluster has room for now, ``wanted`` at most."""
+    """How many positions that need so much of each resource the cluster has room for now, ``wanted`` at most."""
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:
         found = min(wanted, sum(ray_cluster.room(node, needs) for node in ray_cluster.schedulable_nodes()))

@@ -276,7 +276,9 @@ def devices_left(run: PreparedRun) -> int:
     if run.options.ray is not None:
         from lightning_recycle.launch.ray_workers import free_slots
 
-        return free_slots(_needs(run), run.setup.positions.num_workers)
+        positions = run.setup.positions
+        needs = {name: positions.members * amount for name, amount in _needs(run).items()}
+        return positions.members * free_slots(needs, positions.grid.num_workers)
     return run.num_devices
 
 

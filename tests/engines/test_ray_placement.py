@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
-from lightning_recycle.engines.ray_cluster import Node, homes, room, stand_in
+from lightning_recycle.engines.ray_cluster import Node, beside_others, homes, room, stand_in
 
 CPU = {"CPU": 1.0}
 
@@ -46,6 +48,13 @@ def test_no_node_has_two_replicas_of_a_stage(cpus: dict[str, float]) -> None:
     assert found[0] is not None
     assert found[1] is not None
     assert not set(found[0]) & set(found[1])
+
+
+def test_further_positions_go_where_most_room_is_left() -> None:
+    pairs = {"CPU": 2.0}  # two members each
+    assert homes(nodes(a=4, b=6), pairs, 3, 1) == [("a",), ("b",), None]
+    assert list(islice(beside_others(nodes(a=4, b=6), pairs, ["a", "b"]), 4)) == ["b", "a", "b", None]
+    assert list(islice(beside_others([], pairs, []), 2)) == [None, None]
 
 
 def test_a_stand_in_avoids_the_nodes_of_the_others() -> None:

@@ -32,6 +32,7 @@ class Cluster:
     def __init__(self, **room: float) -> None:
         self.room, self.draining = dict(room), set[str]()
         self.asked: list[tuple[str | None, bool]] = []
+        self.waiting: list[tuple[str | None, Reference]] = []
         self.killed: list[str | None] = []
         self.calls: list[str] = []  # of methods of actors, which do one thing after the other
         self.exceptions = SimpleNamespace(RayError=LookupError)
@@ -43,6 +44,8 @@ class Cluster:
         return ready, [reference for reference in references if not reference.ready]
 
     def get(self, reference: Reference) -> Any:
+        if reference.value is None:
+            raise LookupError("the actor has never started")
         return reference.value
 
     def put(self, value: bytes) -> bytes:
@@ -61,6 +64,13 @@ class Cluster:
     def nodes(self) -> list[Node]:
         return [Node(name, {"CPU": free}) for name, free in self.room.items() if name not in self.draining]
 
+    def lose(self, node: str) -> None:
+        """A node ends, and with it what waits for room there."""
+        del self.room[node]
+        for wanted, started in self.waiting:
+            if wanted == node:
+                started.ready = True
+
     def start_actor(self, kind: type, name: str, needs: Any, node: str | None, waits: bool) -> Any:
         self.asked.append((node, waits))
         free = [name for name, left in self.room.items() if left >= 1 and name not in self.draining]
@@ -69,6 +79,7 @@ class Cluster:
             self.room[at] -= 1
         call = Reference(None, ready=False)
         started = Reference(at, ready=at is not None)
+        self.waiting.append((node, started))
 
         def method(name: str, reference: Reference) -> Any:
             return SimpleNamespace(remote=lambda *_: self.calls.append(name) or reference)
@@ -130,6 +141,24 @@ def test_the_members_of_a_position_start_on_one_node_and_are_replaced_on_one(imi
     assert cluster.asked[8:] == [("e", True), ("e", True)]
 
 
+def test_members_share_a_node_also_where_other_positions_are(imitate: Any) -> None:
+    cluster, group = imitate(members=2, a=6, b=2)
+    for rank in range(8):
+        start(group, rank)
+    assert [node for node, _ in cluster.asked] == [*6 * "a", *2 * "b"]
+    cluster.room = {"a": 2.0}
+    for rank in (7, 6):
+        start(group, rank, joining=True)
+    assert cluster.asked[8:] == [("a", True), ("a", True)]
+
+
+def test_members_without_a_node_for_all_of_them_are_spread_with_a_warning(
+    imitate: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    imitate(members=2, a=4, b=2, c=1, d=1)
+    assert "for all 2 processes of 1 of the positions ({'CPU': 2.0})" in caplog.text
+
+
 def test_with_room_for_enough_the_others_are_asked_for_again_to_join(
     imitate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +215,17 @@ def test_a_replacement_whose_node_has_no_room_any_more_goes_elsewhere(
     start(group, 1, joining=True)
     assert cluster.asked[4:] == [("a", True), (None, True)]
     assert cluster.killed == ["a", "a"]
+
+
+def test_a_replacement_whose_node_goes_while_it_waits_is_placed_anew(imitate: Any) -> None:
+    cluster, group = imitate(members=2, a=2, b=2, c=2, d=2, e=2, f=0)
+    workers = [start(group, rank) for rank in range(8)]
+    home = cluster.asked[0][0]
+    workers[0].kill()  # its node has no room
+    threading.Timer(0.1, cluster.lose, (home,)).start()
+    start(group, 0, joining=True)
+    start(group, 1, joining=True)
+    assert cluster.asked[8:] == [(home, True), ("e", True), ("e", True)]
 
 
 def test_who_waits_for_room_is_given_up_when_the_run_ends(imitate: Any) -> None:

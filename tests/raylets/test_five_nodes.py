@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from raylets.conftest import LocalCluster
 from raylets.ray_training import STEPS, Signs, expected, from_driver
-from support.models import Regression
+from support.models import Divided, Regression
 from support.training import difference
 from support.waiting import PATIENCE, wait_for
 
@@ -43,6 +43,10 @@ class Signed:
     def alive(self) -> int:
         """How many of them are processes."""
         return sum(Path(f"/proc/{pid}").exists() for _, pid, _, _ in self.workers().values())
+
+    def are_together(self) -> bool:
+        """Whether the newest process of each rank is in the same step."""
+        return len({step for _, _, step, _ in self.workers().values()}) == 1
 
     def replaced(self, *ranks: int) -> bool:
         return all(self.workers()[rank][0] > 0 for rank in ranks)
@@ -181,3 +185,26 @@ def test_workers_of_a_drained_node_leave_without_a_redone_step(cluster: LocalClu
     assert not kinds(history, "failure")
     assert not kinds(history, "redone")
     assert sorted(event.worker for event in kinds(history, "rejoined")) == [(0, 0), (0, 1)]
+
+
+def test_members_of_a_position_share_a_node_and_leave_and_come_together(cluster: LocalCluster, tmp_path: Path) -> None:
+    nodes = {node.node_id: node for node in (cluster.add() for _ in range(3))}
+    found: list[dict[int, str]] = []
+
+    def take_homes(signed: Signed) -> None:
+        found.append({rank: worker[3] for rank, worker in signed.workers().items()})
+
+    def kill(signed: Signed) -> None:
+        take_homes(signed)
+        os.kill(signed.workers()[1][1], signal.SIGKILL)
+        assert wait_for(lambda: signed.replaced(1) and signed.are_together(), PATIENCE)
+        take_homes(signed)
+        cluster.kill_raylet(nodes[found[-1][2]])
+        assert wait_for(lambda: signed.replaced(2, 3) and signed.are_together(), PATIENCE)
+        take_homes(signed)
+
+    history = fit_while(tmp_path, kill, kind=Divided, stages=1, members=2)
+    assert all(there[0] == there[1] != there[2] == there[3] for there in found), found
+    assert found[0] == found[1] != found[2]
+    assert {event.worker for event in kinds(history, "rejoined")} == {(0, 0), (1, 0)}
+    assert wait_for(nothing_is_left, PATIENCE)
