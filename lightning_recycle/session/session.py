@@ -39,6 +39,7 @@ from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, call_before_epoch_end, tell_batch_sizes
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.object_attributes import number_hooks
+from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.reporting_callbacks import (
     keep_monitors_going,
@@ -169,7 +170,7 @@ class Session:
         build_layers(context, self.parts, self.averages, self.finetuning)
         self._recorder = self._make_recorder()
         self.loaders.setup(module)
-        ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, dict(module.named_parameters()))
+        ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, parameters_by_name(module))
         self._name_norms(ties)
         self.steps = self._make_steps(ties)
         self.collectives.settle = self.executor.settle_newest
@@ -312,7 +313,10 @@ class Session:
             complete_norms(_refuse_norms)
         elif self.grid.stages > 1:
             stage = self.worker.stage
-            names = {id(p): ties.copies.get((stage, name), name) for name, p in self.module.named_parameters()}
+            names = {id(p): name for name, p in self.module.named_parameters()}
+            copies = ties.copies
+            for name, p in parameters_by_name(self.module).items():
+                names[id(p)] = copies.get((stage, name), names[id(p)])
             complete_norms(self.collectives.gather_stages, names)
 
     def _has_other_layers(self, bundle: StageBundle) -> None:

@@ -31,7 +31,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
-from lightning_recycle.session.optimizer_states import merged_names
+from lightning_recycle.session.optimizer_states import merged_names, parameters_by_name
 from lightning_recycle.tensor_memory import put_together, take_apart
 
 __all__ = ["StageLayers", "why_layers_stay"]
@@ -335,7 +335,7 @@ class StageLayers:
         held = set(by_name.values())
         sums = {parameter: total for parameter, total in sums.items() if parameter in held}
         sums.update((by_name[name], total) for name, total in accumulated.items() if by_name[name] not in sums)
-        ties = StageTies(self._parts.ties(stages), self._stage, dict(self._parts.module.named_parameters()))
+        ties = StageTies(self._parts.ties(stages), self._stage, parameters_by_name(self._parts.module))
         bundle = self._hold(cuts, ties, sums)
         self._changed(bundle)
         return bundle

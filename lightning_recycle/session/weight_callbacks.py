@@ -40,7 +40,7 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerCollectives
-from lightning_recycle.session.optimizer_states import Copies, group_names, merged_names
+from lightning_recycle.session.optimizer_states import Copies, group_names, merged_names, parameters_by_name
 from lightning_recycle.torch_internals import parameters_of
 
 __all__ = [
@@ -279,7 +279,7 @@ def load_parameter_groups(
     module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
     """Makes groups of these parameters; they get their options afterwards."""
-    parameters = dict(module.named_parameters())
+    parameters = parameters_by_name(module)
     for optimizer, mine, wanted in zip(optimizers, parameter_groups(module, optimizers), groups, strict=True):
         if mine != wanted:
             optimizer.param_groups = [{"params": [parameters[name] for name in group]} for group in wanted]

@@ -9,15 +9,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.held import EACH, Heavy, Hold, Peaks, peaks
+from support.options import recycle_strategy
 from support.planning_in_background import is_idle
 from support.sampling import sampled
-from support.training import QUIET, difference, exact_fit, failures, fit, on_one_device
+from support.training import QUIET, TOLERANCE, difference, exact_fit, failures, fit, on_one_device
 from support.waiting import wait_for
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import PlanningOptions, ReCycleStrategy
+from lightning_recycle import PipelineModule, PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.planning import Costs, Schedule, plan, retime
@@ -170,3 +173,43 @@ def test_the_step_of_an_ordinary_module_is_seen_once(seconds: str) -> None:
     assert again(run.strategy.schedules[-1])  # type: ignore[attr-defined]
     assert difference(model.state_dict(), expected.state_dict()) < 1e-10
     assert float(run.callback_metrics["loss"]) == pytest.approx(float(plain.callback_metrics["loss"]))
+
+
+class Wrapped(PipelineModule):
+    """Its first and last layers have a weight in common, and torch computes both again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first, middle, last = (nn.Linear(8, 8).double() for _ in range(3))
+        last.weight = first.weight
+        self.given = [checkpoint_wrapper(first), middle, checkpoint_wrapper(last)]
+
+    def configure_pipeline(self) -> nn.Sequential:
+        return nn.Sequential(*self.given)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_weights_that_stages_have_in_common_may_be_in_checkpoint_wrappers(folder: bool, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(*(torch.randn(64, 8, generator=generator, dtype=torch.double) for _ in range(2)))
+
+    def trained(stages: int, steps: int, ckpt_path: Path | None = None) -> dict[str, Tensor]:
+        module, keep = Wrapped(), ModelCheckpoint(tmp_path / f"{stages}", save_last=True, every_n_train_steps=1)
+        strategy = recycle_strategy(
+            pipeline_parallel_size=stages, num_microbatches=2, save_distributed_checkpoint=folder
+        )
+        limits = {"devices": stages, "max_steps": steps, **QUIET, "enable_checkpointing": True}
+        trainer = L.Trainer(accelerator="cpu", strategy=strategy, callbacks=[keep], **limits)
+        trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
+        return module.state_dict()
+
+    trained(2, 2)
+    found, expected = trained(1, 4, tmp_path / "2" / "last.ckpt"), trained(1, 4)
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < TOLERANCE

@@ -16,6 +16,7 @@ from lightning_recycle.session.optimizer_states import (
     split_optimizer_state,
     stage_optimizer_state,
 )
+from lightning_recycle.session.weight_callbacks import load_parameter_groups
 
 ONE_LAYER_EACH = ([["a"], ["b"]], {}, ["a", "b"])
 ENDS = (  # what is outside of a chain is on the first and the last stage
@@ -58,3 +59,11 @@ def test_names_are_those_of_the_state_dict_where_activations_are_computed_again(
     module = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
     (names,) = group_names(module, torch.optim.SGD(module.parameters(), lr=1.0))
     assert names == list(module.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_a_worker_that_joins_makes_groups_of_parameters_whose_activations_are_computed_again() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    wanted = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    load_parameter_groups(module, [optimizer], [wanted])
+    assert group_names(module, optimizer) == wanted
