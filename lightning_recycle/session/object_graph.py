@@ -340,6 +340,8 @@ class _GraphUnpickler(pickle.Unpickler):
             return self._node(name, details[0])
         if kind == "same":
             if name not in self._large:
+                if not any(name.startswith((f"{path}.", f"{path}[")) for path in self._nodes):
+                    return MISSING  # below a root that is not here yet, such as a DataLoader before the training
                 raise ReCycleError(f"This worker has no {name}, which its peer has had since the run began.")
             return self._large[name]
         if kind == "handle":

@@ -20,6 +20,7 @@ from lightning_recycle import StageLostError
 from lightning_recycle.callbacks import Fault
 
 LENGTH = 14
+LARGE = 1_000_000  # bytes of a tensor that no replacement gets, as it has it
 DATA = dataset(GLOBAL_BATCH * LENGTH)
 
 
@@ -181,6 +182,17 @@ def test_by_default_it_starts_again_from_a_checkpoint_that_a_run_can_go_on_from(
     assert [event.step for event in after if event.kind == "step"] == list(range(4, LENGTH))
     assert any(name.startswith("lightning_recycle_objects") for name in torch.load(tmp_path / "step=4.ckpt"))
     assert not any(name.startswith("lightning_recycle_objects") for name in torch.load(tmp_path / "w-step=5.ckpt"))
+
+
+def test_large_data_of_the_training_is_there_after_the_restart(tmp_path: Path) -> None:
+    """A checkpoint names what has not changed since the run began; DataLoaders exist only when the training begins."""
+    data = dataset(LARGE // dataset(1).tensors[0].nbytes + 1)
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    run = exact_fit(
+        Regression().double(), 1, 1, [Fault("kill", 0, 0, 4)], data, max_steps=6, callbacks=[saving],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    assert len(happened(run, "stage_lost")) == 1
 
 
 @pytest.mark.parametrize(
