@@ -1,8 +1,8 @@
 """Workers that come and go while a run trains: further processes of the same script, as from a cluster manager.
 
-Concept: from some steps on all wait until so many workers train. The workers write down how many there are, and a
-thread of the launching process starts processes that join the run, or ends some of those: by SIGTERM, upon which they
-leave at a step boundary, or by SIGKILL.
+Concept: from some steps on all wait until so many workers train. The workers write down which ranks there are, and each
+process which it has. A thread of the launching process starts processes that join the run, or ends some of those: by
+SIGTERM, upon which they leave at a step boundary, or by SIGKILL.
 """
 
 import contextlib
@@ -40,19 +40,20 @@ class AwaitCrowd(AwaitReplacement):
     def __init__(self, crowds: tuple[Crowd, ...], directory: Path) -> None:
         super().__init__(range(min((crowd.step for crowd in crowds), default=STEPS), STEPS), pace=0.01)
         self._crowds, self._directory = crowds, directory
-        self._noted: tuple[int, int] | None = None
+        self._noted = ""
 
     @override
     def missing(self, strategy: Any) -> bool:
-        step, live = strategy.lightning_module.global_step, len(strategy.live_workers)
+        step, live = strategy.lightning_module.global_step, strategy.live_workers
         index = max(index for index, crowd in enumerate(self._crowds) if crowd.step <= step)
-        if (index, live) != self._noted:
-            self._noted = index, live
+        note = " ".join(map(str, (index, *live)))
+        if note != self._noted:
+            self._noted = note
             temporary = self._directory / f"{os.getpid()}.tmp"
-            temporary.write_text(f"{index} {live}")
+            temporary.write_text(note)
             temporary.rename(self._directory / "now")
-        (self._directory / f"trains-{os.getpid()}").touch()  # it is counted from now on
-        return live != self._crowds[index].workers
+        (self._directory / f"trains-{os.getpid()}-{strategy.grid_rank}").touch()  # it is counted from now on
+        return len(live) != self._crowds[index].workers
 
 
 @contextlib.contextmanager
@@ -87,30 +88,37 @@ class _Director(threading.Thread):
         self._crowds, self._directory = crowds, directory
         self._target = _Joining(join, {"RECYCLE_COORDINATOR": address, "RECYCLE_KEY": key})
         self._processes: list[BaseProcess] = []
+        self._asked: list[BaseProcess] = []  # those that are told to leave, or killed
         self._starting: dict[int | None, float] = {}  # those that do not train yet
         self._slowest = 0.0  # seconds from a start to the training
         self._over = threading.Event()
 
     @override
     def run(self) -> None:
-        acted_on = ""
         while not self._over.wait(_LOOK_SECONDS):
             now = self._now()
             if not now:
                 continue
-            index, live = map(int, now.split())
-            crowd = self._crowds[index]
-            alive = [process for process in self._processes if process.is_alive()]
-            training = [process for process in alive if (self._directory / f"trains-{process.pid}").exists()]
-            for process in training:
-                started = self._starting.pop(process.pid, time.monotonic())
-                self._slowest = max(self._slowest, time.monotonic() - started)
-            for _ in range(crowd.workers - live - (len(alive) - len(training))):
+            index, *live = map(int, now.split())
+            crowd, training = self._crowds[index], self._training()
+            starting = [process for process in self._processes if process.is_alive() and process not in training]
+            for _ in range(crowd.workers - len(live) - len(starting)):
                 self._start()
-            if live > crowd.workers and now != acted_on:
-                acted_on = now
-                for process in training[: live - crowd.workers]:
+            holders = {rank: process for process, rank in training.items() if rank in live}  # the newest of each rank
+            others = [one for one in holders.values() if one.is_alive() and one not in self._asked]
+            gone = len(holders) - len(others)  # or about to go, though the workers that are left have not noticed yet
+            for process in others[: max(0, len(live) - crowd.workers - gone)]:
+                self._asked.append(process)
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid or 0, signal.SIGKILL if crowd.kills else signal.SIGTERM)
+
+    def _training(self) -> dict[BaseProcess, int]:
+        """The rank of each process that trains, or has trained, the oldest first."""
+        ranks = {pid: rank for _, pid, rank in (path.name.split("-") for path in self._directory.glob("trains-*"))}
+        for pid in ranks:
+            started = self._starting.pop(int(pid), time.monotonic())
+            self._slowest = max(self._slowest, time.monotonic() - started)
+        return {one: int(ranks[str(one.pid)]) for one in self._processes if str(one.pid) in ranks}
 
     def _now(self) -> str:
         with contextlib.suppress(FileNotFoundError):
