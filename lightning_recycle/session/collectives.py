@@ -256,12 +256,13 @@ class WorkerCollectives:
 # ---------------------------------------------------------------------- context
 
 
-def _mesh_of(run: RunSetup, rank: int, trainer: pl.Trainer) -> PositionMesh | None:
+def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> PositionMesh | None:
     if run.positions.members == 1:
         return None
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
-    return PositionMesh(run.mesh_sizes, run.positions.member(rank), trainer.strategy.root_device.type)
+    member, device_type = run.positions.member(client.rank), trainer.strategy.root_device.type
+    return PositionMesh(run.mesh_sizes, member, device_type, client.joining)
 
 
 @dataclass
@@ -320,7 +321,7 @@ class WorkerContext:
         """The context of a worker whose Trainer is about to run."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         collectives = WorkerCollectives(run, client)
-        mesh = _mesh_of(run, client.rank, trainer)
+        mesh = _mesh_of(run, client, trainer)
         return cls(options, run, place, client, trainer, collectives, fitting, mesh, RunSeed(options.seed))
 
     @property

@@ -120,11 +120,14 @@ class AtHookCollective(Victim):
         MemberGroup.run = counted  # type: ignore[method-assign]
 
 
+COLLECTIVES = {TENSOR: 26, FSDP: 50}
+"""Of a member in the hooks of a step."""
+
 PLACES = [
     (grid, rank, number, when)
-    for grid in (TENSOR, FSDP)
+    for grid, count in COLLECTIVES.items()
     for rank in (1, 2)
-    for number in range(30)
+    for number in range(count)
     for when in ("before", "after")
 ]
 
@@ -153,11 +156,29 @@ def test_hooks_of_several_stages(rank: int) -> None:
     assert error(module, plain_loop(2)) < TOLERANCE
 
 
+class AsksEarly(AsksAll):
+    def on_fit_start(self) -> None:
+        self.note("fit", norm(self.parameters()))
+
+    def on_train_start(self) -> None:
+        self.note("train", norm(self.parameters()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("validation", norm(self.parameters()))
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch", norm(self.parameters()))
+
+
 @pytest.mark.long
-def test_members_are_replaced_after_it() -> None:
-    """The new ones run the hooks before their first step alone, and the others with all."""
-    module = AsksAll()
-    more = {"max_steps": 20, "max_epochs": 9, "strategy": {"max_restarts": 4}}
-    trainer = fit(module, TENSOR, AtHookCollective(1, 1, 3), Waits(2), **more)
+@pytest.mark.parametrize("grid", [TENSOR, FSDP], ids=str)
+def test_members_are_replaced_after_it(grid: tuple[int, ...]) -> None:
+    """The new ones run the hooks before their first step alone."""
+    module = AsksEarly()
+    checks = {"max_steps": 20, "max_epochs": 9, "validates": True, "val_check_interval": 2}
+    kill = AtHookCollective(1, 1, 3)
+    trainer = fit(module, grid, kill, Waits(2), **checks, strategy={"max_restarts": 4})
     assert "rejoined" in kinds(trainer), kinds(trainer)
-    assert error(module, plain_loop(2, steps=20)) < TOLERANCE
+    assert error(module, plain_loop(parts_of(grid), steps=20)) < TOLERANCE
+    steps = {name: [step for hook, step, _ in module.seen if hook == name] for name in ("fit", "train", "validation")}
+    assert steps == {"fit": [0], "train": [0], "validation": [0, *range(2, 21, 2)]}, "each once, and the sanity check"

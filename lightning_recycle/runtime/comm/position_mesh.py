@@ -156,13 +156,15 @@ class PositionMesh:
         sizes: the sizes of its dimensions, FSDP shards and tensor parallelism.
         member: the number of this process in it, in row-major order.
         device_type: of the tensors.
+        joins: whether the training may have begun. Until the first generation its collectives are then answered with
+            its own part: hooks that run before it enters may have some, and what they leave is replaced by a peer's.
 
     Attributes:
         groups: the groups of this member, by name.
         mesh: torch's mesh over them.
     """
 
-    def __init__(self, sizes: tuple[int, int], member: int, device_type: str = "cpu") -> None:
+    def __init__(self, sizes: tuple[int, int], member: int, device_type: str = "cpu", joins: bool = False) -> None:
         self.sizes, self.member, self._device_type = sizes, member, device_type
         self._ranks = ranks_by_group(sizes, member)
         self.groups = {
@@ -171,6 +173,7 @@ class PositionMesh:
         }
         for name, group in self.groups.items():
             _register(group, self._ranks[name])
+            group.works_with = _OwnPart(group.size(), group.rank()) if joins else None  # type: ignore[assignment]
         copyreg.pickle(DeviceMesh, _reduced_mesh)
         distributed_c10d._update_default_pg(self.groups[_WHOLE])
         self.mesh = DeviceMesh.from_group(
@@ -312,6 +315,38 @@ class _Alone:
             )
 
         return refuse
+
+
+class _OwnPart:
+    """Collectives of a member before it joins, as if the others had the same as it.
+
+    Args:
+        size: of the group.
+        rank: of this process in it.
+    """
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def run(first: Any = (), second: Any = None, *_: Any, **__: Any) -> Any:
+            if isinstance(second, (torch.Tensor, list)):  # otherwise it has one argument, the result
+                self._fill(first, second)
+            return _done()
+
+        return run
+
+    def _fill(self, found: Any, given: Any) -> None:
+        """Makes ``found`` what comes of ``given``: tensors, or lists of them."""
+        if isinstance(found, list):
+            for part, mine in zip(found, given if isinstance(given, list) else [given] * len(found), strict=False):
+                self._fill(part, mine)
+        elif isinstance(given, list):
+            found.copy_(given[self._rank])
+        elif given.numel() > found.numel():
+            found.view(-1).copy_(given.reshape(self._size, -1)[self._rank])
+        elif given.numel():
+            found.view(-1, given.numel()).copy_(given.reshape(1, -1).expand(found.numel() // given.numel(), -1))
 
 
 def _done() -> Any:
