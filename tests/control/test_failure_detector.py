@@ -451,3 +451,23 @@ def test_who_goes_on_waiting_though_a_generation_was_announced_is_stuck(watch: F
     assert judged(15.1, seconds=5.0) == set()  # it began after the announcement: another one will end it
     assert judged(15.1, seconds=7.0, waits=False) == set()  # it reads data, or is in a hook
     assert judged(15.1, seconds=7.0) == {1}
+
+
+def test_who_waits_in_a_hook_for_a_sibling_that_works_there_is_not_stuck() -> None:
+    grid = Grid(2, 1, 1)
+    watch = FailureDetector(Positions(grid, 2), OPTIONS)
+    reports = {rank: Report(rank, 1, WorkerStatus(rank % 2, 0, False)) for rank in (2, 3)}
+    case = MembershipState(grid, Roster(ALL, joined=ALL), Generation(1, True, reports), members=2)
+    watch.begin_regroup(10.0)
+
+    def judged(sibling_waits: bool) -> set[int]:
+        for rank in range(4):
+            watch.heard(rank, 16.0)
+            watch.reported(rank)
+            watch.beat(rank, beat(rank, 0.1, waits=True), 16.0)
+        for rank, waits in ((0, True), (1, sibling_waits)):
+            watch.beat(rank, beat(rank, 8.0, waits=waits, kind="", generation=0), 16.0)
+        return stuck(watch, 16.0, case, {})
+
+    assert judged(sibling_waits=False) == set()
+    assert judged(sibling_waits=True) == {0, 1}

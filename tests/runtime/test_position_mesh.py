@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from communicator_team import HOST, KEY, Meeting
 from support.blocks import WIDTH, blocks
+from support.waiting import wait_for
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -341,6 +342,40 @@ def communicating(position: Position, mesh: PositionMesh) -> list[float]:
     assert set(waits) == {"the other members of its position"}
     communicator.close()
     return [seconds, error]
+
+
+def in_hook(position: Position, mesh: PositionMesh) -> int:
+    """How often a member is told that it cannot go on in a hook."""
+    meeting, done = Meeting(os.environ["MEETING"]), Path(os.environ["MEETING"]) / "done"
+    communicator = Communicator(mesh.member, HOST, torch.device("cpu"), meeting, KEY, timeout=60.0, mesh=mesh)
+    told: list[CommunicationError] = []
+    is_in_hook = True
+    communicator.report_hooks_to(lambda: is_in_hook, told.append)
+    meeting.generation = 0
+    communicator.configure(0, (), [mesh.member], position=range(position.size))
+    add_up(mesh, 1)
+    communicator.abort(0, in_hook=range(4))
+    add_up(mesh, 3)
+    is_in_hook = False
+    with pytest.raises(CommunicationError, match="aborted"):
+        add_up(mesh, 1)
+    assert not told
+    is_in_hook = True
+    if mesh.member == 1:
+        done.touch()
+    else:
+        wait_for(done.exists)
+        communicator.abort(0, in_hook=[0])
+    with pytest.raises(CommunicationError):
+        add_up(mesh, 100)
+    return len(told)
+
+
+def test_an_abort_leaves_collectives_in_hooks_alone_while_all_members_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    assert Position((1, 2), 0).run(in_hook) == [1, 1]
 
 
 def late(position: Position, mesh: PositionMesh) -> tuple[str, float]:
