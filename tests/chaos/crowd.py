@@ -40,20 +40,25 @@ class AwaitCrowd(AwaitReplacement):
     def __init__(self, crowds: tuple[Crowd, ...], directory: Path) -> None:
         super().__init__(range(min((crowd.step for crowd in crowds), default=STEPS), STEPS), pace=0.01)
         self._crowds, self._directory = crowds, directory
-        self._noted = ""
 
     @override
     def missing(self, strategy: Any) -> bool:
         step, live = strategy.lightning_module.global_step, strategy.live_workers
         index = max(index for index, crowd in enumerate(self._crowds) if crowd.step <= step)
         note = " ".join(map(str, (index, *live)))
-        if note != self._noted:
-            self._noted = note
+        if note != noted(self._directory):  # whoever wrote last may be gone
             temporary = self._directory / f"{os.getpid()}.tmp"
             temporary.write_text(note)
             temporary.rename(self._directory / "now")
         (self._directory / f"trains-{os.getpid()}-{strategy.grid_rank}").touch()  # it is counted from now on
         return len(live) != self._crowds[index].workers
+
+
+def noted(directory: Path) -> str:
+    """What a worker has written down last."""
+    with contextlib.suppress(FileNotFoundError):
+        return (directory / "now").read_text()
+    return ""
 
 
 @contextlib.contextmanager
@@ -96,7 +101,7 @@ class _Director(threading.Thread):
     @override
     def run(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
-            now = self._now()
+            now = noted(self._directory)
             if not now:
                 continue
             index, *live = map(int, now.split())
@@ -119,11 +124,6 @@ class _Director(threading.Thread):
             started = self._starting.pop(int(pid), time.monotonic())
             self._slowest = max(self._slowest, time.monotonic() - started)
         return {one: int(ranks[str(one.pid)]) for one in self._processes if str(one.pid) in ranks}
-
-    def _now(self) -> str:
-        with contextlib.suppress(FileNotFoundError):
-            return (self._directory / "now").read_text()
-        return ""
 
     def _start(self) -> None:
         process = process_context().Process(target=self._target)  # type: ignore[attr-defined]
