@@ -220,8 +220,13 @@ class HolderGroup:
     def send(self, value: Any) -> None:
         """Sends ``value`` to the writer, in pieces, as the writer takes them."""
         stream = _PartStream(self)
-        torch.save(value, stream)  # type: ignore[arg-type]
-        stream.close()
+        try:
+            torch.save(value, stream)  # type: ignore[arg-type]
+            stream.close()
+        except RuntimeError:  # torch ends its archive after an exception of the stream, too, and finds a part missing
+            if stream.given_up is not None:
+                raise stream.given_up from None
+            raise
 
     def receive(self, rank: int, path: Any) -> Any:
         """The value that ``rank`` sends; its tensors lie in a nameless file beside ``path``, or in TMPDIR if that is
@@ -291,10 +296,11 @@ class HolderGroup:
 
 
 class _PartStream(io.RawIOBase):
-    """A file whose content goes to the writer."""
+    """A file whose content goes to the writer; :attr:`given_up` is why no more of it does."""
 
     def __init__(self, group: HolderGroup) -> None:
         self._group, self._buffer, self._number = group, bytearray(), 0
+        self.given_up: GivenUp | None = None
 
     def writable(self) -> bool:
         return True
@@ -318,10 +324,14 @@ class _PartStream(io.RawIOBase):
     def _send(self, piece: bytes) -> None:
         group = self._group
         group.pace.spend(len(piece))
-        group._give(group.writer, f"piece {self._number}", piece)
-        self._number += 1
-        if self._number > _WINDOW:
-            group._take(group.writer, f"taken {self._number - _WINDOW}")
+        try:
+            group._give(group.writer, f"piece {self._number}", piece)
+            self._number += 1
+            if self._number > _WINDOW:
+                group._take(group.writer, f"taken {self._number - _WINDOW}")
+        except GivenUp as error:
+            self.given_up = error
+            raise
 
 
 # ---------------------------------------------------------------------- batches

@@ -4,9 +4,20 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from lightning_recycle.session.background_saves import Action, BackgroundSaves, BatchReport, StateCopies
+from lightning_recycle.control.client import Interrupted
+from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.session.background_saves import (
+    Action,
+    BackgroundSaves,
+    BatchReport,
+    GivenUp,
+    HolderGroup,
+    StateCopies,
+)
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
@@ -51,6 +62,22 @@ def test_tensors_without_a_version_or_plain_memory_are_copied() -> None:
     copy = StateCopies().take({"frozen": frozen, "sparse": sparse})
     assert copy["frozen"].tolist() == [1.0, 1.0]
     assert copy["sparse"].to_dense().tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("pieces", range(5))
+def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_archive(pieces: int) -> None:
+    taken = iter(range(pieces))
+
+    def take(*_: Any) -> None:
+        if next(taken, None) is None:
+            raise Interrupted
+
+    client: Any = SimpleNamespace(
+        rank=0, generation=0, returns=0, give=lambda *_: None, take=take, has_parcel=lambda *_: False
+    )
+    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, (0, 3), 3)
+    with pytest.raises(GivenUp, match="the worker of rank 3 was lost"):
+        group.send({n: torch.zeros(300_000 + n) for n in range(10)})
 
 
 LARGE = 1 << 20  # elements of four bytes
