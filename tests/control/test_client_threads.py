@@ -37,7 +37,7 @@ def last_words(theirs: MessageConnection) -> Crash:
 def test_a_worker_whose_receiver_cannot_interrupt_ends_and_says_why(theirs: MessageConnection) -> None:
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
 
-    def interrupt(generation: int) -> None:
+    def interrupt(*_: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     client.on_interrupt = interrupt

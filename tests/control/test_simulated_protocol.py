@@ -474,7 +474,7 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
     ("a worker that was asked says nothing when it goes on", Member, "go_on",
      "return self._say_that_it_goes_on()", "return ()"),
     ("a joiner does not know that a stop is agreed", SimulatedWorker, "carry_out",
-     "following, self.version, self.stop_agreed)", "following, self.version, False)"),
+     "numbers, self.version, self.stop_agreed)", "numbers, self.version, False)"),
 ]
 """As above, in histories in which workers want to stop early."""
 
@@ -530,7 +530,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
 LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("a layout counts as soon as one worker holds its layers", layout_change, "on_layers_held",
      "state.generation.held != state.roster.live", "False"),
-    ("a loss undoes nothing", membership, "_lose",
+    ("a loss undoes nothing", membership, "_go_on_without",
      "generation.begin(state) if",
      "generation.begin(state.with_layout(cuts=state.generation.becomes or state.layout.cuts)) if"),
     ("steps go on while layers are under way", SimulatedWorker, "recover", "if resume.becomes:", "if False:"),

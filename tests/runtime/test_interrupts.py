@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,10 @@ class Recorder:
     def report_waits_to(self, waiting: Any) -> None:
         """There are none."""
 
-    def abort(self, generation: int) -> None:
+    def report_hooks_to(self, *_: Any) -> None:
+        """There are none."""
+
+    def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:
         self.aborted.append(generation)
         self.called.set()
 
