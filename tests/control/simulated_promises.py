@@ -460,8 +460,9 @@ class Promises:
                 raise Violation(f"the run ends after {state.steps.version} steps, and workers have saved {held}")
             return
         if isinstance(outcome, Failed):
-            if state.generation.broken_pairs:
-                self._check_irreparable(state.generation.broken_pairs, state)
+            pairs = [pair for pair in state.generation.broken_pairs if state.roster.live.issuperset(pair)]
+            if pairs:  # and it does not end for what the eviction of one has brought to light
+                self._check_irreparable(pairs, state)
             if self._cannot_be_repaired:
                 return
             strayed = [w for w in self.members.values() if w.strayed is not None and w.rank in state.roster.live]
