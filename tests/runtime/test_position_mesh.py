@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,40 @@ def test_a_wait_for_another_member_ends_when_the_generation_does() -> None:
     found = Position((1, 2)).run(aborted)
     assert found[0][0] < 1.5  # the other member comes after 1.7 s
     assert all(error < 1e-12 for _, error in found)
+
+
+SCATTERED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "one tensor": lambda group, mine, all_parts: group._reduce_scatter_base(mine, all_parts),
+    "a list": lambda group, mine, all_parts: group.reduce_scatter([mine], [list(all_parts.chunk(2))]),
+    "several": lambda group, mine, all_parts: group.reduce_scatter_tensor_coalesced([mine], [all_parts]),
+}
+
+
+def scattered(position: Position, mesh: PositionMesh) -> tuple[list[list[float]], list[float]]:
+    """The parts of sums, and how long member 0 waits for member 1, which does not come, with a timeout."""
+    parts, seconds = [], []
+    for generation, reduce_scatter in enumerate(SCATTERED.values()):
+        position.connect(mesh, generation, Device())
+        group = mesh.groups["position"]
+        part = torch.zeros(2)
+        reduce_scatter(group, part, torch.arange(4.0).reshape(4) + 10 * mesh.member)
+        parts.append(part.tolist())
+        if mesh.member == 0:
+            group.await_work = lambda backend, work, in_hook: work.wait(timedelta(seconds=0.2))
+            began = time.monotonic()
+            with pytest.raises(RuntimeError):
+                reduce_scatter(group, part, torch.zeros(4))
+            seconds.append(time.monotonic() - began)
+        else:
+            time.sleep(3.0)
+    return parts, seconds
+
+
+def test_a_wait_for_the_parts_of_a_sum_heeds_its_timeout() -> None:
+    (first, seconds), (second, _) = Position((2, 1)).run(scattered)
+    assert first == [[10.0, 12.0]] * 3
+    assert second == [[14.0, 16.0]] * 3
+    assert max(seconds) < 2.0
 
 
 EXCHANGED = [(0, 0, 0), (3, 0, 7), (3, 2, 1), (5000, 1, 0), (0, 0, 0), (1, 9, 0)]
