@@ -194,6 +194,8 @@ class Connections:
             with self.waiting("the other members of its position"), self._in_hook if in_hook else self.translated:
                 self.await_collective(group, work, in_hook)
         except CommunicationError as error:
+            if not work.is_completed():  # the generation has ended between its beginning and the wait
+                keep_for_ever(group)
             if in_hook:
                 self.lose_sibling(error)
             raise
