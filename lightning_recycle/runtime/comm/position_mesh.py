@@ -127,7 +127,8 @@ class MemberGroup(dist.ProcessGroup):
         that no end of a generation would end it.
         """
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if opts is not None:  # otherwise a sum
+            options.reduceOp = opts.reduceOp
         work = None
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
