@@ -87,9 +87,8 @@ class SaveInterval:
     def state(self) -> dict[str, float]:
         """The interval, and failures and seconds of training so far, for a checkpoint or a replacement."""
         trained, counted = self._trained + time.monotonic() - self._began, self._count()
-        return {
-            "steps": self.steps, "failures": self._failures + counted, "trained": trained, "counted": counted
-        }  # fmt: skip
+        failures = self._failures + counted
+        return {"steps": self.steps, "failures": failures, "trained": trained, "counted": counted}
 
     def load(self, state: Mapping[str, float], of_peer: bool) -> None:
         """Takes over the state of a peer, or of an earlier run, which has ended."""

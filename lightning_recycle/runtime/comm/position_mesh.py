@@ -81,7 +81,6 @@ class MemberGroup(dist.ProcessGroup):
         self._name, self._device_type = name, device_type
         self.works_with: dist.ProcessGroup | None = None
         self.backend: Any = None
-        self.is_gloo = False
         self.await_work: Callable[[Any, Any, bool], None] = _await_completion
         self.enters_hook: Callable[[], bool] = lambda: False
 
@@ -100,8 +99,7 @@ class MemberGroup(dist.ProcessGroup):
         ``backend``, its work and what :attr:`enters_hook` returned before it.
         """
         kinds = dist.ProcessGroup.BackendType
-        self.is_gloo = isinstance(backend, dist.ProcessGroupGloo)
-        kind = kinds.GLOO if self.is_gloo else kinds.CUSTOM
+        kind = kinds.GLOO if isinstance(backend, dist.ProcessGroupGloo) else kinds.CUSTOM
         group = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]
         group._set_default_backend(kind)
         group._register_backend(torch.device(self._device_type), kind, backend)
@@ -116,13 +114,17 @@ class MemberGroup(dist.ProcessGroup):
         in_hook = self.size() > 1 and self.enters_hook()  # which may connect it
         if self.works_with is None:
             raise CommunicationError(f"{name}: the members of this position are not connected.")
-        if "reduce_scatter" in name and isinstance(self.works_with, dist.ProcessGroup) and self.is_gloo:
-            return self._reduce_scatter(in_hook, *args, **options)
-        work = getattr(self.works_with, name)(*args, **options)
-        self.await_work(self.backend, work, in_hook)
+        group, backend = self.works_with, self.backend
+        is_gloo = isinstance(group, dist.ProcessGroup) and isinstance(backend, dist.ProcessGroupGloo)
+        if is_gloo and "reduce_scatter" in name:
+            return self._reduce_scatter(group, in_hook, *args, **options)
+        work = getattr(group, name)(*args, **options)
+        self.await_work(backend, work, in_hook)
         return work
 
-    def _reduce_scatter(self, in_hook: bool, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def _reduce_scatter(
+        self, group: dist.ProcessGroup, in_hook: bool, outputs: Any, inputs: Any, opts: Any = None
+    ) -> Any:
         """A sum of all parts, of which this member keeps its own. Gloo's is the same, but its wait heeds no timeout, so
         that no end of a generation would end it.
         """
@@ -135,8 +137,7 @@ class MemberGroup(dist.ProcessGroup):
         for output, parts in zip(outputs, inputs, strict=True):
             parts = parts.chunk(self.size()) if isinstance(parts, Tensor) else parts
             total = torch.stack([part.reshape(-1) for part in parts])
-            assert self.works_with is not None
-            work = self.works_with.allreduce([total], options)
+            work = group.allreduce([total], options)
             self.await_work(self.backend, work, in_hook)
             output.copy_(total[self.rank()].view_as(output))
         return work
