@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -322,7 +323,10 @@ def test_what_is_left_in_tmpdir_is_reported(monkeypatch: pytest.MonkeyPatch, pla
     assert place.in_tmpdir() == set()
 
 
-def test_a_scenario_that_hangs_ends_with_its_bound(place: Workplace) -> None:
+def test_a_scenario_that_hangs_ends_with_its_bound(monkeypatch: pytest.MonkeyPatch, place: Workplace) -> None:
+    from chaos import run
+
+    monkeypatch.setattr(run, "validation_loader", lambda *_: time.sleep(20))
     result = run_scenario(QUIET, place, limit=0.15)
     assert len(result.problems) == 1
     assert "_TooLong: it was not over after 0.15 s" in result.problems[0]

@@ -609,12 +609,12 @@ class Coordinator:
             case messages.Parcel():
                 if message.to in self._state.roster.live:
                     self._send(protocol.Send((message.to,), message))
-                    self._evict_unreachable()
+                    self._workers.lose_unreachable()
                 return
             case messages.Confirm():
                 if rank in self._state.roster.live:
                     self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
-                    self._evict_unreachable()
+                    self._workers.lose_unreachable()
                 elif rank in self._state.roster.parked:
                     self._unconfirmed[rank] = message
                 return
@@ -655,7 +655,7 @@ class Coordinator:
     def _answer(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
         for rank, found in answers:
             self._send(protocol.Send((rank,), found))
-        self._evict_unreachable()
+        self._workers.lose_unreachable()
 
     def _on_connected(self, message: messages.Reached) -> None:
         if message.generation != self._state.generation.number:
@@ -671,14 +671,10 @@ class Coordinator:
         while self._to_evict:
             command = self._to_evict.pop(0)
             self._evict(command.rank, command.cause)
-        self._evict_unreachable()
+        self._workers.lose_unreachable()
 
     def _send_to_all(self, message: Any) -> None:
         self._workers.post_to_all(message, (spare for spare, _ in self._vacancies.spares))
-
-    def _evict_unreachable(self) -> None:
-        for rank, cause in self._workers.unreachable():
-            self._lose_worker(rank, cause)
 
     def _apply(self, event: protocol.MembershipEvent) -> None:
         state, commands = membership.transition(self._state, event)

@@ -10,7 +10,7 @@ Must not know: messages of members, the state of the protocol.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class WorkerTable:
         self.holders: dict[int, Process] = dict(holders)
         self._loop = loop
         self._on_messages, self._on_lost = on_messages, on_lost
-        self._unreachable: list[int] = []
+        self._unreachable: list[tuple[int, NonBlockingConnection]] = []
 
     def has(self, rank: int) -> bool:
         """Whether the position has a connection or a process."""
@@ -90,12 +90,12 @@ class WorkerTable:
         try:
             self.connections[rank].read()
         except (EOFError, OSError):
-            self._on_lost(rank, self.describe_exit(rank) or "its connection to the coordinator broke")
-            return
-        self._on_messages(rank)
+            self._lose(rank)
+        else:
+            self._on_messages(rank)
 
     def post(self, ranks: Iterable[int], frame: bytes | bytearray) -> None:
-        """Sends ``frame`` to ``ranks``; see :meth:`unreachable`."""
+        """Sends ``frame`` to ``ranks``; see :meth:`lose_unreachable`."""
         for rank in ranks:
             connection = self.connections.get(rank)
             if connection is None:
@@ -103,7 +103,7 @@ class WorkerTable:
             try:
                 connection.send_frame(frame)
             except OSError:
-                self._unreachable.append(rank)
+                self._unreachable.append((rank, connection))
             else:
                 self._loop.watch_unsent(connection)
 
@@ -115,11 +115,12 @@ class WorkerTable:
                 connection.send_frame(frame)
                 self._loop.watch_unsent(connection)
 
-    def unreachable(self) -> Iterator[tuple[int, str]]:
-        """Workers that could not be sent a message, and why, each once."""
+    def lose_unreachable(self) -> None:
+        """Workers that could not be sent a message are lost."""
         while self._unreachable:
-            rank = self._unreachable.pop()
-            yield rank, self.describe_exit(rank) or "it could not be sent a message"
+            rank, connection = self._unreachable.pop(0)
+            if self.connections.get(rank) is connection:
+                self._lose(rank)
 
     def forgive(self, now: float) -> None:
         """This process could send nothing until now."""
@@ -134,16 +135,18 @@ class WorkerTable:
         return None if process is None else process.describe_exit(timeout=_EXIT_SECONDS)
 
     def _on_exit(self, rank: int) -> None:
-        cause = self.describe_exit(rank)
-        if cause is None:
-            return
-        connection = self.connections.get(rank)
-        if connection is not None:
-            # What it said before it died; its last words may be the exception that ended it.
-            with contextlib.suppress(EOFError, OSError):
-                while self.connections.get(rank) is connection and connection.read():
-                    self._on_messages(rank)
-        self._on_lost(rank, cause)
+        if self.describe_exit(rank) is not None:
+            self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        """What the worker said before it was gone still counts: its last words may be the exception that ended it."""
+        connection, process = self.connections.get(rank), self.processes.get(rank)
+        cause = self.describe_exit(rank) or "its connection to the coordinator broke"
+        with contextlib.suppress(EOFError, OSError):
+            while connection is not None and self.connections.get(rank) is connection and connection.read():
+                self._on_messages(rank)
+        if self.connections.get(rank) is connection and self.processes.get(rank) is process:
+            self._on_lost(rank, cause)
 
     def drop(self, rank: int) -> bool:
         """Ends whatever is at the position; whether there was something."""
