@@ -426,6 +426,7 @@ class Run:
         self.met["left in a hook"] += 1
         siblings = [self.promises.acting(worker.generation, rank) for rank in worker.positions.siblings(worker.rank)]
         live, up = self.state.roster.live, self._is_up
+        is_lost = worker.rank not in live | self.state.roster.parked.keys()  # its coordinator died as it said so
         gone = [
             one
             for one in siblings
@@ -436,7 +437,7 @@ class Run:
             or worker.broken
             or (min(worker.rank, one.rank), max(worker.rank, one.rank)) in self._cuts
         ]
-        if not gone:
+        if not gone and not is_lost:
             raise Violation(f"{worker} is left in a hook, and {siblings} are there")
 
     def position_cut(self, worker: SimulatedWorker) -> None:
