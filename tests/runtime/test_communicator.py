@@ -4,10 +4,12 @@ Payloads and sums by Gloo; by NCCL as imitated by tests/support/fake_nccl.py, a 
 itself where there is a device.
 """
 
+import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator, UnreachableError
+from lightning_recycle.runtime.comm.connections import Connections
 from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
 from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
 from lightning_recycle.runtime.comm.state_transfer import _parts
@@ -485,12 +488,52 @@ class Ends:
         return True
 
 
-def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(tmp_path: Path) -> None:
+@pytest.fixture
+def connections(tmp_path: Path) -> Connections:
     communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY)
-    communicator.connections._generation = 0
-    communicator.connections.await_collective(None, Ends())
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        communicator.connections.await_collective(None, Ends("Connection closed"))
+    communicator.connections.generation = 0
+    return communicator.connections
+
+
+def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(connections: Connections) -> None:
+    connections.await_collective(None, Ends())
+    with pytest.raises(CommunicationError, match="Connection closed"):
+        connections.await_collective(None, Ends("Connection closed"))
+
+
+class GoesOn:
+    """A collective that does not notice that its sockets are cut; ``abort`` is called in the first look at it."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+
+    def wait(self, timeout: timedelta) -> None:
+        self._abort()
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before the wait", "in the wait"])
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_the_group_of_a_collective_that_goes_on_is_never_destroyed(
+    connections: Connections, begun: bool, in_hook: bool
+) -> None:
+    """Its destructor would wait for the thread that is inside, for ever."""
+
+    class Gloos:
+        pass
+
+    group = Gloos()
+    alive = weakref.ref(group)
+    if not begun:
+        connections.abort(0)
+    with pytest.raises(CommunicationError, match="aborted"):
+        connections._await_members(group, GoesOn(lambda: connections.abort(0)), in_hook)
+    del group
+    gc.collect()
+    assert alive() is not None
 
 
 class Slow(Transport):

@@ -191,11 +191,9 @@ class Connections:
     def _await_members(self, group: Any, work: Any, in_hook: bool) -> None:
         """Waits for a collective of this worker's position; ``in_hook``: it goes on when the generation ends."""
         try:
-            with self.waiting("the other members of its position"), self._in_hook if in_hook else self.translated:
+            with self.waiting("the other members of its position"):
                 self.await_collective(group, work, in_hook)
         except CommunicationError as error:
-            if not work.is_completed():  # the generation has ended between its beginning and the wait
-                keep_for_ever(group)
             if in_hook:
                 self.lose_sibling(error)
             raise
@@ -241,8 +239,8 @@ class Connections:
         self.transport.close()
 
     def await_collective(self, group: Any, work: Any, in_hook: bool = False) -> None:
-        """Waits for a collective of Gloo's, which may not notice that its sockets are shut down. Arguments as of
-        :meth:`check`.
+        """Waits for a collective of Gloo's, which may not notice that its sockets are cut. Arguments and errors as
+        of :meth:`check`.
         """
         while True:
             aborted = self.is_aborted and (self._position_is_cut or not in_hook)
@@ -250,12 +248,12 @@ class Connections:
                 work.wait(LAST_LOOK if aborted else LOOK)
                 return
             except RuntimeError:
-                if work.is_completed():
-                    work.wait(LOOK)  # raises its own error, or has ended right after the check
-                    return
-                if aborted:
-                    keep_for_ever(group)
-                    self.check(in_hook)
+                if aborted or work.is_completed():
+                    break
+        if not work.is_completed():
+            keep_for_ever(group)
+        with self._in_hook if in_hook else self.translated:
+            work.wait(LOOK)  # raises its own error, or has ended right after the look
 
     def prepare_next(self) -> None:
         """The generation goes well: the transport begins what the next one will need, once."""

@@ -148,10 +148,9 @@ class GroupSums:
         self._connections.on_progress()
 
     def _end_part(self, group: Any, part: Tensor, staged: Tensor, work: Any) -> None:
-        with self._connections.translated:
-            self._connections.await_collective(group, work)
-            if staged is not part:
-                part.copy_(staged)
+        self._connections.await_collective(group, work)
+        if staged is not part:
+            part.copy_(staged)
         self._connections.on_progress()
 
 
