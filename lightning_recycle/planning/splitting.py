@@ -25,13 +25,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
+from typing import Any
 
 from lightning_recycle.arguments import at_least
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.problem import Problem, Technique
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.problem import Problem, Technique, lower_bound
+from lightning_recycle.planning.schedule import PlanResult, Schedule
 
 __all__ = ["SplitCosts", "SplitTrial", "TechniqueChoice", "choose_technique"]
 
@@ -139,12 +140,14 @@ class SplitCosts:
             weight.append(longer * (1 - share))
         return replace(costs, backward_input=tuple(backward), backward_weight=tuple(weight))
 
-    def of_fused(self, costs: Costs, fused: Sequence[bool]) -> tuple[float, ...]:
-        """BW of each stage; arguments as for :meth:`of_split`."""
-        return tuple(
-            both if fused[stage] else both / median(trial.longer for trial in self._of(stage))
-            for stage, both in enumerate(_both(costs))
+    def of_fused(self, problem: Problem) -> Problem:
+        """``problem``, whose backwards are split, with fused ones: half of BW counts as B, half as W."""
+        half = tuple(
+            both / median(trial.longer for trial in self._of(stage)) / 2
+            for stage, both in enumerate(_both(problem.costs))
         )
+        costs = replace(problem.costs, backward_input=half, backward_weight=half)
+        return replace(problem, costs=costs, technique=replace(problem.technique, split_backward=False))
 
     @property
     def computing(self) -> float:
@@ -197,49 +200,64 @@ class TechniqueChoice:
         period = dict(self.compared).get(other, self.period)
         return 1.0 - self.period / period if 0.0 < period < math.inf else 0.0
 
-    def why(self) -> tuple[str, ...]:
-        """The reasons in numbers, a line each."""
-        lines = [f"{_named(self.technique)}: a step of {self.period:.4g} s"]
-        lines += [
-            f"not {_named(other)}: {period:.4g} s ({100 * (period / self.period - 1):+.1f} %)"
-            for other, period in self.compared
-            if other != self.technique
-        ]
-        return (*lines, f"split backwards cost {100 * self.splitting:.1f} % of F and BW")
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The choice in numbers, for the record of a run.
+
+        Returns:
+            ``split``: whether backwards are split. ``cost``: how much longer they take then, as a fraction of F and BW.
+            ``wins``: what the split plan saves of a step, below 0 where it loses. ``fused_seconds`` and
+            ``split_seconds``: the least time of a step by the two plans, as far as they differ.
+        """
+        seconds = {technique.split_backward: period for technique, period in self.compared if period < math.inf}
+        found = {"split": self.technique.split_backward, "cost": self.splitting, "wins": 0.0}
+        found |= {f"{'split' if split else 'fused'}_seconds": period for split, period in seconds.items()}
+        if len(seconds) == 2 and seconds[False]:
+            found["wins"] = 1.0 - seconds[True] / seconds[False]
+        return found
 
 
 _LEAST_GAIN = 0.005  # of a period
 
 
 def choose_technique(
-    problem: Problem,
-    backward: Sequence[float],
-    judge: Callable[[Problem], tuple[float, Schedule | None]],
-) -> TechniqueChoice:
-    """Split backwards if they make the predicted step shorter, else fused ones.
+    problem: Problem, known: SplitCosts, plan: Callable[[Problem], PlanResult]
+) -> tuple[PlanResult, TechniqueChoice]:
+    """The plan with split backwards if it makes the predicted step shorter, else the one with fused backwards.
 
     Args:
         problem: the problem, with what B and W take where they are split.
-        backward: seconds of the fused backward of each stage.
-        judge: returns the seconds of a step of a problem, and its plan if that was made.
+        known: the costs of splitting.
+        plan: makes the plan of a problem.
 
     Raises:
-        PlanningError: when there is no plan.
+        PlanningError: when there is no plan with fused backwards.
     """
-    costs, staggered = problem.costs, problem.technique.staggered
-    both = _both(costs)
-    fused_costs = replace(costs, backward_input=tuple(backward), backward_weight=(0.0,) * costs.stages)
-    fused, split = Technique(False, staggered), Technique(True, staggered)
-    compared = [(fused, judge(replace(problem, costs=fused_costs, technique=fused))[0])]
-    period, schedule = judge(replace(problem, technique=split))
-    if schedule is None or any(
-        op.kind is OpKind.BACKWARD_WEIGHT for worker in schedule.live_workers for op in schedule.program(worker)
-    ):
-        compared.append((split, period))
-    best = min(compared, key=lambda each: each[1] * (1 - _LEAST_GAIN * (each[0] == fused)))
-    work = sum(costs.forward) + sum(backward)
-    return TechniqueChoice(best[0], tuple(compared), (sum(both) - sum(backward)) / work if work else 0.0)
+
+    def seconds(asked: Problem, period: float) -> float:
+        return max(known.least_seconds(asked), known.computing * period)
+
+    fused = known.of_fused(problem)
+    best, technique = plan(fused), fused.technique
+    least = seconds(fused, best.schedule.period)
+    compared = [(fused.technique, least)]
+    predicted, split = seconds(problem, lower_bound(problem)), None
+    if predicted < least:  # else no plan can be better
+        try:
+            split = plan(problem)
+            predicted = seconds(problem, split.schedule.period)
+        except PlanningError:
+            predicted = math.inf  # what waits between B and W has no room
+    if split is None or _splits(split.schedule):
+        compared.append((problem.technique, predicted))
+        if split is not None and predicted < least * (1 - _LEAST_GAIN):
+            best, technique = split, problem.technique
+    backward = sum(_both(fused.costs))
+    work = sum(problem.costs.forward) + backward
+    longer = (sum(_both(problem.costs)) - backward) / work if work else 0.0
+    return best, TechniqueChoice(technique, tuple(compared), longer)
 
 
-def _named(technique: Technique) -> str:
-    return f"{'split' if technique.split_backward else 'fused'} backwards"
+def _splits(schedule: Schedule) -> bool:
+    programs = map(schedule.program, schedule.live_workers)
+    return any(op.kind is OpKind.BACKWARD_WEIGHT for program in programs for op in program)

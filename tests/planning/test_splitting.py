@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Costs, Grid, Problem, Schedule, Technique, Worker, heuristic
+from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, solve
 from lightning_recycle.planning.splitting import SplitCosts, SplitTrial, TechniqueChoice, choose_technique
 
 GRID = Grid(2, 2, 4)
@@ -29,9 +29,10 @@ def test_costs_of_fused_backwards_become_those_of_split_ones_and_back() -> None:
     assert both == pytest.approx([22.0, 44.0])
     assert split.backward_input[0] == pytest.approx(22.0 * TRIAL.input_share)
     assert (split.forward, split.optimizer) == (fused.forward, fused.optimizer)
-    assert known.of_fused(split, (False, False)) == pytest.approx((20.0, 40.0))
+    again = known.of_fused(Problem(GRID, split, technique=Technique(True, False)))
+    assert again.technique == Technique(False, False)
+    assert (again.costs.backward_input, again.costs.backward_weight) == (pytest.approx((10.0, 20.0)),) * 2
     assert known.of_split(split, (False, False)) == split, "they are split already"
-    assert known.of_fused(fused, (True, True)) == (20.0, 40.0)
 
 
 def test_splitting_is_never_less_work() -> None:
@@ -75,15 +76,14 @@ EXAMPLE = Grid(3, 4, 6)
 
 
 def chosen(slower: float = 1.0, *failed: Worker, grid: Grid = EXAMPLE, staggered: bool = True) -> TechniqueChoice:
-    """F = 1, BW = 2, and B + W ``slower`` times as long as BW."""
-    costs = Costs.uniform(grid.stages, 1.0, slower, slower)
-
-    def judge(problem: Problem) -> tuple[float, Schedule]:
-        schedule = heuristic(problem)
-        return schedule.period, schedule
-
-    problem = Problem(grid, costs, frozenset(failed), Technique(True, staggered))
-    return choose_technique(problem, (2.0,) * grid.stages, judge)
+    """F = 1, BW = 2, and B + W ``slower`` times as long as BW; nobody computes."""
+    trial = SplitTrial((1.0, 2.0), (1.0, slower, slower), 0.0, 0.0, "a")
+    problem = Problem(
+        grid, Costs.uniform(grid.stages, 1.0, slower, slower), frozenset(failed), Technique(True, staggered)
+    )
+    result, choice = choose_technique(problem, SplitCosts(grid, dict.fromkeys(grid.workers(), trial)), solve)
+    assert result.schedule.problem.technique == choice.technique
+    return choice
 
 
 @pytest.mark.parametrize(("staggered", "fused"), [(True, 27), (False, 27)])
@@ -99,8 +99,10 @@ def test_splitting_that_costs_more_than_it_wins_is_off() -> None:
     choice = chosen(2.0)
     assert not choice.technique.split_backward
     assert choice.splitting == pytest.approx(2 / 3)
-    assert choice.why()[0].startswith("fused backwards")
-    assert choice.why()[-1] == "split backwards cost 66.7 % of F and BW"
+    facts = choice.facts
+    assert (facts["split"], facts["cost"]) == (False, choice.splitting)
+    assert facts["fused_seconds"] == 27 < facts["split_seconds"]
+    assert facts["wins"] == pytest.approx(1 - facts["split_seconds"] / 27)
 
 
 def test_one_stage_has_nothing_to_win() -> None:

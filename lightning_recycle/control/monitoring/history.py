@@ -64,12 +64,11 @@ class Event:
             that the user chose found a better one than the heuristic, or the memory that was measured, or what it costs
             to split backwards, allows or demands another one (then it is the planner). "chosen": with
             ``split_backward="auto"``, whether backwards are split, and why in numbers
-            (:func:`~lightning_recycle.control.plans.plan_maker.facts_of`); "resumed" and "replanned" have the same as
-            ``details["backward"]`` of their plan. "saved": a
-            checkpoint is complete; before, where it is written in the background, "checkpoint_begun", or instead
-            "checkpoint_given_up", with the ``cause``. "stop_requested": ``trainer.should_stop`` was set on this worker,
-            but not on all:
-            all stop after one of the next steps. "stage_lost": no worker holds a stage. "memory": at the end,
+            (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`); "resumed" and "replanned" have the
+            same as ``details["backward"]`` of their plan. "saved": a checkpoint is complete; before, where it is
+            written in the background, "checkpoint_begun", or instead "checkpoint_given_up", with the ``cause``.
+            "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of the
+            next steps. "stage_lost": no worker holds a stage. "memory": at the end,
             ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of
             tensors on CUDA, else of its process), or None. "corruption": a worker (None if it is unknown which) holds
             other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is

@@ -47,7 +47,6 @@ __all__ = [
     "StageLevels",
     "costs_from",
     "names_of",
-    "with_fused_backwards",
 ]
 
 OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -365,22 +364,12 @@ class Assumptions:
     def _with_technique(self, problem: Problem, seconds: OperationSeconds) -> Problem:
         """``problem`` with fused backwards while nothing is tried, else with the costs of split ones."""
         if self.splitting is None:
-            return with_fused_backwards(problem, None)
+            return replace(problem, technique=replace(problem.technique, split_backward=False))
         fused = tuple({"B", "W"} > seconds.get(stage, {}).keys() & {"B", "W"} for stage in range(self._grid.stages))
         if self.costs is not None:
             fused = (self._costs_fused,) * self._grid.stages
-        technique = Technique(True, problem.technique.staggered)
+        technique = replace(problem.technique, split_backward=True)
         return replace(problem, technique=technique, costs=self.splitting.of_split(problem.costs, fused))
-
-
-def with_fused_backwards(problem: Problem, known: SplitCosts | None) -> Problem:
-    """``problem`` with fused backwards; their costs follow from ``known``, where it has those of split backwards."""
-    technique = Technique(False, problem.technique.staggered)
-    if known is None or not problem.technique.split_backward:
-        return replace(problem, technique=technique)
-    half = tuple(value / 2 for value in known.of_fused(problem.costs, (False,) * problem.grid.stages))
-    costs = replace(problem.costs, backward_input=half, backward_weight=half)
-    return replace(problem, technique=technique, costs=costs)
 
 
 def names_of(workers: Iterable[Worker]) -> str:

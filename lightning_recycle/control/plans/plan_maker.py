@@ -25,14 +25,14 @@ Must not know: which plans are wanted.
 from __future__ import annotations
 
 import logging
-import math
 import pickle
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.plans.assumptions import Assumptions, with_fused_backwards
+from lightning_recycle.control.plans.assumptions import Assumptions
 from lightning_recycle.control.plans.planning_queue import InThread
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
@@ -41,7 +41,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, solve
-from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.rerouting import renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
@@ -54,7 +54,6 @@ __all__ = [
     "ReadyPlans",
     "SplitChoices",
     "check_travels",
-    "facts_of",
     "newest",
     "schedules_kept",
 ]
@@ -190,35 +189,10 @@ class PlanQuestion:
         Raises:
             PlanningError: when there is none.
         """
-        known = self.splitting
-        if known is None or not self.problem.technique.split_backward:
+        if self.splitting is None or not self.problem.technique.split_backward:
             return PlanAnswer(self.problem, solve(self.problem, self.planner))
-        made: dict[bool, PlanResult] = {}
-        computing, shortest = known.computing, math.inf
-
-        def judge(wanted: Problem) -> tuple[float, Schedule | None]:
-            nonlocal shortest
-            split = wanted.technique.split_backward
-            wanted = self.problem if split else with_fused_backwards(self.problem, known)
-            least = known.least_seconds(wanted)
-            if split:
-                bound = max(least, computing * lower_bound(wanted))
-                if bound >= shortest:
-                    return bound, None  # no plan can be better
-            try:
-                made[split] = solve(wanted, self.planner)
-            except PlanningError:
-                if not split:
-                    raise
-                return math.inf, None  # what waits between B and W has no room
-            schedule = made[split].schedule
-            period = max(least, computing * schedule.period)
-            shortest = min(shortest, period)
-            return period, schedule
-
-        backward = known.of_fused(self.problem.costs, (False,) * self.problem.grid.stages)
-        choice = choose_technique(self.problem, backward, judge)
-        return PlanAnswer(self.problem, made[choice.technique.split_backward], choice)
+        make = partial(solve, planner=self.planner)
+        return PlanAnswer(self.problem, *choose_technique(self.problem, self.splitting, make))
 
 
 class SplitChoices:
@@ -274,6 +248,13 @@ class PlanMaker:
     def improves(self) -> bool:
         """Whether the chosen planner may find better plans than the quick one."""
         return self.quick is not self.chosen
+
+    def as_chosen(self, problem: Problem, assumed: Assumptions) -> Problem:
+        """``problem`` with fused backwards, if these were chosen for its failed and slow workers."""
+        choice = self.choices.of(problem)
+        if assumed.splitting is None or choice is None or choice.technique.split_backward:
+            return problem
+        return assumed.splitting.of_fused(problem)
 
     def make_at_once(self, problem: Problem, assumed: Assumptions, planner: Planner) -> PlanResult:
         """The plan of ``planner``, made in this thread.
@@ -350,19 +331,3 @@ def check_travels(planner: Planner) -> None:
             f"planner={planner!r} plans in a process beside the coordinator, and cannot be sent there: {why}. Define"
             " its class in a module that can be imported, without open files or locks."
         )
-
-
-def facts_of(choice: TechniqueChoice) -> dict[str, Any]:
-    """A choice in numbers, for the record of a run.
-
-    Returns:
-        ``split``: whether backwards are split. ``cost``: how much longer they take then, as a fraction of F and BW.
-        ``wins``: what the split plan saves of a step, below 0 where it loses. ``fused_seconds`` and ``split_seconds``:
-        the least time of a step by the two plans, as far as they differ.
-    """
-    seconds = {technique.split_backward: period for technique, period in choice.compared if period < math.inf}
-    found = {"split": choice.technique.split_backward, "cost": choice.splitting, "wins": 0.0}
-    found |= {f"{'split' if split else 'fused'}_seconds": period for split, period in seconds.items()}
-    if len(seconds) == 2 and seconds[False]:
-        found["wins"] = 1.0 - seconds[True] / seconds[False]
-    return found

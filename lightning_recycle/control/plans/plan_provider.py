@@ -23,13 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_recycle.control.plans.assumptions import (
-    Assumptions,
-    OperationSeconds,
-    costs_from,
-    names_of,
-    with_fused_backwards,
-)
+from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, costs_from, names_of
 from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, ReadyPlans, check_travels
 from lightning_recycle.control.plans.planning_queue import Job, PlanningQueue, Urgency
 from lightning_recycle.planning.costs import Costs, cost_difference
@@ -178,9 +172,7 @@ class _PlansAhead:
         ready = self.ready.find(problem)
         if ready is not None and ready.final and self._will_do(ready.schedule, problem):
             return
-        choice = self.maker.choices.of(problem)
-        if choice is not None and not choice.technique.split_backward:
-            problem = with_fused_backwards(problem, self.assumed.splitting)
+        problem = self.maker.as_chosen(problem, self.assumed)
         try:
             found = yield from self.maker.search(problem, self.assumed)
         except Exception as error:  # as above; the quick planner's plan stays
@@ -338,11 +330,7 @@ class PlanProvider:
         """The problem if ``failed`` have failed, and operations take ``seconds``, with the technique of the plan that
         runs.
         """
-        problem = self.assumptions.problem(failed, seconds)
-        choice = self.maker.choices.of(problem)
-        if choice is not None and not choice.technique.split_backward:
-            return with_fused_backwards(problem, self.assumptions.splitting)
-        return problem
+        return self.maker.as_chosen(self.assumptions.problem(failed, seconds), self.assumptions)
 
     def relaid(
         self,

@@ -35,7 +35,7 @@ from typing import Any
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
 from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
-from lightning_recycle.control.plans.plan_maker import facts_of, newest
+from lightning_recycle.control.plans.plan_maker import newest
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.planning_queue import Job, Urgency
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
@@ -280,7 +280,7 @@ class RunPlans:
         choice = self._planner.maker.choices.of(problem)
         if choice is not None and choice is not self._recorded:
             self._recorded = choice
-            self._notes.append(("chosen", facts_of(choice)))
+            self._notes.append(("chosen", choice.facts))
         if problem.technique != newest.problem.technique:
             if choice is None or choice.technique != problem.technique:
                 return None  # what runs was chosen since
@@ -316,7 +316,7 @@ class RunPlans:
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
         """Comparisons since the last call, as kinds and details of events: "chosen"
-        (:func:`~lightning_recycle.control.plans.plan_maker.facts_of`) and "layout".
+        (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`) and "layout".
         """
         taken, self._notes = self._notes, []
         return taken
@@ -325,7 +325,7 @@ class RunPlans:
         choice = self._planner.maker.choices.of(schedule.problem)
         if choice is None or choice.technique != schedule.problem.technique:
             return {}
-        return {"backward": facts_of(choice)}
+        return {"backward": choice.facts}
 
     def _change_to(self, schedule: Schedule, gain: float, before: float, seconds: float, found_by: str) -> PlanReady:
         factors = tuple((w.pipeline, w.stage, factor) for w, factor in schedule.problem.worker_factors)
