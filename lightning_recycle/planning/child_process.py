@@ -49,9 +49,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_recycle.errors import PlanningError, ReCycleError
 
@@ -126,7 +126,7 @@ def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: floa
     """
     interrupted = _cancels.get() or threading.Event()
     try:
-        task = _packed(_Call(entry, argument), urgent=True)
+        task = _packed(partial(_call, entry, argument), urgent=True, reports=True)
         child = _Child()
     except (PlanningError, OSError) as error:
         return str(error)
@@ -141,25 +141,18 @@ def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: floa
     return None if kind == "answer" else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The function ``entry``, called with ``argument``."""
-
-    entry: str
-    argument: Any
-
-    def answer(self, report: Report) -> None:
-        """Calls it."""
-        module, _, function = self.entry.partition(":")
-        try:
-            getattr(importlib.import_module(module), function)(self.argument, report)
-        except (UnavailableError, ImportError) as error:
-            raise PlanningError(f"it is not available: {error}") from error
-
-
-def _packed(question: Question | _Call, urgent: bool) -> bytes:
+def _call(entry: str, argument: Any, report: Report) -> None:
+    """Calls the function ``entry``."""
+    module, _, function = entry.partition(":")
     try:
-        return pickle.dumps((question, urgent))
+        getattr(importlib.import_module(module), function)(argument, report)
+    except (UnavailableError, ImportError) as error:
+        raise PlanningError(f"it is not available: {error}") from error
+
+
+def _packed(question: Callable[..., Any], urgent: bool, reports: bool = False) -> bytes:
+    try:
+        return pickle.dumps((question, urgent, reports))
     except Exception as error:  # whatever a user's class raises when it is pickled
         raise PlanningError(f"the planner cannot be sent to another process: {error}") from error
 
@@ -174,12 +167,10 @@ _ALIVE = b"alive"
 _MOST_LOSSES = 5  # in a run; it is no use to start again what dies each time
 
 
-class Question(Protocol):
-    """A pure question: the same answer wherever it is asked."""
-
-    def answer(self) -> Any:
-        """The answer; what takes long asks :func:`check_cancelled` now and then."""
-        ...
+Question: TypeAlias = Callable[[], Any]
+"""A pure question, picklable: it returns the same answer wherever it is called. What takes long calls
+:func:`check_cancelled` now and then.
+"""
 
 
 class ProcessLostError(PlanningError):
@@ -399,7 +390,7 @@ def _answer(task: bytes, send: Callable[[bytes], None]) -> None:
         send(frame)
 
     try:
-        question, urgent = pickle.loads(task)
+        question, urgent, reports = pickle.loads(task)
     except Exception as error:  # a class of the user's script, which this process does not import
         reply("failed", f"the planner cannot be read in another process: {error}")
         return
@@ -407,8 +398,7 @@ def _answer(task: bytes, send: Callable[[bytes], None]) -> None:
         with contextlib.suppress(OSError):  # then it competes with the others
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     try:
-        called = isinstance(question, _Call)
-        value = question.answer(lambda *message: reply("report", message)) if called else question.answer()
+        value = question(lambda *message: reply("report", message)) if reports else question()
     except BaseException as error:  # of a user's planner or a solver, too: whoever asks has to do without the answer
         text = " ".join(str(error).split())
         name = "" if isinstance(error, ReCycleError) and text else type(error).__name__

@@ -40,7 +40,7 @@ class Heavy(Failing):
 class Endless:
     """A question without an answer."""
 
-    def answer(self) -> None:
+    def __call__(self) -> None:
         time.sleep(600)
 
 

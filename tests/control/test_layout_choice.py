@@ -21,7 +21,7 @@ DEAD = frozenset({Worker(1, 0)})
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPlans]:
-    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
+    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
     planner = PlanProvider(GRID, "heuristic", Technique(split_backward=False), memory=5_500)
     planner.prepare()
     found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
@@ -77,7 +77,7 @@ def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: 
 
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
 def test_layers_move_away_from_the_stage_that_has_lost_a_worker(monkeypatch: pytest.MonkeyPatch, dead: Worker) -> None:
-    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
+    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
     planner = PlanProvider(GRID, "heuristic", Technique(split_backward=False), in_flight_limit=16)
     planner.prepare()
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "always")

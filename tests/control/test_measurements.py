@@ -3,19 +3,17 @@
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_recycle.control.plans.assumptions import StageLevels
-from lightning_recycle.control.plans.layout_choice import LayoutAnswer
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Schedule, Technique, Worker
+from lightning_recycle.planning.layouts.layout_candidates import Candidate, Layout, LayoutPlan
 
 GRID = Grid(2, 2, 4)
 STEPS = 10
@@ -71,19 +69,13 @@ def plans() -> Iterator[RunPlans]:
     plans.close()
 
 
-@dataclass(frozen=True)
-class Answer(LayoutAnswer):
-    """An answer whose layout is given."""
-
-    cuts: Any = ()
-
-
 class FoundLayouts:
     """What looks for layouts and has found one each time it was asked."""
 
     def __init__(self, plans: RunPlans, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
         self.plans = plans
+        plans.layout_is((0, 3, 6))
         monkeypatch.setattr(plans._layouts, "_ask", self._ask)
         monkeypatch.setattr(plans._background, "take", self._take)
         monkeypatch.setattr(plans._layouts, "_objection", lambda cuts: "")
@@ -91,10 +83,9 @@ class FoundLayouts:
 
     def _ask(self, schedule: Schedule) -> None:
         self.asked += 1
-        chosen = SimpleNamespace(period=1.0 - GAIN, bytes=0.0, stall=0.5)
-        reroute = SimpleNamespace(period=1.0)
-        plan = SimpleNamespace(gain=GAIN, why=lambda: (), chosen=chosen, reroute=reroute, next_change=1e9)
-        self._found = [Answer(schedule.failed, (), plan, (0, 4, 6))]
+        reroute = Candidate("reroute", Layout(self.plans._layouts.cuts, (2, 2)), schedule.failed, 1.0)
+        moved = Candidate("layers", Layout((0, 4, 6), (2, 2)), schedule.failed, 1.0 - GAIN, stall=0.5)
+        self._found = [LayoutPlan(moved, (reroute, moved), 1e9)]
 
     def _take(self) -> list[Any]:
         taken, self._found = self._found, []

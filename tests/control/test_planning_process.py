@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from slow_planners import Exiting, Failing, Gated, Heavy, Modules, Unpicklable
 from support.process_tree import is_alive
 from support.waiting import next_line, wait_for
 
-from lightning_recycle.control.plans.plan_maker import PlanQuestion
+from lightning_recycle.control.plans.plan_maker import make_plan
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, child_process, solve
@@ -102,35 +103,35 @@ def test_a_run_that_ends_gives_up_the_plan_that_is_waited_for(plane: ControlPlan
 
 
 WANTED = threading.Event()  # never set: the question is wanted
-QUICK = PlanQuestion(LARGE, HeuristicPlanner())
+QUICK = partial(make_plan, LARGE, HeuristicPlanner())
 
 
 def test_a_plan_is_the_same_wherever_it_is_made(process: PlanningProcess) -> None:
-    here, there = QUICK.answer(), process.ask(QUICK, WANTED)
-    assert there.result.schedule == here.result.schedule
-    assert replace(there.result, seconds=0.0) == replace(here.result, seconds=0.0)
+    (here, _), (there, _) = QUICK(), process.ask(QUICK, WANTED)
+    assert there.schedule == here.schedule
+    assert replace(there, seconds=0.0) == replace(here, seconds=0.0)
 
 
 def test_the_process_imports_no_torch_and_yields_to_others_unless_a_plan_is_urgent(
     process: PlanningProcess, tmp_path: Path
 ) -> None:
     asks = Modules(report=tmp_path / "modules")
-    process.ask(PlanQuestion(LARGE, asks), WANTED)
+    process.ask(partial(make_plan, LARGE, asks), WANTED)
     priority, *modules = asks.report.read_text().split()
     assert not {"torch", "lightning", "numpy"} & set(modules)
     assert int(priority) == 19
-    process.ask(PlanQuestion(LARGE, asks), WANTED, urgent=True)
+    process.ask(partial(make_plan, LARGE, asks), WANTED, urgent=True)
     assert int(asks.report.read_text().split()[0]) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_process_that_died_is_started_again(process: PlanningProcess, gated: Gated) -> None:
-    lost = in_thread(process.ask, PlanQuestion(LARGE, gated), WANTED)
+    lost = in_thread(process.ask, partial(make_plan, LARGE, gated), WANTED)
     assert wait_for(gated.report.exists, PATIENCE)
     first = int(gated.report.read_text())
     os.kill(first, signal.SIGKILL)
     with pytest.raises(ProcessLostError, match="signal 9"):
         lost.result(PATIENCE)
-    assert process.ask(QUICK, WANTED).result.schedule == solve(LARGE).schedule
+    assert process.ask(QUICK, WANTED)[0].schedule == solve(LARGE).schedule
     assert process.pid != first
 
 
@@ -160,13 +161,13 @@ def test_a_process_that_dies_each_time_is_not_started_for_ever(
     monkeypatch.setattr(child_process, "_MOST_LOSSES", 2)
     for reason in ("exit code 3", "exit code 3", "it has ended 2 times"):
         with pytest.raises(ProcessLostError, match=reason):
-            process.ask(PlanQuestion(LARGE, Exiting()), WANTED)
+            process.ask(partial(make_plan, LARGE, Exiting()), WANTED)
 
 
 def test_a_process_that_shows_no_life_is_given_up(
     process: PlanningProcess, gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = in_thread(process.ask, PlanQuestion(LARGE, gated), WANTED)
+    lost = in_thread(process.ask, partial(make_plan, LARGE, gated), WANTED)
     assert wait_for(gated.report.exists, PATIENCE)
     os.kill(int(gated.report.read_text()), signal.SIGSTOP)
     monkeypatch.setattr(child_process, "SILENCE_SECONDS", 0.5)
@@ -186,42 +187,43 @@ def test_another_process_gets_a_question_that_a_stopped_one_does_not_even_read(
     assert first is not None
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(PlanningError, match="no licence"):
-        process.ask(PlanQuestion(LARGE, Heavy()), WANTED)
+        process.ask(partial(make_plan, LARGE, Heavy()), WANTED)
     assert process.pid != first
     assert not is_alive(first)
 
 
 def test_a_question_that_is_not_wanted_any_more_ends_its_process(process: PlanningProcess, gated: Gated) -> None:
     interrupted = threading.Event()
-    given_up = in_thread(process.ask, PlanQuestion(LARGE, gated), interrupted)
+    given_up = in_thread(process.ask, partial(make_plan, LARGE, gated), interrupted)
     assert wait_for(gated.report.exists, PATIENCE)
     interrupted.set()
     with pytest.raises(Cancelled):
         given_up.result(PATIENCE)
     assert not is_alive(int(gated.report.read_text()))
-    assert process.ask(QUICK, WANTED).result.schedule == solve(LARGE).schedule
+    assert process.ask(QUICK, WANTED)[0].schedule == solve(LARGE).schedule
 
 
 def test_a_question_that_cannot_be_sent_is_refused(process: PlanningProcess) -> None:
     with pytest.raises(PlanningError, match="cannot be sent"):
-        process.ask(PlanQuestion(LARGE, Unpicklable()), WANTED)
+        process.ask(partial(make_plan, LARGE, Unpicklable()), WANTED)
     own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
     sys.modules["__main__"].OfThisProcess = own  # type: ignore[attr-defined]
     with pytest.raises(PlanningError, match="cannot be read"):
-        process.ask(PlanQuestion(LARGE, own()), WANTED)
+        process.ask(partial(make_plan, LARGE, own()), WANTED)
     del sys.modules["__main__"].OfThisProcess  # type: ignore[attr-defined]
     with pytest.raises(PlanningError, match="no licence"):
-        process.ask(PlanQuestion(LARGE, Failing()), WANTED)
+        process.ask(partial(make_plan, LARGE, Failing()), WANTED)
 
 
 def test_it_ends_with_the_process_that_asks() -> None:
     code = (
         "import threading, time\n"
-        "from lightning_recycle.control.plans.plan_maker import PlanQuestion\n"
+        "from functools import partial\n"
+        "from lightning_recycle.control.plans.plan_maker import make_plan\n"
         "from lightning_recycle.planning.child_process import PlanningProcess\n"
         "from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem\n"
         "process = PlanningProcess()\n"
-        "question = PlanQuestion(Problem(Grid(2, 2, 2), Costs.uniform(2)), HeuristicPlanner())\n"
+        "question = partial(make_plan, Problem(Grid(2, 2, 2), Costs.uniform(2)), HeuristicPlanner())\n"
         "process.ask(question, threading.Event())\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(600)\n"

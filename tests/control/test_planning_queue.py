@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
-from lightning_recycle.control.plans.plan_maker import PlanQuestion
+from lightning_recycle.control.plans.plan_maker import make_plan
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
 from lightning_recycle.control.plans.run_plans import RunPlans
@@ -42,7 +43,7 @@ class Value:
 
     value: Any
 
-    def answer(self) -> Any:
+    def __call__(self) -> Any:
         if isinstance(self.value, Exception):
             raise self.value
         return self.value
@@ -56,7 +57,7 @@ class Waiting:
         self.asked, self.go_on = threading.Semaphore(0), threading.Event()
         self.given_up = 0
 
-    def answer(self) -> str:
+    def __call__(self) -> str:
         self.asked.release()
         while not self.go_on.wait(0.01):
             try:
@@ -105,12 +106,12 @@ def test_answers_are_published_wherever_they_were_found(planner: PlanningQueue) 
     woken = threading.Semaphore(0)
     planner.wake = woken.release
     planner.begin(
-        Urgency.AHEAD, publishing(planner, InThread(Value(1)), None, PlanQuestion(PROBLEM, HeuristicPlanner()))
+        Urgency.AHEAD, publishing(planner, InThread(Value(1)), None, partial(make_plan, PROBLEM, HeuristicPlanner()))
     )
     assert woken.acquire(timeout=PATIENCE)
     assert woken.acquire(timeout=PATIENCE)
-    one, answer = planner.take()
-    assert (one, answer.result.schedule) == (1, heuristic(PROBLEM))
+    one, (made, _) = planner.take()
+    assert (one, made.schedule) == (1, heuristic(PROBLEM))
     assert wait_for(lambda: is_idle(planner), PATIENCE)
     assert planner.take() == []
 
@@ -119,7 +120,7 @@ def test_a_job_gets_the_reason_where_there_is_no_answer_and_goes_on(planner: Pla
     questions = [
         InThread(Value(PlanningError("no room"))),
         InThread(Value(ValueError("a bug of a user's planner"))),
-        PlanQuestion(PROBLEM, Failing()),
+        partial(make_plan, PROBLEM, Failing()),
         Value(threading.Lock()),
         InThread(Value(5)),
     ]

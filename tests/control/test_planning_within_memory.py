@@ -10,7 +10,8 @@ from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.commands.plan_settings import problems_ahead
-from lightning_recycle.control.plans.plan_maker import PlanAnswer, PlanQuestion
+from lightning_recycle.control.plans import plan_maker
+from lightning_recycle.control.plans.plan_maker import PlanAnswer
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
@@ -146,10 +147,10 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
     first = plans.schedules[-1].period
     longer = heuristic(Problem(GRID, Costs.uniform(2), in_flight_limit=(1, 1)))
 
-    def long_answer(problem: Problem) -> PlanAnswer:
-        return PlanAnswer(problem, proven(longer.under(problem), "heuristic"))
+    def long_answer(problem: Problem, *_: object) -> PlanAnswer:
+        return proven(longer.under(problem), "heuristic"), None
 
-    monkeypatch.setattr(PlanQuestion, "answer", lambda asked: long_answer(asked.problem))
+    monkeypatch.setattr(plan_maker, "make_plan", long_answer)
     for rank in range(4):
         plans.take(GRID.worker(rank), Measured(rank, footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)

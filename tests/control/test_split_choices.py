@@ -59,7 +59,7 @@ class Run:
 
 @pytest.fixture
 def open_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question.answer())
+    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
     with contextlib.ExitStack() as stack:
 
         def make(planner: Any = "heuristic", **options: Any) -> Run:

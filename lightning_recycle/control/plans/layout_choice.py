@@ -7,7 +7,7 @@ operations have been measured, and whenever workers are lost or return; in the b
 answer: training goes on with re-routing alone.
 
 Contract: called from the coordinator's thread. Answers are published by the planning queue, as
-:class:`LayoutAnswer`.
+:class:`~lightning_recycle.planning.layouts.layout_candidates.LayoutPlan`.
 
 Must not know: connections, generations; how layers move.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
@@ -26,17 +26,17 @@ from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.child_process import Question
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import parts_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
 from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
 from lightning_recycle.planning.layouts.layout_search import plan_layout
-from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 
-__all__ = ["LayoutAnswer", "LayoutChoice", "LayoutQuestion", "Rebalance"]
+__all__ = ["LayoutChoice", "Rebalance"]
 
 log = logging.getLogger(__name__)
 
@@ -49,64 +49,6 @@ _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
 _LEAST_GAIN = 0.05  # of a step: measured times are not exact
 _SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
 _WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
-
-
-@dataclass(frozen=True)
-class LayoutQuestion:
-    """Which layout is best.
-
-    Args:
-        problem: who has failed, who is slow, and what the runtime can do.
-        layers: what the layers cost.
-        cuts: the layout of now.
-        next_change: seconds until the next failure, as expected.
-        fixed: why layers cannot move; empty if they can.
-        whole: why stages cannot share layers; empty if they can.
-    """
-
-    problem: Problem
-    layers: LayerCosts
-    cuts: Cuts
-    next_change: float
-    fixed: str = ""
-    whole: str = ""
-
-    def answer(self) -> LayoutPlan:
-        """The best layout, with all that was compared.
-
-        Raises:
-            ConfigurationError, PlanningError: when there is none.
-        """
-        return plan_layout(
-            self.problem,
-            self.layers,
-            self.cuts,
-            next_change=self.next_change,
-            switch=_SWITCH_SECONDS,
-            least_gain=_LEAST_GAIN,
-            fixed=self.fixed,
-            whole=self.whole,
-            ways=_WAYS,
-        )
-
-
-@dataclass(frozen=True)
-class LayoutAnswer:
-    """The best layout, and why.
-
-    Args:
-        failed: the workers without whom it is the best.
-        before: the layout that it was compared with.
-        plan: all that was compared.
-    """
-
-    failed: frozenset[Worker]
-    before: Cuts
-    plan: LayoutPlan
-
-    @property
-    def cuts(self) -> Cuts:
-        return self.plan.chosen.layout.cuts
 
 
 class LayoutChoice:
@@ -130,7 +72,7 @@ class LayoutChoice:
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
         self._fixed = ""  # why layers cannot move
         self._whole = ""  # why stages cannot share them
-        self._newest: LayoutAnswer | None = None
+        self._newest: Candidate | None = None  # of the newest answer
         self._due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
         self._record = FailureRecord()
 
@@ -165,36 +107,41 @@ class LayoutChoice:
         is_known = bool(self.cuts) and len(self._facts) == self.cuts[-1]
         if self._rebalance == "never" or not is_known or self._measured.steps < _STEPS_BEFORE_LAYOUTS:
             return
-        question = self._question(schedule.failed)
-        self._layers = question.layers
+        seconds = self._measured.known_seconds
+        problem = self._planner.problem(schedule.failed, seconds)
+        self._layers = self._costs(problem.costs, seconds, problem.memory)
+        question = partial(
+            plan_layout,
+            problem,
+            self._layers,
+            self.cuts,
+            next_change=self._record.next_change(sum(problem.live_counts())) if self._rebalance == "auto" else _NEVER,
+            switch=_SWITCH_SECONDS,
+            least_gain=_LEAST_GAIN,
+            fixed=self._fixed,
+            whole=self._whole,
+            ways=_WAYS,
+        )
         self._background.begin(Urgency.LAYOUT, self._look_for(question))
 
-    def _look_for(self, question: LayoutQuestion) -> Job:
+    def _look_for(self, question: Question) -> Job:
         try:
-            plan = yield question
+            self._background.publish((yield question))
         except PlanningError as error:
             log.warning("No layout was looked for: %s", error)
-        else:
-            self._background.publish(LayoutAnswer(question.problem.failed, question.cuts, plan))
-
-    def _question(self, failed: frozenset[Worker]) -> LayoutQuestion:
-        seconds = self._measured.known_seconds
-        problem = self._planner.problem(failed, seconds)
-        next_change = self._record.next_change(sum(problem.live_counts())) if self._rebalance == "auto" else _NEVER
-        layers = self._costs(problem.costs, seconds, problem.memory)
-        return LayoutQuestion(problem, layers, self.cuts, next_change, self._fixed, self._whole)
 
     # ------------------------------------------------------------------ deciding
 
-    def decide(self, answer: LayoutAnswer, schedule: Schedule) -> tuple[LayoutReady | None, tuple[str, ...]]:
-        """The change that a published answer asks for, if it is for the workers of ``schedule``, and the reasons."""
-        if answer.before != self.cuts:
+    def decide(self, plan: LayoutPlan, schedule: Schedule) -> tuple[LayoutReady | None, tuple[str, ...]]:
+        """The change that a published plan asks for, if it is for the workers of ``schedule``, and the reasons."""
+        before, cuts = plan.reroute.layout.cuts, plan.chosen.layout.cuts
+        if before != self.cuts:
             return None, ()
-        self._newest = answer
-        if answer.failed != schedule.failed:
+        self._newest = plan.chosen
+        if plan.reroute.failed != schedule.failed:
             return None, ()
-        plan, stays = answer.plan, answer.cuts == answer.before
-        why = "" if stays else self._objection(answer.cuts) or self._doubts(plan.gain, schedule)
+        stays = cuts == before
+        why = "" if stays else self._objection(cuts) or self._doubts(plan.gain, schedule)
         reasons = (*plan.why(), *([f"it stays: {why}"] if why else []))
         if stays or why:
             return None, reasons
@@ -207,7 +154,7 @@ class LayoutChoice:
             "next_change": plan.next_change,
         }
         roster = tuple(schedule.grid.rank(worker) for worker in schedule.live_workers)
-        return LayoutReady(roster, answer.cuts, details), reasons
+        return LayoutReady(roster, cuts, details), reasons
 
     def _doubts(self, gain: float, schedule: Schedule) -> str:
         """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was
@@ -257,8 +204,8 @@ class LayoutChoice:
 
     def choice_of(self, cuts: Cuts) -> Candidate | None:
         """The layout ``cuts`` as it was chosen, with its plan."""
-        answer = self._newest
-        return None if answer is None or answer.cuts != cuts else answer.plan.chosen
+        newest = self._newest
+        return None if newest is None or newest.layout.cuts != cuts else newest
 
     def _variation(self, cuts: Cuts, grid: Grid) -> tuple[MicrobatchVariation, MicrobatchVariation] | None:
         """How micro-batches differ under the layout ``cuts``, with split and with fused backwards; None if they do not,

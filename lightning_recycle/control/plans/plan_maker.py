@@ -47,13 +47,12 @@ from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 
 __all__ = [
-    "PlanAnswer",
     "PlanMaker",
-    "PlanQuestion",
     "ReadyPlan",
     "ReadyPlans",
     "SplitChoices",
     "check_travels",
+    "make_plan",
     "newest",
     "schedules_kept",
 ]
@@ -154,45 +153,24 @@ def _key_of(problem: Problem) -> _PlanKey:
 # ---------------------------------------------------------------------- questions
 
 
-@dataclass(frozen=True)
-class PlanAnswer:
-    """A plan.
-
-    Args:
-        asked: the problem of the question.
-        result: the plan; its problem has fused backwards if these were better.
-        choice: the comparison of split with fused backwards, if that was asked.
-    """
-
-    asked: Problem
-    result: PlanResult
-    choice: TechniqueChoice | None = None
+PlanAnswer: TypeAlias = tuple[PlanResult, TechniqueChoice | None]
+"""A plan, and the comparison of split with fused backwards, if that was asked."""
 
 
-@dataclass(frozen=True)
-class PlanQuestion:
-    """Question for the plan of ``planner`` for ``problem``.
+def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None = None) -> PlanAnswer:
+    """The plan of ``planner`` for ``problem``.
 
     Args:
         problem: the problem; with ``splitting``, with the costs of split backwards.
         planner: the planner.
         splitting: the costs of splitting, if the better of the plans with split and with fused backwards is wanted.
+
+    Raises:
+        PlanningError: when there is none.
     """
-
-    problem: Problem
-    planner: Planner
-    splitting: SplitCosts | None = None
-
-    def answer(self) -> PlanAnswer:
-        """The plan.
-
-        Raises:
-            PlanningError: when there is none.
-        """
-        if self.splitting is None or not self.problem.technique.split_backward:
-            return PlanAnswer(self.problem, solve(self.problem, self.planner))
-        make = partial(solve, planner=self.planner)
-        return PlanAnswer(self.problem, *choose_technique(self.problem, self.splitting, make))
+    if splitting is None or not problem.technique.split_backward:
+        return solve(problem, planner), None
+    return choose_technique(problem, splitting, partial(solve, planner=planner))
 
 
 class SplitChoices:
@@ -201,11 +179,9 @@ class SplitChoices:
     def __init__(self) -> None:
         self._answers: dict[_PlanKey, tuple[Problem, TechniqueChoice, Problem]] = {}  # asked, and of the plan
 
-    def keep(self, answer: PlanAnswer) -> None:
-        """Keeps the choice of an answer, if it has one."""
-        if answer.choice is None:
-            return
-        self._answers[_key_of(answer.asked)] = answer.asked, answer.choice, answer.result.schedule.problem
+    def keep(self, asked: Problem, choice: TechniqueChoice, chosen: Problem) -> None:
+        """Keeps a choice: ``chosen`` is the problem of the plan that was chosen for ``asked``."""
+        self._answers[_key_of(asked)] = asked, choice, chosen
         while len(self._answers) > _KEPT:
             del self._answers[next(iter(self._answers))]
 
@@ -262,12 +238,11 @@ class PlanMaker:
         Raises:
             PlanningError: when there is none.
         """
-        question = PlanQuestion(problem, assumed.planner(planner), assumed.splitting)
-        return self._learn(question.answer(), planner)
+        return self._learn(problem, planner, make_plan(problem, assumed.planner(planner), assumed.splitting))
 
     def make(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:
         """The plan of the quick planner, as a part of a job."""
-        question = PlanQuestion(problem, assumed.planner(self.quick), assumed.splitting)
+        question = partial(make_plan, problem, assumed.planner(self.quick), assumed.splitting)
         answer = None
         if self.is_large:
             try:
@@ -276,12 +251,12 @@ class PlanMaker:
                 log.warning("The planning process is no use (%s): planning in a thread of the coordinator.", error)
         if answer is None:
             answer = yield InThread(question)
-        return self._learn(answer, self.quick)
+        return self._learn(problem, self.quick, answer)
 
     def search(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:
         """The plan of the chosen planner for the technique of ``problem``, as a part of a job."""
-        answer = yield PlanQuestion(problem, assumed.planner(self.chosen))
-        return self._learn(answer, self.chosen)
+        answer = yield partial(make_plan, problem, assumed.planner(self.chosen))
+        return self._learn(problem, self.chosen, answer)
 
     def stored(self, problem: Problem, *, needed: bool = False) -> ReadyPlan | None:
         """The plan in the library; ``needed``: workers wait for it."""
@@ -296,15 +271,17 @@ class PlanMaker:
             return None
         return ReadyPlan(stored.schedule, "library", final=stored.gap <= _AS_GOOD or library.has(problem))
 
-    def _learn(self, answer: PlanAnswer, planner: Planner) -> PlanResult:
+    def _learn(self, problem: Problem, planner: Planner, answer: PlanAnswer) -> PlanResult:
         """Keeps the choice of an answer; stores the plan of the chosen planner, unless the library has one as good."""
-        self.choices.keep(answer)
-        result, library = answer.result, self.library
+        result, choice = answer
+        if choice is not None:
+            self.choices.keep(problem, choice, result.schedule.problem)
+        library = self.library
         if result.warning is not None:
             log.warning("%s", result.warning)
         if library is not None and planner is self.chosen:
             try:
-                stored = library.get(answer.asked)
+                stored = library.get(problem)
                 if stored is None or result.schedule.period < stored.period * (1 - _AS_GOOD):
                     library.put(result)
             except PlanningError as error:  # the plan is good, whether it can be stored or not

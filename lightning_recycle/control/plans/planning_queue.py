@@ -195,7 +195,7 @@ class PlanningQueue:
             return self._process.ask(question, job.interrupted, urgent=job.urgency == Urgency.NEEDED)
         try:
             with cancelled_by(job.interrupted):
-                return question.question.answer()
+                return question.question()
         except PlanningError:
             raise
         except Exception as error:  # the run has to do without this plan

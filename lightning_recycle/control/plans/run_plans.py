@@ -34,7 +34,7 @@ from typing import Any
 
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
-from lightning_recycle.control.plans.layout_choice import LayoutAnswer, LayoutChoice, Rebalance
+from lightning_recycle.control.plans.layout_choice import LayoutChoice, Rebalance
 from lightning_recycle.control.plans.plan_maker import newest
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.planning_queue import Job, Urgency
@@ -42,6 +42,7 @@ from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFact
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layouts.layout_candidates import LayoutPlan
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.schedule import PlanResult, Schedule
@@ -250,7 +251,7 @@ class RunPlans:
         for found in self._background.take():
             if isinstance(found, PlanResult):
                 wanted.append(self._improved(found))
-            elif isinstance(found, LayoutAnswer):
+            elif isinstance(found, LayoutPlan):
                 ready, why = self._layouts.decide(found, self.schedules[-1])
                 wanted.append(ready)
                 if why:
@@ -263,7 +264,7 @@ class RunPlans:
         """The job that looks for a plan for the times that operations take now; it publishes question and proposal."""
         proposal: Proposal | None = None
         try:
-            proposal = yield question
+            proposal = yield question.answer
         except PlanningError as error:
             log.warning("No plan was found for the times that the operations take now: %s", error)
         self._background.publish((question, proposal))
