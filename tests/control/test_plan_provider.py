@@ -15,7 +15,7 @@ from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans import plan_maker
-from lightning_recycle.control.plans.plan_maker import schedules_kept
+from lightning_recycle.control.plans.plan_maker import ReadyPlans
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.planning import (
     Costs,
@@ -236,8 +236,8 @@ def test_a_plan_of_the_library_needs_no_planner(
 
 
 def test_at_least_one_schedule_is_kept_of_any_grid() -> None:
-    assert schedules_kept(Grid(3, 4, 6)) > 1000
-    assert schedules_kept(Grid(64, 64, 1024)) == 1
+    assert ReadyPlans(Grid(3, 4, 6)).capacity > 1000
+    assert ReadyPlans(Grid(64, 64, 1024)).capacity == 1
 
 
 # ---------------------------------------------------------------------- layers that stages share

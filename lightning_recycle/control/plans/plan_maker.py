@@ -37,12 +37,13 @@ from lightning_recycle.control.plans.planning_queue import InThread
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
+from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.rerouting import renamed, representative
+from lightning_recycle.planning.rerouting import alike, renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 
@@ -50,15 +51,14 @@ __all__ = [
     "PlanMaker",
     "ReadyPlan",
     "ReadyPlans",
-    "SplitChoices",
     "check_travels",
     "make_plan",
     "newest",
-    "schedules_kept",
 ]
 
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
 _KEPT = 4_096  # choices; as many plans are never kept
+_SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,8 @@ log = logging.getLogger(__name__)
 _PlanKey: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
 
 
-def schedules_kept(grid: Grid) -> int:
-    """How many schedules of ``grid`` are kept: a run may see any number, and large ones take 100 MB each."""
-    return max(1, _KEPT_OPERATIONS // (3 * grid.global_microbatches * grid.stages))
+def _operations(grid: Grid) -> int:
+    return 3 * grid.global_microbatches * grid.stages
 
 
 def newest(schedules: Sequence[Schedule]) -> int:
@@ -86,7 +85,7 @@ def _held(schedule: Schedule) -> int:
     """The operations that take as much memory as ``schedule``; for a compact one, which worker has which lane."""
     if isinstance(schedule, CompactSchedule):
         return len(schedule.workers)
-    return 3 * schedule.grid.global_microbatches * schedule.grid.stages
+    return _operations(schedule.grid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +94,25 @@ class ReadyPlan:
 
     Args:
         schedule: the plan.
+        asked: the problem that it was made for; that of the plan has fused backwards if these were better.
         source: "library"; "ahead", made before it was needed; "made", when it was needed; or "better", found while
             another one ran.
         final: whether the planner that the user chose has nothing to add to it.
+        seconds: how long it took to make it.
+        backend: the planner that was asked, or "library".
     """
 
     schedule: Schedule
+    asked: Problem
     source: str
     final: bool
+    seconds: float = 0.0
+    backend: str = "library"
+
+    def serves(self, problem: Problem) -> bool:
+        """Whether it is what planning ``problem`` would lead to, or nearly so."""
+        is_near = cost_difference(self.asked.costs, problem.costs) <= _SAME_COSTS
+        return is_near and alike(replace(self.asked, costs=problem.costs), problem)
 
 
 class ReadyPlans:
@@ -140,8 +150,8 @@ class ReadyPlans:
     def capacity(self) -> int:
         """How many plans like the largest one here can be kept."""
         with self._lock:
-            largest = max((_held(plan.schedule) for plan in self._plans.values()), default=0)
-        return max(1, _KEPT_OPERATIONS // largest) if largest else schedules_kept(self._grid)
+            largest = max((_held(plan.schedule) for plan in self._plans.values()), default=_operations(self._grid))
+        return max(1, _KEPT_OPERATIONS // largest)
 
 
 def _key_of(problem: Problem) -> _PlanKey:
@@ -173,31 +183,6 @@ def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None =
     return choose_technique(problem, splitting, partial(solve, planner=planner))
 
 
-class SplitChoices:
-    """The newest choice between split and fused backwards for each distribution of failed and slow workers."""
-
-    def __init__(self) -> None:
-        self._answers: dict[_PlanKey, tuple[Problem, TechniqueChoice, Problem]] = {}  # asked, and of the plan
-
-    def keep(self, asked: Problem, choice: TechniqueChoice, chosen: Problem) -> None:
-        """Keeps a choice: ``chosen`` is the problem of the plan that was chosen for ``asked``."""
-        self._answers[_key_of(asked)] = asked, choice, chosen
-        while len(self._answers) > _KEPT:
-            del self._answers[next(iter(self._answers))]
-
-    def of(self, problem: Problem) -> TechniqueChoice | None:
-        """The newest choice for the failed and slow workers of ``problem``."""
-        found = self._answers.get(_key_of(problem))
-        return None if found is None else found[1]
-
-    def asked(self, problem: Problem) -> Problem:
-        """The problem of the question whose answer has ``problem``; ``problem`` itself where nothing was chosen."""
-        found = self._answers.get(_key_of(problem))
-        if found is None or (found[2].technique, found[2].costs) != (problem.technique, problem.costs):
-            return problem
-        return found[0]
-
-
 class PlanMaker:
     """The planners of a run, and the library of its plans.
 
@@ -210,14 +195,13 @@ class PlanMaker:
         chosen: the planner that the user chose.
         quick: the planner of plans ahead and in need: the chosen one if it is the heuristic, else the heuristic.
         library: as above; None once its plans are for other times than those of the run.
-        choices: the choices between split and fused backwards.
     """
 
     def __init__(self, planner: Planner, library: PlanLibrary | None, is_large: bool) -> None:
         self.chosen = planner
         self.quick = planner if isinstance(planner, HeuristicPlanner) else HeuristicPlanner()
         self.library = library
-        self.choices = SplitChoices()
+        self._choices: dict[_PlanKey, TechniqueChoice] = {}
         self.is_large = is_large
 
     @property
@@ -225,22 +209,27 @@ class PlanMaker:
         """Whether the chosen planner may find better plans than the quick one."""
         return self.quick is not self.chosen
 
+    def choice(self, problem: Problem) -> TechniqueChoice | None:
+        """The newest choice between split and fused backwards for the failed and slow workers of ``problem``."""
+        return self._choices.get(_key_of(problem))
+
     def as_chosen(self, problem: Problem, assumed: Assumptions) -> Problem:
         """``problem`` with fused backwards, if these were chosen for its failed and slow workers."""
-        choice = self.choices.of(problem)
+        choice = self.choice(problem)
         if assumed.splitting is None or choice is None or choice.technique.split_backward:
             return problem
         return assumed.splitting.of_fused(problem)
 
-    def make_at_once(self, problem: Problem, assumed: Assumptions, planner: Planner) -> PlanResult:
+    def make_at_once(self, problem: Problem, assumed: Assumptions, planner: Planner, source: str) -> ReadyPlan:
         """The plan of ``planner``, made in this thread.
 
         Raises:
             PlanningError: when there is none.
         """
-        return self._learn(problem, planner, make_plan(problem, assumed.planner(planner), assumed.splitting))
+        answer = make_plan(problem, assumed.planner(planner), assumed.splitting)
+        return self._learn(problem, planner, source, answer)
 
-    def make(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:
+    def make(self, problem: Problem, assumed: Assumptions, source: str) -> Generator[Any, Any, ReadyPlan]:
         """The plan of the quick planner, as a part of a job."""
         question = partial(make_plan, problem, assumed.planner(self.quick), assumed.splitting)
         answer = None
@@ -251,12 +240,13 @@ class PlanMaker:
                 log.warning("The planning process is no use (%s): planning in a thread of the coordinator.", error)
         if answer is None:
             answer = yield InThread(question)
-        return self._learn(problem, self.quick, answer)
+        return self._learn(problem, self.quick, source, answer)
 
-    def search(self, problem: Problem, assumed: Assumptions) -> Generator[Any, Any, PlanResult]:
-        """The plan of the chosen planner for the technique of ``problem``, as a part of a job."""
-        answer = yield partial(make_plan, problem, assumed.planner(self.chosen))
-        return self._learn(problem, self.chosen, answer)
+    def search(self, problem: Problem, assumed: Assumptions, source: str) -> Generator[Any, Any, ReadyPlan]:
+        """The plan of the chosen planner for the technique that was chosen, as a part of a job."""
+        asked = self.as_chosen(problem, assumed)
+        answer = yield partial(make_plan, asked, assumed.planner(self.chosen))
+        return replace(self._learn(asked, self.chosen, source, answer), asked=problem)
 
     def stored(self, problem: Problem, *, needed: bool = False) -> ReadyPlan | None:
         """The plan in the library; ``needed``: workers wait for it."""
@@ -269,14 +259,16 @@ class PlanMaker:
             level = logging.WARNING if needed else logging.INFO
             log.log(level, "The plan library has none for %s: %s.", failed, library.miss(problem))
             return None
-        return ReadyPlan(stored.schedule, "library", final=stored.gap <= _AS_GOOD or library.has(problem))
+        is_final = stored.gap <= _AS_GOOD or library.has(problem)
+        return ReadyPlan(stored.schedule, stored.schedule.problem, "library", is_final)
 
-    def _learn(self, problem: Problem, planner: Planner, answer: PlanAnswer) -> PlanResult:
+    def _learn(self, problem: Problem, planner: Planner, source: str, answer: PlanAnswer) -> ReadyPlan:
         """Keeps the choice of an answer; stores the plan of the chosen planner, unless the library has one as good."""
-        result, choice = answer
+        (result, choice), library = answer, self.library
         if choice is not None:
-            self.choices.keep(problem, choice, result.schedule.problem)
-        library = self.library
+            self._choices[_key_of(problem)] = choice
+            while len(self._choices) > _KEPT:
+                del self._choices[next(iter(self._choices))]
         if result.warning is not None:
             log.warning("%s", result.warning)
         if library is not None and planner is self.chosen:
@@ -286,7 +278,8 @@ class PlanMaker:
                     library.put(result)
             except PlanningError as error:  # the plan is good, whether it can be stored or not
                 log.warning("%s", error)
-        return result
+        is_final = planner is self.chosen
+        return ReadyPlan(result.schedule, problem, source, is_final, result.seconds, result.backend)
 
 
 def check_travels(planner: Planner) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, costs_from, names_of
 from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, ReadyPlans, check_travels
 from lightning_recycle.control.plans.planning_queue import Job, PlanningQueue, Urgency
-from lightning_recycle.planning.costs import Costs, cost_difference
+from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.layout_candidates import Candidate
 from lightning_recycle.planning.normalization import (
@@ -39,8 +39,7 @@ from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound
 from lightning_recycle.planning.profile import MemoryLimit
-from lightning_recycle.planning.rerouting import alike
-from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
 __all__ = ["PlanProvider"]
@@ -48,7 +47,6 @@ __all__ = ["PlanProvider"]
 log = logging.getLogger(__name__)
 
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
-_SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
 _MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
@@ -56,11 +54,11 @@ _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
 
 @dataclass
 class _PlanInNeed:
-    """The plan for ``problem`` that workers wait for; ``schedule`` is None if it could not be made."""
+    """The plan for ``problem`` that workers wait for; None if it could not be made."""
 
     problem: Problem
     is_done: bool = False
-    schedule: Schedule | None = None
+    plan: ReadyPlan | None = None
 
     def serves(self, problem: Problem) -> bool:
         """Whether it is made for the failed and slow workers of ``problem``."""
@@ -91,7 +89,7 @@ class _PlansAhead:
     maker: PlanMaker
     assumed: Assumptions
     ready: ReadyPlans
-    publish: Callable[[PlanResult], None]
+    publish: Callable[[ReadyPlan], None]
     failed: frozenset[Worker]
     seconds: OperationSeconds
     running: Schedule | None
@@ -101,14 +99,14 @@ class _PlansAhead:
         present, running = self._problem(self.failed), self.running
         # Another plan for the present workers: at once if theirs does not fit into memory, or it is known since whether
         # it should split backwards.
-        is_open = self.assumed.splitting is not None and self.maker.choices.of(present) is None
+        is_open = self.assumed.splitting is not None and self.maker.choice(present) is None
         at_once = running is not None and (is_open or not _keeps_to(running, present))
         if at_once:
-            yield from self._make_for_present(present)
+            yield from self._make(present, offer=True)
         for problem in self._one_more(present):
-            yield from self._get_ready(problem)
+            yield from self._make(problem)
         if running is not None and not at_once and running.problem.memories != present.memories:
-            yield from self._make_for_present(present)
+            yield from self._make(present, offer=True)
 
     def improve(self) -> Job:
         """The job that asks the planner that the user chose."""
@@ -126,67 +124,46 @@ class _PlansAhead:
         capacity = self.ready.capacity - (self.running is not None)
         return [self._problem(failed) for failed in next_failures(present)][:capacity]
 
-    def _get_ready(self, problem: Problem) -> Job:
-        """Makes a plan, unless the one that is ready will do."""
+    def _make(self, problem: Problem, offer: bool = False) -> Job:
+        """Makes a plan by the quick planner, unless the one that is ready will do; ``offer``: in any case, for the
+        workers that train now.
+        """
         ready = self.ready.find(problem)
-        if ready is not None and self._will_do(ready.schedule, problem):
+        if ready is not None and not offer and ready.serves(problem):
             yield None
             return
         try:
             found = self.maker.stored(problem)
             if found is None:
-                made = yield from self.maker.make(problem, self.assumed)
-                found = ReadyPlan(made.schedule, "ahead", final=not self.maker.improves)
-            self.ready.keep(found)
-        except Exception as error:  # a failure without a plan gets one at once: this job must go on
+                found = yield from self.maker.make(problem, self.assumed, "better" if offer else "ahead")
+        except Exception as error:  # the plan that runs goes on, and a failure without a plan gets one at once
             log.warning("No plan could be made ahead for the failure of %s: %s", names_of(problem.failed), error)
-
-    def _will_do(self, schedule: Schedule, problem: Problem) -> bool:
-        """Whether ``schedule`` is what planning ``problem`` would lead to, or nearly so."""
-        own = self.maker.choices.asked(schedule.problem)
-        is_near = cost_difference(own.costs, problem.costs) <= _SAME_COSTS
-        return is_near and alike(replace(own, costs=problem.costs), problem)
-
-    def _make_for_present(self, problem: Problem) -> Job:
-        """Makes and publishes a plan for the workers that train now: for the memory, or the costs of split backwards,
-        that were measured.
-        """
-        try:
-            found = self.maker.stored(problem)
-            if found is not None:
-                result = proven(found.schedule, found.source)
-            else:
-                result = yield from self.maker.make(problem, self.assumed)
-                found = ReadyPlan(result.schedule, "better", final=not self.maker.improves)
-        except Exception as error:  # the plan that runs goes on
-            log.warning("No plan was found for the measured times: %s", error)
             return
-        ready = self.ready.find(problem)
+        ready = self.ready.find(problem) if offer else None
         if ready is None or _replaces(found.schedule, ready.schedule, problem):
             self.ready.keep(found)
-        self.publish(result)
+        if offer:
+            self.publish(found)
 
     def _improve(self, problem: Problem, offer: bool = False) -> Job:
         """Asks the planner that the user chose; ``offer``: the plan is for the workers that train now."""
         yield None
         ready = self.ready.find(problem)
-        if ready is not None and ready.final and self._will_do(ready.schedule, problem):
+        if ready is not None and ready.final and ready.serves(problem):
             return
-        problem = self.maker.as_chosen(problem, self.assumed)
         try:
-            found = yield from self.maker.search(problem, self.assumed)
+            found = yield from self.maker.search(problem, self.assumed, "better" if offer else "ahead")
         except Exception as error:  # as above; the quick planner's plan stays
             log.warning(
                 "%r found no plan for the failure of %s: %s", self.maker.chosen, names_of(problem.failed), error
             )
             found = None
-        if found is None or (ready is not None and not _replaces(found.schedule, ready.schedule, problem)):
-            if ready is not None:
-                self.ready.keep(replace(ready, final=True))  # it is not asked again
-            return
-        self.ready.keep(ReadyPlan(found.schedule, "better" if offer else "ahead", final=True))
-        if offer:
-            self.publish(found)
+        if found is not None and (ready is None or _replaces(found.schedule, ready.schedule, problem)):
+            self.ready.keep(found)
+            if offer:
+                self.publish(found)
+        elif ready is not None:
+            self.ready.keep(replace(ready, final=True))  # it is not asked again
 
 
 def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
@@ -226,7 +203,7 @@ class PlanProvider:
         maker: makes single plans.
         assumptions: what they are made for.
         background: makes plans ahead; better ones are published there, as
-            :class:`~lightning_recycle.planning.schedule.PlanResult`.
+            :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`.
     """
 
     def __init__(
@@ -259,8 +236,7 @@ class PlanProvider:
         problem = self.assumptions.problem(frozenset(), {})
         stored = self.maker.stored(problem)
         if stored is None:
-            made = self.maker.make_at_once(problem, self.assumptions, self.maker.chosen)
-            stored = ReadyPlan(made.schedule, "ahead", final=True)
+            stored = self.maker.make_at_once(problem, self.assumptions, self.maker.chosen, "ahead")
         self._ready.keep(stored)
 
     # ------------------------------------------------------------------ the plan for those who train
@@ -285,13 +261,12 @@ class PlanProvider:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
         problem = self.assumptions.problem(failed, seconds)
         needed, self._needed = self._needed, None
-        if needed is not None and needed.schedule is not None and needed.serves(problem):
-            found: ReadyPlan | None = self._made_in_need(needed.schedule)
-        else:
-            found = self._at_hand(problem)
+        made = needed.plan if needed is not None and needed.serves(problem) else None
+        found = made or self._at_hand(problem)
         if found is None:
-            made = self.maker.make_at_once(problem, self.assumptions, self.maker.quick)
-            found = self._made_in_need(made.schedule)
+            found = made = self.maker.make_at_once(problem, self.assumptions, self.maker.quick, "made")
+        if made is not None:
+            self._ready.keep(made)
         self.source = found.source
         return found.schedule
 
@@ -304,15 +279,9 @@ class PlanProvider:
                 self._ready.keep(found)
         return found
 
-    def _made_in_need(self, schedule: Schedule) -> ReadyPlan:
-        found = ReadyPlan(schedule, "made", final=not self.maker.improves)
-        self._ready.keep(found)
-        return found
-
     def _make_in_need(self, needed: _PlanInNeed) -> Job:
         try:
-            result = yield from self.maker.make(needed.problem, self.assumptions.snapshot())
-            needed.schedule = result.schedule
+            needed.plan = yield from self.maker.make(needed.problem, self.assumptions.snapshot(), "made")
         except Exception:  # the coordinator asks for the plan itself, and sees what is wrong with it
             log.exception("A plan that is needed could not be made")
         needed.is_done = True
@@ -324,7 +293,7 @@ class PlanProvider:
         """Plans for the times that ``schedule`` assumes from now on, and keeps it as the plan for its workers."""
         self.assumptions.adopt(schedule)
         self.maker.library = None
-        self._ready.keep(ReadyPlan(schedule, "better", final=True))
+        self._ready.keep(ReadyPlan(schedule, schedule.problem, "better", final=True))
 
     def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
         """The problem if ``failed`` have failed, and operations take ``seconds``, with the technique of the plan that
@@ -354,7 +323,8 @@ class PlanProvider:
         if chosen is not None and problem is not None and chosen.judgement is not None:
             schedule = chosen.judgement.schedule
             if schedule is not None:
-                self._ready.keep(ReadyPlan(schedule.under(problem), "better", final=not self.maker.improves))
+                found = ReadyPlan(schedule.under(problem), problem, "better", final=not self.maker.improves)
+                self._ready.keep(found)
 
     # ------------------------------------------------------------------ what may come
 

@@ -35,7 +35,7 @@ from typing import Any
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
 from lightning_recycle.control.plans.layout_choice import LayoutChoice, Rebalance
-from lightning_recycle.control.plans.plan_maker import newest
+from lightning_recycle.control.plans.plan_maker import ReadyPlan, newest
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.planning_queue import Job, Urgency
 from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
@@ -45,7 +45,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.layout_candidates import LayoutPlan
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import links
-from lightning_recycle.planning.schedule import PlanResult, Schedule
+from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import TechniqueChoice
 from lightning_recycle.planning.timing import retime
 
@@ -249,7 +249,7 @@ class RunPlans:
         """The better plans and layouts found since the last call."""
         wanted: list[PlanReady | LayoutReady | None] = []
         for found in self._background.take():
-            if isinstance(found, PlanResult):
+            if isinstance(found, ReadyPlan):
                 wanted.append(self._improved(found))
             elif isinstance(found, LayoutPlan):
                 ready, why = self._layouts.decide(found, self.schedules[-1])
@@ -269,16 +269,16 @@ class RunPlans:
             log.warning("No plan was found for the times that the operations take now: %s", error)
         self._background.publish((question, proposal))
 
-    def _improved(self, result: PlanResult) -> PlanReady | None:
+    def _improved(self, found: ReadyPlan) -> PlanReady | None:
         """The plan of the planner that the user chose, or the one for the memory that was measured, if it is for those
         who train now and saves something; or if the one that runs does not fit into memory.
         """
-        schedule, newest = result.schedule, self.schedules[-1]
+        schedule, newest = found.schedule, self.schedules[-1]
         problem = schedule.problem
         now = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
         if now != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
             return None  # somebody has failed meanwhile, or others are slow
-        choice = self._planner.maker.choices.of(problem)
+        choice = self._planner.maker.choice(problem)
         if choice is not None and choice is not self._recorded:
             self._recorded = choice
             self._notes.append(("chosen", choice.facts))
@@ -286,16 +286,16 @@ class RunPlans:
             if choice is None or choice.technique != problem.technique:
                 return None  # what runs was chosen since
             gain = choice.gain(newest.problem.technique)
-            return self._change_to(schedule, gain, schedule.period / (1 - gain), result.seconds, result.backend)
+            return self._change_to(schedule, gain, schedule.period / (1 - gain), found.seconds, found.backend)
         other_memory = newest.problem.memories != problem.memories
         before = retime(newest, problem.costs).period
         gain = 1.0 - schedule.period / before if before else 0.0
         if other_memory and not newest.fits(problem):
             log.warning("The plan that runs needs more memory than there is: changing to one that needs less.")
         elif gain < (_LEAST_GAIN_OF_MEMORY if other_memory else _LEAST_GAIN):
-            log.debug("%s found no better plan than the one that runs (%.2f %%).", result.backend, 100 * gain)
+            log.debug("%s found no better plan than the one that runs (%.2f %%).", found.backend, 100 * gain)
             return None
-        return self._change_to(schedule, gain, before, result.seconds, result.backend)
+        return self._change_to(schedule, gain, before, found.seconds, found.backend)
 
     def _accepted(self, question: DriftQuestion, proposal: Proposal | None) -> PlanReady | None:
         assert self._drift is not None
@@ -312,7 +312,7 @@ class RunPlans:
             return {}
         facts = self._backward(self.schedules[-1])
         if facts:
-            self._recorded = self._planner.maker.choices.of(self.schedules[-1].problem)
+            self._recorded = self._planner.maker.choice(self.schedules[-1].problem)
         return facts
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
@@ -323,7 +323,7 @@ class RunPlans:
         return taken
 
     def _backward(self, schedule: Schedule) -> dict[str, Any]:
-        choice = self._planner.maker.choices.of(schedule.problem)
+        choice = self._planner.maker.choice(schedule.problem)
         if choice is None or choice.technique != schedule.problem.technique:
             return {}
         return {"backward": choice.facts}
