@@ -26,7 +26,7 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.launch.local_workers import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
-from lightning_recycle.planning.problem import Technique
+from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.executor.executor import Executor
@@ -192,9 +192,7 @@ class Run:
         self, job: Job, body: Callable[[Worker, Connection], None], threads: int = 1, expected: Sequence[int] = ()
     ) -> None:
         logging.getLogger("lightning_recycle").setLevel(logging.ERROR)
-        planner = PlanProvider(
-            job.grid, "heuristic", Technique(split_backward=job.split_backward, staggered=job.staggered)
-        )
+        planner = PlanProvider(job.grid, PlanningOptions(split_backward=job.split_backward, staggered=job.staggered))
         planner.prepare()
         if expected:
             planner.plan(frozenset(map(job.grid.worker, expected)), {})

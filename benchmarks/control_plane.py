@@ -37,7 +37,7 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.problem import Technique
+from lightning_recycle.planning.planning_options import PlanningOptions
 
 _STAGES = 8
 _MICROBATCHES = 2
@@ -237,7 +237,7 @@ class _Crowd:
 def measure(workers: int, profile: bool) -> dict[str, tuple[float, float]]:
     """Phase -> (seconds that passed, seconds of the coordinator's processor time)."""
     grid = Grid(workers // _STAGES, _STAGES, _MICROBATCHES)
-    planner = PlanProvider(grid, "heuristic", Technique())
+    planner = PlanProvider(grid, PlanningOptions(split_backward=True))
     planner.prepare()
     victim = grid.num_workers // 2 + 1
     planner.plan(frozenset({grid.worker(victim)}), {})  # as if made ahead

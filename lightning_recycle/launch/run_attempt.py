@@ -169,14 +169,10 @@ class RunAttempt:
         planning = self._run.options.planning
         return PlanProvider(
             self._setup.grid,
-            planning.planner,
-            replace(planning.technique, staggered=self._setup.staggered),
-            planning.in_flight_limit,
+            replace(planning, staggered=self._setup.staggered),
             costs=None if self._profile is None else self._profile.costs(),
             library=_library(planning.plan_library, planning.planner),
-            memory=planning.memory_limit,
-            recompute=planning.activation_checkpointing == "auto",
-            chooses_split=planning.split_backward == "auto" and self._run.call.fits,
+            chooses_split=self._run.call.fits,
         )
 
     def _coordinator_options(self) -> CoordinatorOptions:

@@ -31,7 +31,8 @@ from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.problem import Problem, Technique
+from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 
 PATIENCE = 15.0  # seconds for what must happen
@@ -94,7 +95,7 @@ class FakePlanner:
         self.grid = grid
         self.background = PlanningQueue()
         self.maker = PlanMaker(HeuristicPlanner(), None, is_large=False)
-        self.assumptions = Untimed(grid, Technique(), None, None, "auto", recompute=True, chooses_split=False)
+        self.assumptions = Untimed(grid, PlanningOptions())
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
         self.ahead: list[frozenset[Worker]] = []
         self.error: Exception | None = None

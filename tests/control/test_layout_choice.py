@@ -10,8 +10,9 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.control.protocol.state import LayoutReady
-from lightning_recycle.planning import Grid, Technique, Worker
+from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
+from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.validation import validate
 
@@ -22,7 +23,7 @@ DEAD = frozenset({Worker(1, 0)})
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPlans]:
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
-    planner = PlanProvider(GRID, "heuristic", Technique(split_backward=False), memory=5_500)
+    planner = PlanProvider(GRID, PlanningOptions(split_backward=False, memory=5_500))
     planner.prepare()
     found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
     found.begin_generation(frozenset(), (), 0)
@@ -78,7 +79,7 @@ def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: 
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
 def test_layers_move_away_from_the_stage_that_has_lost_a_worker(monkeypatch: pytest.MonkeyPatch, dead: Worker) -> None:
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
-    planner = PlanProvider(GRID, "heuristic", Technique(split_backward=False), in_flight_limit=16)
+    planner = PlanProvider(GRID, PlanningOptions(split_backward=False, memory="16 micro-batches"))
     planner.prepare()
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "always")
     plans.begin_generation(frozenset(), (), 0)

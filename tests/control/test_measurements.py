@@ -12,8 +12,9 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
-from lightning_recycle.planning import Grid, Schedule, Technique, Worker
+from lightning_recycle.planning import Grid, Schedule, Worker
 from lightning_recycle.planning.layouts.layout_candidates import Candidate, Layout, LayoutPlan
+from lightning_recycle.planning.planning_options import PlanningOptions
 
 GRID = Grid(2, 2, 4)
 STEPS = 10
@@ -62,7 +63,7 @@ def test_a_stage_that_has_not_been_measured_is_doubted() -> None:
 
 @pytest.fixture
 def plans() -> Iterator[RunPlans]:
-    planner = PlanProvider(GRID, "heuristic", Technique())
+    planner = PlanProvider(GRID, PlanningOptions(split_backward=True))
     planner.prepare()
     plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
     yield plans

@@ -25,13 +25,13 @@ from lightning_recycle.planning import (
     PlanLibrary,
     Problem,
     Schedule,
-    Technique,
     Worker,
     distribution_of,
     heuristic,
     validate,
 )
 from lightning_recycle.planning.normalization import contingencies, usual_limit
+from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.timing import best_timing, operations_of
 
 GRID = Grid(3, 2, 4)
@@ -45,8 +45,11 @@ def open_planner() -> Iterator[Callable[..., PlanProvider]]:
     """Makes planners, which end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def make(*arguments: Any, **options: Any) -> PlanProvider:
-            planner = PlanProvider(*arguments, **options)
+        def make(
+            grid: Grid, planner: Any, costs: Costs | None = None, library: PlanLibrary | None = None, **options: Any
+        ) -> PlanProvider:
+            planning = PlanningOptions(planner=planner, split_backward=True, **options)
+            planner = PlanProvider(grid, planning, costs, library)
             stack.callback(planner.close)
             return planner
 
@@ -55,7 +58,7 @@ def open_planner() -> Iterator[Callable[..., PlanProvider]]:
 
 @pytest.fixture
 def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
-    planner = open_planner(GRID, "heuristic", Technique())
+    planner = open_planner(GRID, "heuristic")
     planner.prepare()
     return planner
 
@@ -134,7 +137,7 @@ def test_planning_ahead_for_every_failure_takes_one_plan_for_each_distribution(
             return super().plan(problem)
 
     grid = Grid(4, 3, 2)
-    planner = open_planner(grid, Counted(), Technique())
+    planner = open_planner(grid, Counted())
     planner.prepare()
     planner.plan_ahead(ALL, {})
     assert wait_for(lambda: is_idle(planner.background), 60)
@@ -174,7 +177,7 @@ def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
     open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_maker, "HeuristicPlanner", Poor)
-    planner = open_planner(Grid(2, 3, 4), Patient(), Technique())
+    planner = open_planner(Grid(2, 3, 4), Patient())
     planner.prepare()
     failed = frozenset({Worker(0, 1)})
     needed = planner.plan(failed, {})
@@ -198,7 +201,7 @@ def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
 def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
     open_planner: Callable[..., PlanProvider], caplog: pytest.LogCaptureFixture
 ) -> None:
-    planner = open_planner(Grid(2, 2, 2), Failing(), Technique())
+    planner = open_planner(Grid(2, 2, 2), Failing())
     for _ in range(2):
         planner.plan_ahead(ALL, {})
         assert wait_for(lambda: is_idle(planner.background), 60)
@@ -218,7 +221,7 @@ def test_a_plan_of_the_library_needs_no_planner(
     problems = [base, *contingencies(base, 1, 99), *contingencies(base, 2, 99)]
     limited = [replace(problem, in_flight_limit=usual_limit(GRID, problem.failed)) for problem in problems]
     PlanLibrary(tmp_path, "heuristic").compute(limited)
-    planner = open_planner(GRID, "heuristic", Technique(), costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"))
+    planner = open_planner(GRID, "heuristic", costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"))
     planner.prepare()
     sources = {}
     with caplog.at_level(logging.WARNING):
@@ -258,7 +261,7 @@ def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_di
     }
     found = []
     for variation in (None, (split, fused)):
-        planner = open_planner(grid, "heuristic", Technique(), in_flight_limit=3)
+        planner = open_planner(grid, "heuristic", memory="3 micro-batches")
         planner.prepare()
         planner.relaid(seconds, None, variation)
         schedule = planner.plan(frozenset({Worker(1, 1)}), seconds)

@@ -19,8 +19,9 @@ from support.waiting import next_line, wait_for
 from lightning_recycle.control.plans.plan_maker import make_plan
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Technique, Worker, child_process, solve
+from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Worker, child_process, solve
 from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, ProcessLostError
+from lightning_recycle.planning.planning_options import PlanningOptions
 
 LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 
@@ -40,7 +41,7 @@ def process() -> Iterator[PlanningProcess]:
 @pytest.fixture
 def plane(gated: Gated) -> Iterator[ControlPlane]:
     """A coordinator whose plans in need take as long as the test wants."""
-    planner = PlanProvider(GRID, gated, Technique(), apart_from=0)
+    planner = PlanProvider(GRID, PlanningOptions(planner=gated), apart_from=0)
     planner.prepare()
     plane = ControlPlane(planner=planner)
     with plane:
@@ -63,7 +64,7 @@ def test_while_a_plan_in_need_is_made_the_coordinator_serves(plane: ControlPlane
 
 def test_a_plan_for_those_who_were_there_a_moment_ago_is_given_up(gated: Gated) -> None:
     grid = Grid(3, 2, 1)
-    planner = PlanProvider(grid, gated, Technique(), apart_from=0)
+    planner = PlanProvider(grid, PlanningOptions(planner=gated), apart_from=0)
     planner.prepare()
     with ControlPlane(grid, planner) as plane:
         members = plane.members()

@@ -24,13 +24,13 @@ from lightning_recycle.planning import (
     HeuristicPlanner,
     Problem,
     Schedule,
-    Technique,
     Worker,
     child_process,
     heuristic,
     plan,
 )
 from lightning_recycle.planning.child_process import Cancelled, cancelled_by, check_cancelled
+from lightning_recycle.planning.planning_options import PlanningOptions
 
 PATIENCE = 30.0  # seconds
 PROBLEM = Problem(Grid(3, 2, 4), Costs.uniform(2))
@@ -239,7 +239,7 @@ class Slow(HeuristicPlanner):
 
 
 def test_a_run_that_is_over_leaves_no_thread() -> None:
-    planner = PlanProvider(Grid(2, 2, 2), Slow(), Technique())
+    planner = PlanProvider(Grid(2, 2, 2), PlanningOptions(planner=Slow()))
     planner.plan_ahead(frozenset(), {})
     assert Slow.began.wait(60)
     planner.close()
@@ -248,7 +248,7 @@ def test_a_run_that_is_over_leaves_no_thread() -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_run_that_has_nothing_to_plan_leaves_no_thread(begins: bool) -> None:
-    planner = PlanProvider(Grid(2, 2, 2), "heuristic", Technique())
+    planner = PlanProvider(Grid(2, 2, 2), PlanningOptions())
     if begins:
         planner.plan_ahead(frozenset(), {})
         assert wait_for(lambda: is_idle(planner.background), 60)
@@ -278,7 +278,7 @@ def look_for() -> Iterator[Callable[[Any], Any]]:
     planners = []
 
     def begin(planner: Any) -> RunPlans:
-        run = PlanProvider(PROBLEM.grid, "heuristic", Technique())
+        run = PlanProvider(PROBLEM.grid, PlanningOptions())
         planners.append(run)
         plans = RunPlans(PROBLEM.grid, run, None, lambda profile: None, lambda: None)
         question = DriftQuestion(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
@@ -312,4 +312,4 @@ def test_a_planner_that_cannot_be_sent_is_refused_before_the_run() -> None:
     own = type("OfThisProcess", (Failing,), {"__module__": "__main__"})
     for planner, why in ((Unpicklable(), "lock"), (own(), "its class is in the script")):
         with pytest.raises(ConfigurationError, match=f"cannot be sent there: .*{why}.*Define its class in a module"):
-            PlanProvider(PROBLEM.grid, planner, Technique())
+            PlanProvider(PROBLEM.grid, PlanningOptions(planner=planner))

@@ -22,13 +22,13 @@ from lightning_recycle.planning import (
     Problem,
     Profile,
     StageProfile,
-    Technique,
     Worker,
     heuristic,
     save_profile,
     solve,
 )
 from lightning_recycle.planning.normalization import usual_limit
+from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.schedule import proven
 
@@ -56,7 +56,7 @@ def everywhere(**changes: int) -> dict[Worker, Footprint]:
 
 @pytest.fixture
 def planner() -> Iterator[PlanProvider]:
-    planner = PlanProvider(GRID, "heuristic", Technique(), memory=500)
+    planner = PlanProvider(GRID, PlanningOptions(split_backward=True, memory=500))
     planner.prepare()
     yield planner
     planner.close()
@@ -161,7 +161,10 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_forwards_are_computed_again_instead_of_one_at_a_time(recompute: bool) -> None:
-    planner = PlanProvider(GRID, "heuristic", Technique(), memory=500, recompute=recompute)
+    planner = PlanProvider(
+        GRID,
+        PlanningOptions(split_backward=True, memory=500, activation_checkpointing="auto" if recompute else "never"),
+    )
     planner.prepare()
     planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=20))
     for failed in (ALL, FAILED):
@@ -190,7 +193,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         """Periods and sources of the plans at the start, and once memory is measured."""
         periods, sources = [], []
         for failed, measured in ((ALL, {}), (lost, footprints), (ALL, footprints)):
-            planner = PlanProvider(grid, "heuristic", Technique(), costs=costs, library=library)
+            planner = PlanProvider(grid, PlanningOptions(split_backward=True), costs, library)
             planner.assumptions.measured(measured)
             schedule = planner.plan(failed, {})
             ready = planner._ready.find(schedule.problem)
@@ -224,9 +227,8 @@ def test_plans_of_the_library_stay_if_they_fit_and_are_improved(tmp_path: Path) 
     base = Problem(GRID, Costs.uniform(2))
     limited = [replace(base, failed=failed, in_flight_limit=usual_limit(GRID, failed)) for failed in (ALL, FAILED)]
     PlanLibrary(tmp_path, "heuristic").compute(limited)
-    planner = PlanProvider(
-        GRID, "heuristic", Technique(), costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"), memory=500
-    )
+    planning = PlanningOptions(split_backward=True, memory=500)
+    planner = PlanProvider(GRID, planning, base.costs, PlanLibrary(tmp_path, "heuristic"))
     planner.assumptions.measured(everywhere())
     schedule = planner.plan(FAILED, {})
     assert planner.source == "library"

@@ -12,9 +12,10 @@ from support.waiting import wait_for
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Tried
-from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Technique, Worker
+from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
 from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.splitting import SplitTrial
 
@@ -63,7 +64,7 @@ def open_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     with contextlib.ExitStack() as stack:
 
         def make(planner: Any = "heuristic", **options: Any) -> Run:
-            made = PlanProvider(GRID, planner, Technique(), **{"chooses_split": True, **options})
+            made = PlanProvider(GRID, PlanningOptions(planner=planner, **options))
             stack.callback(made.close)
             return Run(made)
 
@@ -189,14 +190,14 @@ def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(o
 
 
 def test_with_one_stage_nothing_is_split() -> None:
-    planner = PlanProvider(Grid(2, 1, 4), "heuristic", Technique(), chooses_split=True)
+    planner = PlanProvider(Grid(2, 1, 4), PlanningOptions())
     planner.prepare()
     assert not splits(planner.plan(ALL, {}))
     planner.close()
 
 
 def test_without_the_choice_nothing_changes(open_run: Callable[..., Run]) -> None:
-    run = open_run(chooses_split=False)
+    run = open_run(split_backward=True)
     assert splits(run.plans.schedules[-1])
     run.steps()
     run.tried(CROWDED)

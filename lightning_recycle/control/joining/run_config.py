@@ -125,16 +125,7 @@ class RunConfig:
 
     def planner(self) -> PlanProvider:
         """The planner of the run."""
-        planning = self.planning
-        return PlanProvider(
-            self.grid,
-            planning.planner,
-            planning.technique,
-            planning.in_flight_limit,
-            memory=planning.memory_limit,
-            recompute=planning.activation_checkpointing == "auto",
-            chooses_split=planning.split_backward == "auto" and self.wants.entry == "fit",
-        )
+        return PlanProvider(self.grid, self.planning, chooses_split=self.wants.entry == "fit")
 
     def options(self) -> CoordinatorOptions:
         """The options of its coordinator."""

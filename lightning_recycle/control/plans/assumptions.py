@@ -34,8 +34,9 @@ from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, VariedPlanner
 from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import Planner
-from lightning_recycle.planning.problem import Problem, Technique
-from lightning_recycle.planning.profile import Footprint, MemoryLimit, Profile, memory_of
+from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.profile import Footprint, Profile, memory_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import SplitCosts, SplitTrial
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
@@ -222,13 +223,10 @@ class Assumptions:
 
     Args:
         grid: the grid of the run.
-        technique: what the runtime can do.
-        in_flight_limit: the limit per worker; None for
-            :func:`~lightning_recycle.planning.normalization.usual_limit` and the memory that was measured.
+        planning: with which techniques is planned, and for how much memory.
         costs: of the operations, in seconds; None to measure them (one slot each before anything is measured).
-        memory: what may be used of a worker's device, see :class:`~lightning_recycle.ReCycleStrategy`.
-        recompute: whether forwards may be computed again where memory makes a plan slow.
-        chooses_split: whether plans split backwards only where that is faster by what the workers have tried.
+        chooses_split: whether plans split backwards only where that is faster by what the workers have tried, if
+            ``planning`` leaves it open; else they split wherever they may.
 
     Attributes:
         costs: the costs that are given or adopted; None while the measured ones count.
@@ -236,24 +234,16 @@ class Assumptions:
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        technique: Technique,
-        in_flight_limit: int | None,
-        costs: Costs | None,
-        memory: MemoryLimit,
-        recompute: bool,
-        chooses_split: bool,
+        self, grid: Grid, planning: PlanningOptions, costs: Costs | None = None, chooses_split: bool = False
     ) -> None:
         self.costs = costs
-        self.technique = technique
+        self.technique = planning.technique
         self.splitting: SplitCosts | None = None
-        self._grid = grid
-        self._chooses_split = chooses_split and grid.stages > 1
-        if chooses_split and grid.stages == 1:
-            self.technique = replace(technique, split_backward=False)  # one stage has no idle slots
-        self._in_flight_limit = in_flight_limit
-        self._memory_limit, self._recompute = memory, recompute
+        self._grid, self._planning = grid, planning
+        is_open = chooses_split and planning.split_backward == "auto"
+        self._chooses_split = is_open and grid.stages > 1
+        if is_open and grid.stages == 1:  # one stage has no idle slots
+            self.technique = replace(self.technique, split_backward=False)
         self._costs_fused = False  # whether they are of fused backwards
         self._factors: _Factors = ()
         self._footprints: Mapping[Worker, Footprint] = {}
@@ -342,14 +332,15 @@ class Assumptions:
         )
         if self._chooses_split:
             problem = self._with_technique(problem, seconds)
-        if self._in_flight_limit is not None:
-            return replace(problem, in_flight_limit=(self._in_flight_limit,) * stages)
+        if (most := self._planning.in_flight_limit) is not None:
+            return replace(problem, in_flight_limit=(most,) * stages)
         measured = bool(self._footprints) or self._predicted is not None
         limit = usual_limit(self._grid, failed, measured=measured)
         if not self._footprints:
             return replace(problem, in_flight_limit=limit, memory=self._predicted)
         try:
-            memory = memory_of(self._grid, failed, self._footprints, self._memory_limit, recompute=self._recompute)
+            recompute = self._planning.activation_checkpointing == "auto"
+            memory = memory_of(self._grid, failed, self._footprints, self._planning.memory_limit, recompute=recompute)
             return replace(problem, in_flight_limit=limit, memory=memory)
         except PlanningError as error:
             if (reason := str(error)) not in self._refused:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, costs_from, names_of
 from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, ReadyPlans, check_travels
@@ -37,8 +36,8 @@ from lightning_recycle.planning.normalization import (
 )
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import get_planner
-from lightning_recycle.planning.problem import Problem, Technique, lower_bound
-from lightning_recycle.planning.profile import MemoryLimit
+from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
@@ -187,12 +186,11 @@ class PlanProvider:
 
     Args:
         grid: the grid of the run.
-        planner: a planner or its name.
-        technique, in_flight_limit, costs, memory, recompute: see
-            :class:`~lightning_recycle.control.plans.assumptions.Assumptions`.
+        planning: who plans, with which techniques and how much memory.
+        costs: of the operations, in seconds; None to measure them.
         library: where plans are looked for and stored.
-        chooses_split: whether plans split backwards only where that is faster by what the workers have tried; else as
-            ``technique`` says, as always with a ``library``, whose plans are of one technique.
+        chooses_split: whether the workers try what splitting backwards costs, where ``planning`` leaves that open. With
+            a ``library``, whose plans are of one technique, nothing is left open.
         apart_from: number of operations of a schedule from which on the heuristic plans in the planning process.
 
     Raises:
@@ -209,25 +207,19 @@ class PlanProvider:
     def __init__(
         self,
         grid: Grid,
-        planner: Any,
-        technique: Technique,
-        in_flight_limit: int | None = None,
+        planning: PlanningOptions,
         costs: Costs | None = None,
         library: PlanLibrary | None = None,
-        memory: MemoryLimit = "auto",
-        recompute: bool = True,
+        chooses_split: bool = True,
         apart_from: int = _APART_FROM,
-        chooses_split: bool = False,
     ) -> None:
         self.source = ""
         self.background = PlanningQueue()
         self._grid = grid
-        chosen = get_planner(planner)
+        chosen = get_planner(planning.planner)
         check_travels(chosen)
         self.maker = PlanMaker(chosen, library, 3 * grid.global_microbatches * grid.stages >= apart_from)
-        self.assumptions = Assumptions(
-            grid, technique, in_flight_limit, costs, memory, recompute, chooses_split and library is None
-        )
+        self.assumptions = Assumptions(grid, planning, costs, chooses_split and library is None)
         self._ready = ReadyPlans(grid)
         self._needed: _PlanInNeed | None = None
 
@@ -373,8 +365,6 @@ class PlanProvider:
             for worker in self._grid.workers()  # the last of each stage: the leader is among the first pipelines
             if worker not in failed and wanted[worker.stage] > actual[worker.stage]
         }
-        if not movers:
-            return None
         best = min(sorted(movers.values(), reverse=True), key=lambda mover: period(failed - {vacant} | {mover}))
         now = period(failed)
         gain = now - period(failed - {vacant} | {best})
