@@ -26,7 +26,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
@@ -50,8 +50,8 @@ _KINDS = ("F", "B", "W", "BW")
 _Frame: TypeAlias = dict[Worker, dict[str, float]]
 """Measurements of all workers in one step: logarithms of the seconds of F, B, W and BW, seconds of REDUCE and STEP."""
 
-_Doubt: TypeAlias = dict[Worker | tuple[int, str], float]
-"""How far noise may have moved an estimate, as a logarithm: a worker's factor, a stage's level by operation kind."""
+_Estimated: TypeAlias = Worker | tuple[int, str]
+"""A worker, whose factor is estimated; or a stage and a kind of operation, whose level is."""
 
 
 _SHARE_OF_STEP = Check(
@@ -79,10 +79,17 @@ class DriftOptions(OptionGroup):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How long operations take: as ``Problem.costs`` and ``Problem.worker_factors``, in seconds."""
+    """How long operations take.
+
+    Args:
+        costs: as ``Problem.costs``, in seconds.
+        factors: as ``Problem.worker_factors``.
+        doubt: how far noise may have moved it, as logarithms: a worker's factor, a stage's level by operation kind.
+    """
 
     costs: Costs
     factors: tuple[tuple[Worker, float], ...] = ()
+    doubt: Mapping[_Estimated, float] = field(default_factory=dict, compare=False)
 
     def of(self, problem: Problem) -> Problem:
         """Returns ``problem`` with these times."""
@@ -151,10 +158,8 @@ class DriftMonitor:
         self._schedule: Schedule | None = None
         self._first_step = 0
         self._assumed: Estimate | None = None  # differences are measured against it
-        self._assumed_doubt: _Doubt = {}
         self._suspicious = False  # the previous window differed
         self._asked: DriftQuestion | None = None
-        self._asked_doubt: _Doubt = {}
         self._steps = 0
         self._incomplete: dict[int, _Frame] = {}  # by step
         self._window: deque[_Frame] = deque(maxlen=options.window)
@@ -165,8 +170,8 @@ class DriftMonitor:
         problem = schedule.problem
         self._schedule, self._first_step, self._communication = schedule, first_step, communication
         assumed = Estimate(problem.costs, problem.worker_factors)
-        if assumed != self._assumed:  # else it was estimated here
-            self._assumed, self._assumed_doubt = assumed, {}
+        if assumed != self._assumed:  # else it was estimated here, and its doubt is known
+            self._assumed = assumed
         self._steps = 0
         self._forget()
 
@@ -205,8 +210,8 @@ class DriftMonitor:
             return None
         if self._steps % max(1, self._options.window // 4):
             return None
-        estimate, doubt = self._estimate(self._schedule, self._assumed)
-        if not self._differs(estimate, self._assumed, doubt):
+        estimate = self._estimate(self._schedule, self._assumed)
+        if not self._differs(estimate, self._assumed):
             self._suspicious = False
         elif not self._suspicious:
             self._suspicious = True
@@ -214,7 +219,6 @@ class DriftMonitor:
         else:
             seconds = median(self._step_seconds)
             self._asked = DriftQuestion(self._schedule, estimate, seconds, self._options.threshold, self._planner)
-            self._asked_doubt = doubt
         return self._asked
 
     def accepts(self, question: DriftQuestion, proposal: Proposal | None) -> float | None:
@@ -222,7 +226,7 @@ class DriftMonitor:
         if question is not self._asked:
             return None  # the plan has changed since
         self._forget()
-        self._assumed, self._assumed_doubt = question.estimate, self._asked_doubt
+        self._assumed = question.estimate
         if proposal is None or proposal.schedule is None:
             return None
         saved = proposal.before - proposal.schedule.period
@@ -230,12 +234,12 @@ class DriftMonitor:
         pays = saved * self._options.horizon_steps > proposal.seconds + _SWAP_SECONDS
         return gain if gain >= self._options.threshold and pays else None
 
-    def _differs(self, estimate: Estimate, assumed: Estimate, doubt: _Doubt) -> bool:
+    def _differs(self, estimate: Estimate, assumed: Estimate) -> bool:
         """Whether operations no longer take the assumed times relative to each other."""
         assert self._schedule is not None
 
-        def least(name: Worker | tuple[int, str]) -> float:
-            noise = math.hypot(doubt.get(name, 0.0), self._assumed_doubt.get(name, 0.0))
+        def least(name: _Estimated) -> float:
+            noise = math.hypot(estimate.doubt.get(name, 0.0), assumed.doubt.get(name, 0.0))
             return max(math.log1p(self._options.threshold), noise)
 
         new, old = dict(estimate.factors), dict(assumed.factors)
@@ -254,12 +258,12 @@ class DriftMonitor:
 
     # ------------------------------------------------------------------ estimating
 
-    def _estimate(self, schedule: Schedule, assumed: Estimate) -> tuple[Estimate, _Doubt]:
-        """The times of operations, with their doubt."""
+    def _estimate(self, schedule: Schedule, assumed: Estimate) -> Estimate:
+        """The times of operations."""
         problem = schedule.problem
         planned = dict(problem.worker_factors)
         recovered = self._steps >= self._options.horizon_steps
-        doubt: _Doubt = {}
+        doubt: dict[_Estimated, float] = {}
         factors: dict[Worker, float] = {}
         stages = [problem.live_workers(stage) for stage in range(problem.grid.stages)]
         for workers in stages:
@@ -280,7 +284,7 @@ class DriftMonitor:
             costs["W"].append(levels.get((stage, "W"), (1 - share) * fused))
             costs["REDUCE"].append(min(self._all("REDUCE", workers), default=0.0))  # the rest is waiting
             costs["STEP"].append(median(self._all("STEP", workers) or [0.0]))
-        estimate = Estimate(
+        return Estimate(
             Costs(
                 tuple(costs["F"]),
                 tuple(costs["B"]),
@@ -290,13 +294,13 @@ class DriftMonitor:
                 self._communication,
             ),
             tuple(sorted((worker, factor) for worker, factor in factors.items() if factor != 1.0)),
+            doubt,
         )
-        return estimate, doubt
 
     def _all(self, kind: str, workers: Iterable[Worker]) -> list[float]:
         return [frame[worker][kind] for frame in self._window for worker in workers if kind in frame[worker]]
 
-    def _relative(self, workers: Sequence[Worker], doubt: _Doubt) -> dict[Worker, float]:
+    def _relative(self, workers: Sequence[Worker], doubt: dict[_Estimated, float]) -> dict[Worker, float]:
         """The logarithm of each measured worker's factor relative to its peers; exactly 0 if it may well be noise."""
         series: dict[Worker, list[float]] = {worker: [] for worker in workers}
         measured = set()
@@ -326,7 +330,7 @@ class DriftMonitor:
         self,
         stages: Sequence[Sequence[Worker]],
         factors: Mapping[Worker, float],
-        doubt: _Doubt,
+        doubt: dict[_Estimated, float],
     ) -> dict[tuple[int, str], float]:
         """Seconds of each kind of operation of a stage on a worker of factor 1."""
         frames: list[dict[tuple[int, str], float]] = []
