@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.configuration import Gathering, ResultRoute
-from lightning_recycle.session.lightning_internals import callback_states, final_settings, loader_states, loop_states
+from lightning_recycle.session.lightning_internals import final_settings, loader_states, loop_states
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.session.session import Session
@@ -168,7 +168,6 @@ class LeaderResult:
         trainer: attributes of the Trainer and of its parts, by path.
         loops: the state dict of each loop, by name.
         loaders: the states of the DataLoaders of each loop that has read them, by path.
-        callbacks: the state dicts of the callbacks, by state key.
         objects: what the user's objects keep outside of state dicts, those of stages apart.
         schedulers: the states of the learning-rate schedulers.
         copies: the parameters, by stage and name, that are a copy of another stage's, and of which one.
@@ -179,7 +178,6 @@ class LeaderResult:
     trainer: dict[str, dict[str, Any]]
     loops: dict[str, dict[str, Any]]
     loaders: dict[str, list[dict[str, Any]]]
-    callbacks: dict[str, Any]
     objects: CarriedObjects
     schedulers: list[dict[str, Any]]
     copies: dict[tuple[int, str], str]
@@ -266,7 +264,6 @@ def leader_result(
         },
         loops=loop_states(trainer),
         loaders=loader_states(trainer),
-        callbacks=callback_states(trainer),
         objects=objects,
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         copies=dict(session.checkpoints.copies),

@@ -47,7 +47,6 @@ __all__ = [
     "attach_data",
     "batches_so_far",
     "call_setup_hooks",
-    "callback_states",
     "checkpoint_folder",
     "cluster_environment_of",
     "count_manual_steps",
@@ -245,11 +244,6 @@ def restore_settings(trainer: pl.Trainer, settings: Mapping[str, Mapping[str, An
     """Sets what :func:`final_settings` returned in the worker."""
     for path, attributes in settings.items():
         vars(_at(trainer, path)).update(attributes)
-
-
-def callback_states(trainer: pl.Trainer) -> dict[str, Any]:
-    """The state dicts of the callbacks, by key."""
-    return call._call_callbacks_state_dict(trainer)
 
 
 def set_predictions(trainer: pl.Trainer, predictions: list[Any]) -> None:
