@@ -198,13 +198,6 @@ class StreamLoader(SampleLoader):
     def digest(self, handle: StepHandle) -> int:
         return self._step(handle).digest
 
-    @property
-    def can_read_again(self) -> bool:
-        return False  # a reader only goes forward, and what it has lost is unknown
-
-    def read_again(self) -> None:
-        raise UnsupportedFeatureError(f"{type(self.dataset).__name__} is a stream, which only goes forward.")
-
     def close(self) -> None:
         self._reader.close()
 

@@ -245,14 +245,6 @@ class MicrobatchLoader(SampleLoader):
         first = step % self._num_steps * self.global_batch_size
         return min(first + self.global_batch_size, self._num_samples) - first
 
-    @property
-    def can_read_again(self) -> bool:
-        return True
-
-    def read_again(self) -> None:
-        self._prefetcher = self._prefetched_to = None
-        self._fetched.clear()
-
     def close(self) -> None:
         self._prefetcher = None
         self._fetched.clear()
@@ -419,11 +411,12 @@ class MicrobatchLoader(SampleLoader):
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
         """Moves prefetched data up to ``key`` into the cache; False if ``key`` precedes it."""
         epoch, step, _ = key
-        if self._prefetched_to is None or self._prefetched_to[0] < epoch or step >= self._prefetched_end:
+        newest = self._prefetched_to
+        if newest is not None and key <= newest:
+            return False
+        if self._prefetcher is None or newest is None or newest[0] < epoch or step >= self._prefetched_end:
             self._start_prefetching(epoch, step)
         assert self._prefetcher is not None
-        if self._prefetched_to is not None and key <= self._prefetched_to:
-            return False
         for found, data in self._prefetcher:
             self._fetched[found] = data
             self._prefetched_to = found

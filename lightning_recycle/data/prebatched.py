@@ -303,16 +303,6 @@ class BatchIterableLoader(StepLoader):
         parts = (index // self._pipelines for index in range(self.grid.global_microbatches))
         return [[range(size * part, size * (part + 1)) for part in parts]]
 
-    @property
-    @override
-    def can_read_again(self) -> bool:
-        return not self.only_forward
-
-    @override
-    def read_again(self) -> None:
-        if self.only_forward:
-            raise UnsupportedFeatureError(f"{type(self.dataloader).__name__} can only be iterated over.")
-
     @override
     def close(self) -> None:
         self._iterator = iter(())

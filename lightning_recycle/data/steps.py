@@ -213,13 +213,14 @@ class StepSource(ABC):
         """The loaders whose steps it has."""
 
     @property
-    @abstractmethod
     def can_read_again(self) -> bool:
-        """Whether :meth:`read_again` is possible."""
+        """Whether :meth:`read_again` is possible: not of a stream, where what was lost is unknown."""
+        return not any(loader.only_forward for loader in self.loaders)
 
-    @abstractmethod
     def read_again(self) -> None:
         """An exception may have ended in its middle whatever reads: reading begins anew, with the same data."""
+        for loader in self.loaders:
+            loader.close()
 
 
 class StepLoader(StepSource):
@@ -423,13 +424,3 @@ class CombinedStep(StepSource):
     @override
     def loaders(self) -> list[StepLoader]:
         return [loader for part in self._handles for loader in part.loader.loaders]
-
-    @property
-    @override
-    def can_read_again(self) -> bool:
-        return all(part.loader.can_read_again for part in self._handles)
-
-    @override
-    def read_again(self) -> None:
-        for part in self._handles:
-            part.loader.read_again()
