@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.model.weights import weights_of
+from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.lightning_internals import final_settings, loader_states, loop_states
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
@@ -193,15 +194,9 @@ def way_home(session: Session, gathering: Gathering) -> ResultRoute:
 
 def _size(session: Session) -> int:
     """The bytes of the weights of this worker's stage, and of its optimizers, if they would come home."""
-    size = _bytes(weights_of(session.module).values())
-    if _brings_optimizers(session):
-        for optimizer in session.trainer.optimizers:
-            size += sum(_bytes(state.values()) for state in optimizer.state.values())
-    return size
-
-
-def _bytes(values: Iterable[Any]) -> int:
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+    optimizers = session.trainer.optimizers if _brings_optimizers(session) else []
+    states = [list(optimizer.state.values()) for optimizer in optimizers]
+    return tensor_bytes([*weights_of(session.module).values(), states])
 
 
 def _brings_optimizers(session: Session) -> bool:

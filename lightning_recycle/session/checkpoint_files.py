@@ -36,8 +36,6 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -56,12 +54,14 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
+from lightning_recycle.runtime.executor.device_memory import storage_bytes
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
     load_distributed_checkpoint,
     unflatten_state_dict,
 )
 from lightning_recycle.tensor_memory import empty_like
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = [
     "WholeCheckpointIO",
@@ -77,7 +77,6 @@ __all__ = [
     "megabytes",
     "save_sharded",
     "save_with_checksums",
-    "tensor_bytes",
     "write_manifest",
 ]
 
@@ -194,9 +193,9 @@ def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any
         reason = _system_error(error)
         if reason is None:
             raise
+        size = megabytes(storage_bytes(tree_leaves(content)))
         return WriteFailure(
-            f"The checkpoint {os.fspath(path)} ({megabytes(tensor_bytes(content))} to write{_free_space(path)}) could"
-            f" not be written: {reason}."
+            f"The checkpoint {os.fspath(path)} ({size} to write{_free_space(path)}) could not be written: {reason}."
         )
 
 
@@ -206,19 +205,6 @@ def _system_error(error: BaseException) -> OSError | None:
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
     return found
-
-
-def tensor_bytes(content: Any) -> int:
-    """Bytes of the storages of all tensors in ``content``, each once."""
-    storages: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    apply_to_collection(content, Tensor, count)
-    return sum(storages.values())
 
 
 def _free_space(path: str | os.PathLike[str]) -> str:

@@ -26,7 +26,7 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.weights import own_parts
-from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak
+from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak, storage_bytes
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest, StateCopies
 from lightning_recycle.session.checkpoint_files import (
@@ -39,7 +39,6 @@ from lightning_recycle.session.checkpoint_files import (
     local_path,
     megabytes,
     save_sharded,
-    tensor_bytes,
 )
 from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
@@ -55,6 +54,7 @@ from lightning_recycle.session.optimizer_states import (
 )
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
 from lightning_recycle.tensor_memory import to_cpu
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = ["Checkpoints", "users_save_hook"]
 
@@ -515,7 +515,7 @@ class Checkpoints:
         """Has ``copies`` of ``state`` made only if there is memory for them."""
         trainer = self.module.trainer
         holders = min(self.collectives.grid.stages, trainer.num_devices)
-        needed, free = tensor_bytes(state), free_bytes(trainer.num_devices) / holders
+        needed, free = storage_bytes(tree_leaves(state)), free_bytes(trainer.num_devices) / holders
         if not copies.limit(needed, free):
             log.warning(
                 "Worker %s: the training waits for a checkpoint, as there is no memory for a copy of the state: %s, and"

@@ -30,6 +30,7 @@ from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
+from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.optimizer_states import merged_names, parameters_by_name
 from lightning_recycle.tensor_memory import put_together, take_apart
@@ -135,17 +136,12 @@ class _LayerMeter:
     def _after(self, _: nn.Module, inputs: Any, output: Any) -> None:
         _wait_for(inputs)
         self._seconds.append(time.perf_counter() - self._started)
-        self.output_bytes = _bytes(_flat(output))
+        self.output_bytes = tensor_bytes(output)
 
 
 def _wait_for(inputs: Any) -> None:
     if any(isinstance(item, Tensor) and item.is_cuda for item in _flat(inputs)):
         torch.cuda.synchronize()
-
-
-def _bytes(values: Iterable[Any]) -> int:
-    """Of the tensors among ``values``."""
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 class StageLayers:
@@ -228,7 +224,7 @@ class StageLayers:
     def _state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Of the optimizers' states of ``parameters``."""
         optimizers = self._trainer.optimizers
-        return sum(_bytes(_flat(optimizer.state.get(p, {}))) for p in parameters for optimizer in optimizers)
+        return tensor_bytes([optimizer.state.get(p) for p in parameters for optimizer in optimizers])
 
     # ------------------------------------------------------------------ measuring
 
@@ -268,7 +264,7 @@ class StageLayers:
             seconds=tuple(meter.seconds for meter in meters.values()),
             output_bytes=tuple(meter.output_bytes for meter in meters.values()),
             parameter_bytes=tuple(
-                _bytes(own) + _bytes(p for p in own if p.requires_grad) + _bytes(more)
+                tensor_bytes([own, [p for p in own if p.requires_grad], more])
                 for own, more in zip(parameters, buffers, strict=True)
             ),
             optimizer_bytes=tuple(map(self._state_bytes, parameters)),

@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recycle.torch_internals import tree_leaves
+
 __all__ = [
     "device_bytes",
     "device_place",
     "free_bytes",
     "machine_bytes",
-    "message_bytes",
     "peak_bytes",
     "process_bytes",
     "reset_peak",
     "saved_tensors",
     "storage_bytes",
+    "tensor_bytes",
 ]
 
 
@@ -47,12 +49,16 @@ def saved_tensors() -> Iterator[list[Tensor]]:
         yield saved
 
 
-def storage_bytes(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int:
-    """Bytes of the storages of ``tensors``, each once; those at the addresses ``without`` do not count."""
+def storage_bytes(values: Iterable[Any], without: Iterable[int] = ()) -> int:
+    """Bytes of the storages of the tensors among ``values``, each once; those at the addresses ``without`` do not
+    count.
+    """
     excluded = frozenset(without)
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor.layout is torch.strided:  # others have several storages; dense ones are what networks save
+    for tensor in values:
+        if (
+            isinstance(tensor, Tensor) and tensor.layout is torch.strided
+        ):  # others have several storages; dense ones are what networks save
             storage = _with_memory(tensor).untyped_storage()
             if storage.data_ptr() not in excluded:
                 sizes[storage.data_ptr()] = storage.nbytes()
@@ -67,10 +73,9 @@ def _with_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def message_bytes(value: Any) -> int:
-    """Bytes of the tensors that are sent as ``value``."""
-    tensors = value if isinstance(value, tuple) else (value,)
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in ``value``."""
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 _CGROUPS = Path("/sys/fs/cgroup")

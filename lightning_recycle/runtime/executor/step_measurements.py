@@ -45,12 +45,12 @@ from lightning_recycle.planning.splitting import SplitTrial
 from lightning_recycle.runtime.executor.device_memory import (
     device_bytes,
     device_place,
-    message_bytes,
     peak_bytes,
     process_bytes,
     reset_peak,
     saved_tensors,
     storage_bytes,
+    tensor_bytes,
 )
 from lightning_recycle.runtime.executor.timings import Timings
 from lightning_recycle.runtime.stage.stage import Stage
@@ -171,11 +171,11 @@ class FirstSteps:
     def received(self, value: Any) -> None:
         """``value`` has come from another stage for one micro-batch."""
         if self._measures:
-            self._received = max(self._received, message_bytes(value))
+            self._received = max(self._received, tensor_bytes(value))
 
     def sent(self, value: Any) -> None:
         """``value`` goes to another stage for one micro-batch."""
-        self.output_bytes = max(self.output_bytes, message_bytes(value))
+        self.output_bytes = max(self.output_bytes, tensor_bytes(value))
 
     def footprint(self) -> Footprint | None:
         """The memory, once the step in which it is measured has been applied."""
