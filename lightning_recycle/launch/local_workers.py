@@ -25,10 +25,12 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.errors import WorkerStartError
-from lightning_recycle.launch.worker_group import WorkerHandles
+from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
 from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerPayload, modules_found
 from lightning_recycle.pickling import import_of_main, main_module
 from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
@@ -50,13 +52,10 @@ def process_context() -> BaseContext:
     return context
 
 
-class LocalWorker:
+class LocalWorker(WorkerHandle):
     """A worker process on this machine that runs ``target(argument)`` and dies with this process.
 
     With ``imports_main`` it imports the script of this process first.
-
-    Attributes:
-        sentinel: a descriptor that becomes readable when the process ends, and not before.
     """
 
     def __init__(
@@ -65,9 +64,8 @@ class LocalWorker:
         self._imports_main = imports_main
         self._process = self._start(context, partial(_work, os.getpid(), target, argument), name)
         self._pidfd = _open_pidfd(self._process.pid)
-        self.sentinel: int = self._process.sentinel if self._pidfd is None else self._pidfd
+        self.sentinel = self._process.sentinel if self._pidfd is None else self._pidfd
         self._end: str | None = None
-        self._released = False
 
     def _start(self, context: BaseContext, target: Callable[[], None], name: str) -> Any:
         for attempt in range(1, _START_ATTEMPTS + 1):
@@ -94,8 +92,8 @@ class LocalWorker:
         pid: int | None = self._process.pid
         return pid
 
+    @override
     def describe_exit(self, timeout: float) -> str | None:
-        """How the process ended, or None if it is alive after ``timeout`` seconds."""
         if self._end is None and wait([self.sentinel], timeout):
             self._end = self._describe_exit()
         return self._end
@@ -118,29 +116,18 @@ class LocalWorker:
         waiting = fcntl.ioctl(self._process.sentinel, termios.FIONREAD, bytes(4))
         return int.from_bytes(waiting, sys.byteorder) > 0
 
+    @override
     def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def _send(self, signum: signal.Signals) -> None:
         if self.describe_exit(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
                 if self._pidfd is None:
                     assert self.pid is not None
-                    os.kill(self.pid, signum)
+                    os.kill(self.pid, signal.SIGKILL)
                 else:
-                    signal.pidfd_send_signal(self._pidfd, signum)
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def release(self) -> None:
-        """Lets the group close it once it has ended."""
-        self._released = True
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was released and has ended."""
-        return self._released and self.describe_exit(0.0) is not None
-
+    @override
     def close(self) -> None:
-        """Frees its descriptors; it must have ended, and may not be used any more."""
         if self._pidfd is not None:
             os.close(self._pidfd)
         with contextlib.suppress(ValueError):  # not even killing ended it, so it cannot be closed
@@ -240,59 +227,46 @@ def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
     target(argument)
 
 
-class LocalWorkerGroup:
-    """All worker processes that one run starts here. Use it as a context manager: none survives it.
-
-    Each has the environment that this process has now.
+class LocalWorkerGroup(WorkerGroup):
+    """All worker processes that one run starts here; each has the environment that this process has now.
 
     Args:
         target: the function of a worker; takes one argument.
         payload: the value for every worker.
-
-    Attributes:
-        payload: to be passed as, or within, the argument of each worker.
-        host: the address of this machine as the workers reach it.
 
     Raises:
         ConfigurationError: if the payload cannot be pickled, or there is no room for it.
     """
 
     host = "127.0.0.1"
-    without_room = frozenset[int]()
 
     def __init__(self, target: Callable[[Any], None], payload: Any) -> None:
+        super().__init__()
         self._target = target
         self._context = process_context()
-        self._members = WorkerHandles[LocalWorker]()
         self._environment = dict(os.environ)
         self._main = main_module()
         self.payload = WorkerPayload(payload, self._main)
 
+    @override
     def start(self, argument: Any, name: str) -> LocalWorker:
-        """Starts a worker; callable from any thread.
-
-        Raises:
-            WorkerStartError: if the run is over, or workers cannot be started from here at all.
-        """
         named = NameWithEnvironment(name, self._environment)
         worker = LocalWorker(self._context, self._target, argument, named, self._main.imported)
-        if not self._members.add(worker):
+        if not self.add(worker):
             worker.kill()
             raise WorkerStartError("The run is over.")
         return worker
 
+    @override
     def attend(self, coordinator: Coordinator) -> None:
-        """The coordinator serves from now on. Workers of this machine need nothing else."""
+        """Workers of this machine need nothing else."""
 
+    @override
     def end(self, patience: float) -> None:
-        """Waits ``patience`` seconds for all workers to end, then kills the rest."""
         _end_stopped_fork_server()  # it would report the end of none
-        self._members.end(patience)
+        super().end(patience)
 
-    def __enter__(self) -> LocalWorkerGroup:
-        return self
-
+    @override
     def __exit__(self, *_: object) -> None:
-        self.end(0.0)
-        self._members.close()
+        super().__exit__()
         self.payload.close()

@@ -19,12 +19,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.payload_errors import not_sent
-from lightning_recycle.launch.worker_group import WorkerHandles
+from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
 from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Worker
@@ -91,13 +93,12 @@ class TrainerActor:
         return None
 
 
-class RayWorkerProcess:
+class RayWorkerProcess(WorkerHandle):
     """An actor that runs a worker.
 
     Attributes:
         rank: the position that it was started for.
         node: the reference to the id of its node, which is there once it has started.
-        sentinel: a descriptor that becomes readable when the worker ends, and not before.
     """
 
     def __init__(self, rank: int, actor: Any, node: Any, call: Any) -> None:
@@ -106,7 +107,6 @@ class RayWorkerProcess:
         self.sentinel, self._ending = os.pipe()
         self._ended = threading.Event()
         self._end: str | None = None
-        self._released = False
         call.future().add_done_callback(self._on_end)
 
     def _on_end(self, future: Any) -> None:
@@ -119,29 +119,21 @@ class RayWorkerProcess:
         os.close(self._ending)
         self._ended.set()
 
+    @override
     def describe_exit(self, timeout: float) -> str | None:
-        """How the worker ended, or None if it is alive after ``timeout`` seconds."""
         return self._end if self._ended.wait(timeout) else None
 
+    @override
     def kill(self) -> None:
         ray_cluster.import_ray().kill(self._actor, no_restart=True)
 
-    def release(self) -> None:
-        """Lets the group forget it once it has ended."""
-        self._released = True
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was released and has ended."""
-        return self._released and self._ended.is_set()
-
+    @override
     def close(self) -> None:
-        """Frees its descriptor; it must have ended, and may not be used any more."""
         os.close(self.sentinel)
 
 
-class RayWorkerGroup:
-    """All workers that one run has on Ray; see :class:`~lightning_recycle.launch.worker_group.WorkerGroup`.
+class RayWorkerGroup(WorkerGroup):
+    """All workers that one run has on Ray.
 
     A replacement counts as started when Ray has found room for it, however long that takes.
 
@@ -166,6 +158,7 @@ class RayWorkerGroup:
         start_timeout: float,
         least: int,
     ) -> None:
+        super().__init__()
         self._ray = ray_cluster.connect()
         self.host = ray_cluster.node_address()
         self.payload = RayPayload(payload)
@@ -173,9 +166,7 @@ class RayWorkerGroup:
         self._start_timeout = start_timeout
         self._name = uuid.uuid4().hex[:12]
         self._environment = {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _STAYS}
-        self._members = WorkerHandles[RayWorkerProcess]()
         self._started, self._least = 0, least
-        self.without_room = frozenset[int]()
         self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
         self._placing = threading.Lock()
         self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
@@ -202,6 +193,7 @@ class RayWorkerGroup:
                 self._needs,
             )
 
+    @override
     def start(self, argument: Any, name: str) -> RayWorkerProcess:
         """Starts a worker; callable from any thread. One that joins a training is waited for, until Ray has room; with
         the last of the first workers, all of these.
@@ -223,7 +215,7 @@ class RayWorkerGroup:
             is_gone = node is not None and node not in ray_cluster.staying_nodes()
             if has_started and not is_gone:
                 return worker
-            if self._members.closed.is_set():
+            if self.closed.is_set():
                 worker.kill()
                 raise WorkerStartError("The run is over.")
             if is_gone or (node is not None and time.monotonic() - wanted_since > _HOME_SECONDS):
@@ -234,10 +226,9 @@ class RayWorkerGroup:
                 worker = self._request(argument, name, node, waits=True)
 
     def _request(self, argument: Any, name: str, node: str | None, *, waits: bool) -> RayWorkerProcess:
-        with self._members.lock:
-            if self._members.closed.is_set():
+        with self.lock:
+            if self.closed.is_set():
                 raise WorkerStartError("The run is over.")
-            self._members.forget_over()
             self._started += 1
             actor = ray_cluster.start_actor(
                 TrainerActor, f"recycle-{self._name}-{self._started}", self._resources, node, waits
@@ -245,7 +236,7 @@ class RayWorkerGroup:
             place = actor.node.remote()  # before the call that lasts: an actor does one thing after the other
             call = actor.run.remote(self._target, argument, self._environment)
             worker = RayWorkerProcess(argument.place.rank, actor, place, call)
-            self._members.add(worker)
+            self.add(worker)
         log.debug("%s is actor recycle-%s-%d.", name, self._name, self._started)
         return worker
 
@@ -254,7 +245,7 @@ class RayWorkerGroup:
         of them have, and for a while no other.
         """
         deadline = time.monotonic() + self._start_timeout
-        waiting, since = self._members.living(), time.monotonic()
+        waiting, since = self.living(), time.monotonic()
         while waiting:
             self._has_started(waiting[0])  # waits for a moment
             left = [worker for worker in waiting if not self._has_started(worker, seconds=0.0)]
@@ -303,12 +294,13 @@ class RayWorkerGroup:
             self._nodes[rank] = node
             return node
 
+    @override
     def attend(self, coordinator: Coordinator) -> None:
         """Lets the workers of a node that is about to go leave at a step boundary."""
 
         def watch() -> None:
             told: frozenset[str] = frozenset()
-            while not self._members.closed.wait(_POLL_SECONDS):
+            while not self.closed.wait(_POLL_SECONDS):
                 try:
                     going = ray_cluster.draining_nodes()
                 except Exception as error:  # the head of the cluster is gone for a moment; the training needs it not
@@ -319,16 +311,6 @@ class RayWorkerGroup:
                 told = going
 
         threading.Thread(target=watch, name="recycle-draining-nodes", daemon=True).start()
-
-    def end(self, patience: float) -> None:
-        """Waits ``patience`` seconds for all workers to end, then kills the rest."""
-        self._members.end(patience)
-
-    def __enter__(self) -> RayWorkerGroup:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._members.close()
 
 
 def free_slots(needs: Mapping[str, float], wanted: int) -> int:
