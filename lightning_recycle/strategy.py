@@ -355,7 +355,7 @@ class ReCycleStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.session.keep_log_files()
-        self.session.averages.await_stage()
+        self.session.weights.await_stage()
 
     @contextmanager
     @override

@@ -114,9 +114,7 @@ def run_worker(
     user = UserObjects(call, keeps_large=reports)
     with session.settled():
         returned = call()
-        session.averages.release()
-        session.finetuning.release()
-        session.pruning.release()
+        session.weights.release()
         way = way_home(session, setup.gathering)
         whole = None
         if setup.outsiders and way is ResultRoute.MESSAGES:

@@ -54,7 +54,7 @@ from lightning_recycle.session.snapshot import StateTransfer
 from lightning_recycle.session.stage_builder import StageBuilder, build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
-from lightning_recycle.session.weight_callbacks import Finetuning, Pruning, WeightAverages
+from lightning_recycle.session.weight_callbacks import WeightCallbacks
 from lightning_recycle.session.whole_forward import WholeForward
 
 __all__ = ["Session"]
@@ -78,9 +78,7 @@ class Session:
         callbacks: the Trainer's callbacks when this worker began.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
         loaders: the sources of steps.
-        averages: the averages of this stage's weights that callbacks keep.
-        finetuning: callbacks that freeze parameters and train them later.
-        pruning: callbacks that mask parameters.
+        weights: the callbacks that change weights.
         manual: runs the steps of a module that optimizes by itself; None for others.
         module: the module with the parts of this stage; like what follows it exists from :meth:`setup` on.
         parts: its division into stages.
@@ -108,9 +106,7 @@ class Session:
         self.callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         number_hooks(place.rank, place.incarnation)
         self.loaders = StepLoaders(context)
-        self.averages = WeightAverages(trainer)
-        self.finetuning = Finetuning(trainer)
-        self.pruning = Pruning(trainer)
+        self.weights = WeightCallbacks(trainer)
         self.manual: ManualSteps | None = None
         self._preemption = Preemption(trainer, client, fitting=context.fitting)
         self._dataloader_idx = 0  # of the current evaluation
@@ -167,7 +163,7 @@ class Session:
             call_before_epoch_end(trainer, self._share_attributes)
         spare_moves()
         quicken()
-        build_layers(context, self.parts, self.averages, self.finetuning)
+        build_layers(context, self.parts, self.weights)
         self._recorder = self._make_recorder()
         self.loaders.setup(module)
         ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, parameters_by_name(module))
@@ -175,9 +171,7 @@ class Session:
         self.steps = self._make_steps(ties)
         self.collectives.settle = self.executor.settle_newest
         self._whole_forward = WholeForward(self.parts, self._recorder, module, self.collectives, self.executor)
-        self.averages.connect(self.checkpoints)
-        self.finetuning.connect(self.collectives, ties.copies)
-        self.pruning.connect(context.seed)
+        self.weights.connect(self.checkpoints, context.seed)
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(trainer, self.collectives, self.executor, module)
         self._recorder.on_logger_call = self._relay.on_call
@@ -241,8 +235,7 @@ class Session:
             self.module,
             self._recorder,
             self.executor,
-            self.averages,
-            self.finetuning,
+            self.weights,
             stop_requests,
             background,
         )
@@ -304,8 +297,7 @@ class Session:
         self.executor.reseed(seed)
         if self.manual is not None:
             self.manual.seed = seed
-        self.pruning.release()
-        self.pruning.connect(seed)
+        self.weights.prune_by(seed)
 
     def _name_norms(self, ties: StageTies) -> None:
         """Lets hooks see norms of gradients over all stages."""

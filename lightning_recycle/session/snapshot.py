@@ -36,8 +36,7 @@ from lightning_recycle.session.object_graph import LargeData, ObjectPack
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
 from lightning_recycle.session.weight_callbacks import (
-    Finetuning,
-    WeightAverages,
+    WeightCallbacks,
     load_parameter_groups,
     parameter_groups,
     take_pruned_form,
@@ -99,8 +98,7 @@ class StateTransfer:
         module: the module of this stage.
         recorder: has the side effects of steps.
         executor: runs the steps.
-        averages: the averages of the stage's weights that callbacks keep.
-        finetuning: callbacks that freeze parameters and train them later.
+        weights: the callbacks that change weights.
         stop_requests: the agreement about ``trainer.should_stop``.
         background: writes checkpoints while the training goes on, if that is wanted.
     """
@@ -111,14 +109,13 @@ class StateTransfer:
         module: pl.LightningModule,
         recorder: OutputRecorder,
         executor: Executor,
-        averages: WeightAverages,
-        finetuning: Finetuning,
+        weights: WeightCallbacks,
         stop_requests: StopRequests,
         background: BackgroundSaves | None,
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
         self._recorder, self._side_effects, self._executor = recorder, recorder.side_effects, executor
-        self._averages, self._finetuning, self._stop_requests = averages, finetuning, stop_requests
+        self._weights, self._stop_requests = weights, stop_requests
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
         self._joined_with: WorkerSnapshot | None = None
@@ -172,7 +169,7 @@ class StateTransfer:
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
-            averages=self._averages.states(),
+            averages=self._weights.states(),
             stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective - has_posted,
             hooks=self._context.client.member.hooks,
@@ -202,7 +199,7 @@ class StateTransfer:
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
-        self._finetuning.joined()
+        self._weights.joined()
         self._stop_requests.agreed = snapshot.stop_agreed
         self._side_effects.load_state(snapshot.side_effects)
         self._joined_with = snapshot
@@ -230,7 +227,7 @@ class StateTransfer:
                 grad = snapshot.gradients.get(name)
                 parameter.grad = None if grad is None else grad.clone().to(parameter.device)
         snapshot.trainer.load_progress(trainer)
-        self._averages.load(snapshot.averages)
+        self._weights.load(snapshot.averages)
         load_parameter_groups(module, trainer.optimizers, snapshot.groups)
         for optimizer, (kind, state) in zip(trainer.optimizers, snapshot.optimizers, strict=True):
             if type(optimizer).__name__ != kind:

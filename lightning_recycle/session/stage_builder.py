@@ -42,22 +42,20 @@ from lightning_recycle.session.requirements import (
     several_optimizers_refused,
 )
 from lightning_recycle.session.stage_layers import StageLayers
-from lightning_recycle.session.weight_callbacks import Finetuning, WeightAverages, empty_optimizers, has_recipes
+from lightning_recycle.session.weight_callbacks import WeightCallbacks, empty_optimizers, has_recipes
 
 __all__ = ["StageBuilder", "build_layers"]
 
 
-def build_layers(context: WorkerContext, parts: ModelParts, averages: WeightAverages, finetuning: Finetuning) -> None:
+def build_layers(context: WorkerContext, parts: ModelParts, weights: WeightCallbacks) -> None:
     """Builds the layers of this stage, on the device, and their optimizers."""
     trainer, strategy, module = context.trainer, context.trainer.strategy, parts.module
     stage, stages = context.worker.stage, context.grid.stages
     parts.keep(context.run.parts, stage)
-    unbuilt = has_recipes(module)
+    was_built = not has_recipes(module)
     with strategy.precision_plugin.module_init_context():
         parts.build(context.run.parts[stage], context.seed)
-    if unbuilt:
-        finetuning.freeze(module)
-    averages.copy_stage(module)
+    weights.enter_stage(module, was_built)
     strategy.model = strategy.precision_plugin.convert_module(module)
     materialize(module, context.device, context.seed, parts.is_elsewhere)
     strategy.model_to_device()
