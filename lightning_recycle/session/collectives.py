@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -288,9 +288,8 @@ class RunSeed:
         return global_seed() if self.given is None else self.given
 
 
-@dataclass(frozen=True)
 class WorkerContext:
-    """The context of one worker.
+    """The context of one worker, whose Trainer is about to run.
 
     Args:
         options: the user's options.
@@ -298,31 +297,22 @@ class WorkerContext:
         place: this worker's place.
         client: its connection to the coordinator.
         trainer: the Trainer of this process.
+
+    Attributes:
         collectives: this worker's collectives.
         fitting: whether the Trainer's function is ``fit``.
         mesh: that of this worker's position, if it has several members.
         run_seed: the seed of the run.
     """
 
-    options: Options
-    run: RunSetup
-    place: WorkerIdentity
-    client: ControlClient
-    trainer: pl.Trainer
-    collectives: WorkerCollectives
-    fitting: bool
-    mesh: PositionMesh | None = None
-    run_seed: RunSeed = field(default_factory=RunSeed)
-
-    @classmethod
-    def of(
-        cls, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
-    ) -> WorkerContext:
-        """The context of a worker whose Trainer is about to run."""
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        collectives = WorkerCollectives(run, client)
-        mesh = _mesh_of(run, client, trainer)
-        return cls(options, run, place, client, trainer, collectives, fitting, mesh, RunSeed(options.seed))
+    def __init__(
+        self, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
+    ) -> None:
+        self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
+        self.collectives = WorkerCollectives(run, client)
+        self.fitting = trainer.state.fn == TrainerFn.FITTING
+        self.mesh = _mesh_of(run, client, trainer)
+        self.run_seed = RunSeed(options.seed)
 
     @property
     def grid(self) -> Grid:

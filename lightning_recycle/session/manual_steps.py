@@ -17,11 +17,10 @@ Optimizers that ``configure_optimizers`` did not return are refused, as no other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,8 +30,10 @@ from torchmetrics import Metric
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
+from lightning_recycle.session.training_steps import TrainingSteps
 
 __all__ = ["ManualSteps"]
 
@@ -41,33 +42,21 @@ class ManualSteps:
     """Runs the steps of one worker.
 
     Args:
-        trainer: the Trainer of the worker.
+        context: the context of the worker.
         step: the user's step on a micro-batch, recorded.
-        begin: called with the index of a micro-batch right before its step.
-        record: (output, number of samples) -> what must reach all workers.
-        forward_context: context entered around each step (from the precision plugin).
-        seed: seed of the run.
-        microbatches: number of micro-batches of a step, over all workers.
+        steps: knows when a micro-batch begins, and records its output.
         metrics: returns the metrics that are recorded.
-
-    Attributes:
-        seed: seed of the run, for the steps that begin from now on.
     """
 
     def __init__(
         self,
-        trainer: pl.Trainer,
+        context: WorkerContext,
         step: nn.Module,
-        begin: Callable[[int], None],
-        record: Callable[[Any, int], bytes],
-        forward_context: Callable[[], AbstractContextManager[Any]],
-        seed: int,
-        microbatches: int,
+        steps: TrainingSteps,
         metrics: Callable[[], list[Metric]],
     ) -> None:
-        self._trainer, self._step, self._begin, self._record = trainer, step, begin, record
-        self._forward_context, self.seed, self._divisor = forward_context, seed, microbatches
-        self._metrics = metrics
+        self._context, self._trainer = context, context.trainer
+        self._step, self._steps, self._metrics = step, steps, metrics
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
         self._exchange: WholeStepRunner
@@ -75,10 +64,6 @@ class ManualSteps:
         self._counted: list[bool] = []
         self._is_together = False  # in something that is done together: what it calls is not met again
         self._in_backward = False
-
-    @property
-    def _device(self) -> torch.device:
-        return self._trainer.strategy.root_device
 
     # ------------------------------------------------------------------ a step
 
@@ -94,11 +79,11 @@ class ManualSteps:
         trainer = self._trainer
         module = trainer.lightning_module
         self._states = [
-            MicrobatchState(module, trainer.optimizers, self._device, self._metrics, first=number == 0)
+            MicrobatchState(module, trainer.optimizers, self._context.device, self._metrics, first=number == 0)
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
         self._turns = Lockstep(self._states)
-        with self._shared_operations(), self._forward_context():
+        with self._shared_operations(), self._context.forward_context():
             done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
         if self._states:
             self._states[0].remain()
@@ -107,16 +92,16 @@ class ManualSteps:
 
     def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
         """The step on one micro-batch; what is of a thread is entered here."""
-        device = self._device
+        device = self._context.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        with self._forward_context(), seeded_everything() as reseed, layer_randomness(device) as generator:
-            seed = derive_seed(self.seed, step, microbatch.index, 0)
+        with self._context.forward_context(), seeded_everything() as reseed, layer_randomness(device) as generator:
+            seed = derive_seed(self._context.seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
-            self._begin(microbatch.index)
+            self._steps.begin_microbatch(microbatch.index)
             output = self._step(*microbatch.inputs)
-        return _loss_in(output), self._record(output, microbatch.samples)
+        return _loss_in(output), self._steps.record_output(output, None, microbatch.samples)
 
     # ------------------------------------------------------------------ what is done together
 
@@ -211,7 +196,7 @@ class ManualSteps:
             numbers = [number for number, parameter in enumerate(trained) if parameter.dtype == dtype]
             sizes = [trained[number].numel() for number in numbers]
             size = sum(sizes)
-            flat = torch.zeros(size + len(numbers), dtype=dtype, device=self._device)  # then, who has a gradient
+            flat = torch.zeros(size + len(numbers), dtype=dtype, device=self._context.device)  # then: who has one
             views = flat[:size].split(sizes)
             for part in (part for part, counts in zip(parts, self._counted, strict=True) if counts):
                 for place, (number, view) in enumerate(zip(numbers, views, strict=True)):
@@ -221,7 +206,7 @@ class ManualSteps:
                         flat[size + place] = 1
             self._exchange.all_reduce(flat)
             has = (flat[size:].abs() > 0).tolist()
-            flat[:size].div_(self._divisor)
+            flat[:size].div_(self._context.grid.global_microbatches)
             for number, view, is_there in zip(numbers, views, has, strict=True):
                 found[number] = view.view(trained[number].shape) if is_there else None
         return [found[number] for number in range(len(trained))]

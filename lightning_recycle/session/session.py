@@ -98,7 +98,7 @@ class Session:
         self, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
     ) -> None:
         self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
-        self._context = context = WorkerContext.of(options, run, place, client, trainer)
+        self._context = context = WorkerContext(options, run, place, client, trainer)
         self.mesh = context.mesh
         self.collectives = context.collectives
         self.grid, self.worker = context.grid, context.worker
@@ -209,17 +209,10 @@ class Session:
         )
         builder = StageBuilder(context, self.parts, self._recorder)
         if context.fitting and self.parts.optimizes_itself:
-            self.executor, self.manual = builder.manual_executor(
-                ties,
-                steps,
-                steps.begin_microbatch,
-                lambda output, samples: steps.record_output(output, None, samples),
-            )
+            self.executor, self.manual = builder.manual_executor(ties, steps)
         else:
             steps.layers = builder.layers(lambda: self.executor.accumulated.sums, self._has_other_layers)
-            self.executor = builder.executor(
-                ties, steps, steps.layers, steps.leaves_gradients_alone, steps.held_tensors
-            )
+            self.executor = builder.executor(ties, steps)
         if not self.parts.optimizes_itself:  # otherwise the plugin sees all there is
             plugin = trainer.strategy.precision_plugin
             plugin.clip_grad_by_norm = steps.clip_grad_by_norm  # type: ignore[method-assign]
@@ -295,8 +288,6 @@ class Session:
         mine.resumed = seed
         self.loaders.reseed(seed)
         self.executor.reseed(seed)
-        if self.manual is not None:
-            self.manual.seed = seed
         self.weights.prune_by(seed)
 
     def _name_norms(self, ties: StageTies) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -42,6 +41,7 @@ from lightning_recycle.session.requirements import (
     several_optimizers_refused,
 )
 from lightning_recycle.session.stage_layers import StageLayers
+from lightning_recycle.session.training_steps import TrainingSteps
 from lightning_recycle.session.weight_callbacks import WeightCallbacks, empty_optimizers, has_recipes
 
 __all__ = ["StageBuilder", "build_layers"]
@@ -144,52 +144,30 @@ class StageBuilder:
         context = self._context
         if not context.fitting or self._by_itself or context.grid.stages == 1 or context.mesh is not None:
             return None
-        return StageLayers(
-            context.trainer,
-            self._parts,
-            context.worker.stage,
-            context.run.parts,
-            context.device,
-            self.bundle,
-            sums,
-            changed,
-            context.place.rank,
-            context.client.send,
-            measures=context.options.recovery.rebalance != "never" and not context.client.joining,
-        )
+        return StageLayers(context, self._parts, self.bundle, sums, changed)
 
-    def executor(
-        self,
-        ties: StageTies,
-        callbacks: ExecutorCallbacks,
-        layers: StageLayers | None,
-        presumes: Callable[[float], bool],
-        held: Callable[[], Iterator[Tensor]],
-    ) -> Executor:
+    def executor(self, ties: StageTies, steps: TrainingSteps) -> Executor:
         """The executor of this worker, for modules that train by the schedule.
 
         Args:
             ties: the parameters that stages share.
-            callbacks: the executor's questions to this process.
-            layers: the layers, if they may move.
-            presumes: whether gradients of a norm are not clipped, where a step may be speculative.
-            held: the tensors that stay from step to step besides parameters and gradients.
+            steps: the training steps of this worker.
         """
         context, options = self._context, self._context.options
         needs = commit_requirements(context.trainer, self._parts.module, context.grid.stages)
         bundle = self._first_bundle(ties)
-        common = self._common(bundle, callbacks)
+        common = self._common(bundle, steps)
         rules = CommitRules(
             norm=needs.norm,
             overflow=needs.overflow,
             staggered=context.run.staggered,
-            presumes=presumes if needs.afterwards else None,
+            presumes=steps.leaves_gradients_alone if needs.afterwards else None,
         )
         measurements = StepMeasurements(
             context.client,
             context.device,
             profiles=context.run.profiles,
-            held=held,
+            held=steps.held_tensors,
             tries_splitting=context.fitting and options.planning.tries_splitting(context.grid.stages),
         )
         runner = StepRunner(
@@ -200,23 +178,10 @@ class StageBuilder:
             device_name=context.device_name,
             members=context.run.positions.members,
         )
-        return Executor(runner, layers)
+        return Executor(runner, steps.layers)
 
-    def manual_executor(
-        self,
-        ties: StageTies,
-        callbacks: ExecutorCallbacks,
-        begin: Callable[[int], None],
-        record: Callable[[Any, int], bytes],
-    ) -> tuple[Executor, ManualSteps]:
-        """The executor of this worker, for modules that optimize by themselves, and the steps that it runs.
-
-        Args:
-            ties: the parameters that stages share.
-            callbacks: the executor's questions to this process.
-            begin: called with the index of a micro-batch right before its step.
-            record: (output, number of samples) -> the record for all workers.
-        """
+    def manual_executor(self, ties: StageTies, steps: TrainingSteps) -> tuple[Executor, ManualSteps]:
+        """The executor of this worker, for modules that optimize by themselves, and the steps that it runs."""
         context = self._context
         if verify := context.options.verification.verify:
             rank_zero_warn(
@@ -224,18 +189,9 @@ class StageBuilder:
                 " manual optimization, whose steps cannot be computed twice."
             )
         bundle = self._first_bundle(ties)
-        steps = ManualSteps(
-            context.trainer,
-            bundle.stage.layers[0],
-            begin,
-            record,
-            context.forward_context,
-            context.seed,
-            context.grid.global_microbatches,
-            lambda: self._recorder.metrics,
-        )
+        manual = ManualSteps(context, bundle.stage.layers[0], steps, lambda: self._recorder.metrics)
         state = ManualStepState(context.trainer)
-        return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=steps.run, state=state)), steps
+        return Executor(WholeStepRunner(*self._common(bundle, steps), body=manual.run, state=state)), manual
 
     def _first_bundle(self, ties: StageTies) -> StageBundle:
         return self.bundle((0, *(part.stop for part in self._context.run.parts)), ties)

@@ -32,6 +32,7 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
 from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.optimizer_states import merged_names, parameters_by_name
 from lightning_recycle.tensor_memory import put_together, take_apart
 
@@ -148,41 +149,30 @@ class StageLayers:
     """The layers that this worker has; a :class:`~lightning_recycle.runtime.stage.stage_bundle.LayerKeeper`.
 
     Args:
-        trainer: the Trainer of this process.
+        context: the context of the worker.
         parts: the user's module.
-        stage: the stage of this worker.
-        stages: the parts of each stage at the start.
-        device: where the layers are.
         hold: what runs the parts of this stage under a layout, given the weights that stages share, and what was
             accumulated.
         sums: returns what was accumulated, by parameter.
         changed: called when this worker has other layers.
-        rank: of this worker.
-        report: called with the measurements of the layers.
-        measures: whether they are measured: not if nothing asks, nor by a worker that joins, whose peers have done it.
     """
 
     def __init__(
         self,
-        trainer: pl.Trainer,
+        context: WorkerContext,
         parts: ModelParts,
-        stage: int,
-        stages: Sequence[range],
-        device: torch.device,
         hold: Callable[[Cuts, StageTies, Mapping[nn.Parameter, Tensor]], StageBundle],
         sums: Callable[[], Mapping[nn.Parameter, Tensor]],
         changed: Callable[[StageBundle], None],
-        rank: int,
-        report: Callable[[LayerFacts], None],
-        measures: bool = True,
     ) -> None:
-        self._trainer, self._parts, self._stage, self._device = trainer, parts, stage, device
-        self._rank, self._report = rank, report
-        self._measures = measures
+        self._context, self._trainer, self._parts = context, context.trainer, parts
+        self._stage = context.worker.stage
+        # Not if nothing asks, nor by a worker that joins, whose peers have done it.
+        self._measures = context.options.recovery.rebalance != "never" and not context.client.joining
         self._steps = 0
         self._meters: dict[int, _LayerMeter] = {}
         self._hold, self._sums, self._changed = hold, sums, changed
-        self.cuts: Cuts = (0, *(part.stop for part in stages))
+        self.cuts: Cuts = (0, *(part.stop for part in context.run.parts))
 
     @property
     def owned(self) -> range:
@@ -242,7 +232,7 @@ class StageLayers:
         elif self._steps == _FIRST_MEASURED + _MEASURED:
             meters = self._end_measuring()
             if meters.keys() == set(self.owned):
-                self._report(self._facts(meters))
+                self._context.client.send(self._facts(meters))
             else:  # layers have moved meanwhile
                 self._steps = 0
 
@@ -258,7 +248,7 @@ class StageLayers:
             parameters = [list(module.parameters()) for module in modules]
             buffers = [list(module.buffers()) for module in modules]
         return LayerFacts(
-            rank=self._rank,
+            rank=self._context.place.rank,
             cuts=self.cuts,
             first=owned.start,
             seconds=tuple(meter.seconds for meter in meters.values()),
@@ -337,7 +327,7 @@ class StageLayers:
         return bundle
 
     def _whole(self, tensor: Tensor, is_parameter: bool, requires_grad: bool, on_device: bool) -> Tensor:
-        tensor = tensor.to(self._device) if on_device else tensor
+        tensor = tensor.to(self._context.device) if on_device else tensor
         return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
