@@ -313,7 +313,8 @@ class Checkpoints:
         if self.sharded:
             failure = self._save_sharded(checkpoint, path)
         else:
-            failure = self._by_the_leader(path, checkpoint, lambda: self._save_file(checkpoint, path, storage_options))
+            write = partial(self._save_file, checkpoint, path, storage_options)
+            failure = self.collectives.by_leader("checkpoint", partial(attempt, write, path, checkpoint))
         if failure is not None:
             self._not_written(failure)
 
@@ -342,7 +343,8 @@ class Checkpoints:
             self.background.asked(target)
             self.background.follow("link", target, path)
             return
-        if (failure := self._by_the_leader(path, None, lambda: link(target, path))) is not None:
+        make_link = partial(attempt, partial(link, target, path), path, None)
+        if (failure := self.collectives.by_leader("checkpoint", make_link)) is not None:
             self._not_written(failure)
 
     def remove(self, path: Any) -> None:
@@ -371,17 +373,6 @@ class Checkpoints:
             yield
         finally:
             self._unwinding = before
-
-    def _by_the_leader(self, path: Any, content: Any, action: Callable[[], None]) -> WriteFailure | None:
-        """The leader does it, and all learn of the outcome; if it dies before they do, the next leader does it."""
-        while True:
-            outcome: bool | WriteFailure | None = None
-            if self.collectives.is_leader:
-                outcome = attempt(action, path, content) or True
-            outcomes = self.collectives.gather_all("checkpoint", outcome).values()
-            known = [part for part in outcomes if part is not None]  # of one worker: only one leads
-            if known:
-                return known[0] if isinstance(known[0], WriteFailure) else None
 
     def _save_file(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: Batch | None = None

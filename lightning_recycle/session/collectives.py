@@ -231,6 +231,14 @@ class WorkerCollectives:
         decisions = [bool(d) for d in self.gather_all("decision", bool(decision)).values()]
         return all(decisions) if all_agree else any(decisions)
 
+    def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
+        """The result of ``action`` in the leader, on all workers; if it dies before they have it, in the next one."""
+        while True:
+            mine = (action(),) if self.is_leader else None
+            for found in self.gather_all(name, mine).values():
+                if found is not None:  # of one worker: only one leads
+                    return found[0]
+
     def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
         """Returns one part per stage, in order, on all workers; asks again if a speaker dies meanwhile.
 

@@ -121,12 +121,8 @@ class SaveAndEnd(Callback):
             return
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
-        wanted = self._collectives.decide(self._preemption.requeue_wanted, all_agree=False)
-        while wanted:
-            leads = self._collectives.is_leader
-            if leads:
-                self._requeue()
-            wanted = not self._collectives.decide(leads, all_agree=False)
+        if self._collectives.decide(self._preemption.requeue_wanted, all_agree=False):
+            self._collectives.by_leader("requeue", self._requeue)
         self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
 
     def _path(self, trainer: pl.Trainer) -> str | None:

@@ -36,10 +36,10 @@ from rich.console import Console
 
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.background_saves import BackgroundSaves
 from lightning_recycle.session.checkpoint_files import WriteFailure
 from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.collectives import WorkerCollectives
 
 __all__ = [
     "keep_monitors_going",
@@ -59,8 +59,9 @@ _EVALUATIONS = {  # stage -> its name in hooks
 }
 
 
-def show_whole_run(trainer: pl.Trainer, parts: ModelParts, grid: Grid) -> None:
-    """Prepares the callbacks and loggers of a worker of ``grid``; called while ``parts`` still are the whole model."""
+def show_whole_run(trainer: pl.Trainer, parts: ModelParts, collectives: WorkerCollectives) -> None:
+    """Prepares the callbacks and loggers of a worker; called while ``parts`` still are the whole model."""
+    grid = collectives.grid
     if grid.stages > 1 and trainer.enable_autolog_hparams:
         _draw_whole_graph(trainer, parts)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ def show_whole_run(trainer: pl.Trainer, parts: ModelParts, grid: Grid) -> None:
             _measure_grid_as_one_device(callback, grid.num_workers)
         elif isinstance(callback, BasePredictionWriter):
             for name in ("write_on_batch_end", "write_on_epoch_end"):
-                setattr(callback, name, _by_the_leader(trainer, getattr(callback, name)))
+                setattr(callback, name, _by_the_leader(collectives, getattr(callback, name)))
 
 
 def keep_reports_apart(trainer: pl.Trainer) -> None:
@@ -141,19 +142,13 @@ def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) ->
             throughput.available_flops *= num_workers
 
 
-def _by_the_leader(trainer: pl.Trainer, write: Callable[..., None]) -> Callable[..., None]:
-    """Every worker has all predictions: one writes them; if it dies before it is done, another one does."""
-    if hasattr(write, "__wrapped__"):
-        return write  # prepared since the previous run
+def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -> Callable[..., None]:
+    """Every worker has all predictions: one writes them."""
+    write = getattr(write, "__wrapped__", write)  # prepared for the previous run
 
     @wraps(write)
     def write_once(*args: Any, **kwargs: Any) -> None:
-        written = False
-        while not written:
-            leads = trainer.is_global_zero
-            if leads:
-                write(*args, **kwargs)
-            written = trainer.strategy.reduce_boolean_decision(leads, all=False)
+        collectives.by_leader("predictions", partial(write, *args, **kwargs))
 
     return write_once
 

@@ -157,7 +157,7 @@ class Session:
         self.module = module = recorded(trainer.lightning_module)
         self.parts = parts_of(module, self.grid.stages, self.options.layers)
         strategy.accelerator.setup(trainer)
-        show_whole_run(trainer, self.parts, self.grid)
+        show_whole_run(trainer, self.parts, self.collectives)
         tell_batch_sizes(trainer)
         if self.grid.stages > 1:
             call_before_epoch_end(trainer, self._share_attributes)
