@@ -219,13 +219,14 @@ class HolderGroup:
 
     def send(self, value: Any) -> None:
         """Sends ``value`` to the writer, in pieces, as the writer takes them."""
-        stream = _PartStream(self)
+        pieces = _Pieces(self)
         try:
-            torch.save(value, stream)  # type: ignore[arg-type]
+            stream = io.BufferedWriter(pieces, _PIECE)
+            torch.save(value, stream)
             stream.close()
         except RuntimeError:  # torch ends its archive after an exception of the stream, too, and finds a part missing
-            if stream.given_up is not None:
-                raise stream.given_up from None
+            if pieces.given_up is not None:
+                raise pieces.given_up from None
             raise
 
     def receive(self, rank: int, path: Any) -> Any:
@@ -295,29 +296,23 @@ class HolderGroup:
         return f"the worker of rank {rank} was lost, which had a part of it"
 
 
-class _PartStream(io.RawIOBase):
+class _Pieces(io.RawIOBase):
     """A file whose content goes to the writer; :attr:`given_up` is why no more of it does."""
 
     def __init__(self, group: HolderGroup) -> None:
-        self._group, self._buffer, self._number = group, bytearray(), 0
+        self._group, self._number = group, 0
         self.given_up: GivenUp | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):  # a copy of a whole tensor would keep Python's lock for too long
-            self._buffer += view[start : start + _PIECE]
-            while len(self._buffer) >= _PIECE:
-                self._send(bytes(memoryview(self._buffer)[:_PIECE]))
-                del self._buffer[:_PIECE]
-        return len(view)
+        piece = bytes(memoryview(data)[:_PIECE])  # a copy of a whole tensor would keep Python's lock for too long
+        self._send(piece)
+        return len(piece)
 
     def close(self) -> None:
         if not self.closed:
-            if self._buffer:
-                self._send(bytes(self._buffer))
             self._send(b"")
             super().close()
 
