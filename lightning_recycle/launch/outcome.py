@@ -30,6 +30,7 @@ from lightning_recycle.errors import (
     WorkerStartError,
 )
 from lightning_recycle.pickling import MainPickler, dumps
+from lightning_recycle.session.object_attributes import slots_of
 
 __all__ = ["WorkerTraceback", "dump_exception", "error_of", "from_users_code", "summary"]
 
@@ -250,16 +251,11 @@ def _has_own_init(kind: type[BaseException]) -> bool:
 
 def _state(error: BaseException) -> dict[str, Any]:
     """The attributes of ``error`` in its dictionary and in slots."""
-    slots = {name: getattr(error, name) for name in _slots(type(error)) if hasattr(error, name)}
+    slots = {name: getattr(error, name) for name in slots_of(type(error)) if hasattr(error, name)}
     if isinstance(error, OSError | ImportError):  # kept outside of both
         kept = ("filename", "filename2", "name", "path")
         slots |= {name: getattr(error, name) for name in kept if getattr(error, name, None) is not None}
     return {**slots, **vars(error)}
-
-
-def _slots(kind: type) -> list[str]:
-    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return [name for names in named for name in ((names,) if isinstance(names, str) else names)]
 
 
 def _builtin(kind: type[BaseException]) -> type[BaseException]:

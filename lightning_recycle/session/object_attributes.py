@@ -48,6 +48,7 @@ __all__ = [
     "number_hooks",
     "origin",
     "put_hooks",
+    "slots_of",
     "table_of",
     "tables_of",
     "tensors_of",
@@ -182,7 +183,7 @@ def class_of(node: Any) -> type[Any]:
 def is_node(value: Any) -> bool:
     """Whether ``value`` is an object of attributes, which can be written into another one of its class."""
     kind = type(value)
-    if isinstance(value, _VALUES) or not _is_python(kind) or not (hasattr(value, "__dict__") or _slots(kind)):
+    if isinstance(value, _VALUES) or not _is_python(kind) or not (hasattr(value, "__dict__") or slots_of(kind)):
         return False
     if isinstance(value, (nn.Module, DataLoader)):
         return True
@@ -206,7 +207,8 @@ def is_own(value: Any) -> bool:
     return isinstance(value, AbsentLayer) or shows or (own and not isinstance(value, nn.Module))
 
 
-def _slots(kind: type[Any]) -> list[str]:
+def slots_of(kind: type[Any]) -> list[str]:
+    """The attributes of objects of ``kind`` that lie in slots."""
     names = [name for base in kind.__mro__ for name in _as_names(vars(base).get("__slots__", ()))]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
@@ -232,7 +234,7 @@ def attributes_of(owner: Any, whole: bool = True) -> dict[str, Any]:
         hidden = hidden | {*_MODULE_CONTENTS}
     names = (name for name in vars_of(owner) if not name.startswith(_OF_SHARDED_MODULES))
     found = {name: vars_of(owner)[name] for name in names if name not in hidden}
-    for name in _slots(kind):
+    for name in slots_of(kind):
         if (value := getattr(owner, name, MISSING)) is not MISSING:
             found[name] = value
     return {name: value for name, value in found.items() if not _is_wrapped(kind, name, value)}
