@@ -52,9 +52,8 @@ from lightning_recycle.session.optimizer_states import (
     Copies,
     merge_optimizer_states,
     merged_names,
-    parameters_by_name,
 )
-from lightning_recycle.session.weight_callbacks import swap_schedules, take_pruned_form
+from lightning_recycle.session.weight_callbacks import load_parameter_groups, swap_schedules, take_pruned_form
 from lightning_recycle.torch_internals import version_of
 
 __all__ = [
@@ -153,8 +152,7 @@ def make_optimizers(
             f" in the workers: {type(error).__name__}: {error}"
         ) from error
     of_stages = [list(zip(*of_one, strict=True)) for of_one in zip(*stages, strict=True)]  # (states, names) of each
-    for optimizer, (_, names) in zip(optimizers, of_stages, strict=True):
-        _group(optimizer, parameters_by_name(module), names, copies)
+    load_parameter_groups(module, optimizers, [merged_names(names, copies) for _, names in of_stages])
     swap_schedules(module.trainer, optimizers, configs)
     if len(configs) != len(schedulers):
         raise ConfigurationError(
@@ -166,26 +164,6 @@ def make_optimizers(
     for config, state in zip(configs, schedulers, strict=True):
         config.scheduler.load_state_dict(state)
     return optimizers, configs
-
-
-def _group(
-    optimizer: Optimizer,
-    parameters: Mapping[str, Any],
-    names: Sequence[Sequence[Sequence[str]]],
-    copies: Copies,
-) -> None:
-    """Makes the groups of parameters what they are in the workers, where callbacks may have frozen some and added
-    groups; ``names`` by stage and group.
-    """
-    wanted = [[parameters[name] for name in members] for members in merged_names(names, copies)]
-    del optimizer.param_groups[len(wanted) :]
-    for group, members in zip(optimizer.param_groups, wanted, strict=False):
-        group["params"] = members
-    for members in wanted[len(optimizer.param_groups) :]:
-        optimizer.add_param_group({"params": members})
-
-
-# ---------------------------------------------------------------------- loaders
 
 
 # ---------------------------------------------------------------------- the whole

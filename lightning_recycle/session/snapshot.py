@@ -33,12 +33,12 @@ from lightning_recycle.session.lightning_internals import TrainerState
 from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
+from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
 from lightning_recycle.session.weight_callbacks import (
     WeightCallbacks,
     load_parameter_groups,
-    parameter_groups,
     take_pruned_form,
 )
 
@@ -163,7 +163,7 @@ class StateTransfer:
         return WorkerSnapshot(
             objects=user_graph(trainer).pack(self._large_data.unchanged()),
             weights=tuple(weights_of(module)),
-            groups=parameter_groups(module, trainer.optimizers),
+            groups=[group_names(module, optimizer) for optimizer in trainer.optimizers],
             optimizers=[(type(optimizer).__name__, optimizer.state_dict()) for optimizer in trainer.optimizers],
             schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             precision=trainer.precision_plugin.state_dict(),

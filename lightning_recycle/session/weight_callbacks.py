@@ -49,7 +49,6 @@ __all__ = [
     "empty_optimizers",
     "has_recipes",
     "load_parameter_groups",
-    "parameter_groups",
     "swap_schedules",
     "take_pruned_form",
 ]
@@ -338,19 +337,15 @@ def has_recipes(module: nn.Module) -> bool:
     return any(isinstance(layer, AbsentLayer) and not layer.elsewhere for layer in module.modules())
 
 
-def parameter_groups(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
-    """The names of the parameters of ``module`` in each group of each optimizer."""
-    return [group_names(module, optimizer) for optimizer in optimizers]
-
-
 def load_parameter_groups(
     module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
-    """Makes groups of these parameters; they get their options afterwards."""
+    """Makes groups of these parameters, of which callbacks may have frozen or added some; options follow."""
     parameters = parameters_by_name(module)
-    for optimizer, mine, wanted in zip(optimizers, parameter_groups(module, optimizers), groups, strict=True):
-        if mine != wanted:
-            optimizer.param_groups = [{"params": [parameters[name] for name in group]} for group in wanted]
+    for optimizer, wanted in zip(optimizers, groups, strict=True):
+        if group_names(module, optimizer) != wanted:
+            of_groups = ([parameters[name] for name in group] for group in wanted)
+            optimizer.param_groups = [{**optimizer.defaults, "params": params} for params in of_groups]
 
 
 # ---------------------------------------------------------------------- pruning
