@@ -113,7 +113,7 @@ class ObjectGraph:
 
     Args:
         roots: the objects that both processes have, by name.
-        anchors: objects that are not carried, by name.
+        anchors: objects that are not carried, by name, unless they are roots.
         whole: whether modules are whole in both processes: with parameters, buffers, and submodules that are no roots;
             and LightningModules that are no roots, such as copies.
         skipped: paths of attributes that stay behind.
@@ -134,7 +134,8 @@ class ObjectGraph:
         self._whole, self._skipped = whole, frozenset(skipped)
         self._bound = (*OF_ONE_PROCESS, *bound, *(() if whole else (pl.LightningModule,)))
         self._roots = {name: value for name, value in roots.items() if value is not None}
-        self._anchors = {name: value for name, value in anchors.items() if value is not None}
+        own = set(map(id, self._roots.values()))
+        self._anchors = {n: value for n, value in anchors.items() if value is not None and id(value) not in own}
         self._names = {id(value): name for name, value in self._anchors.items()}
         self._nodes: dict[Path, Any] = {}
         self._paths: dict[int, Path] = {}

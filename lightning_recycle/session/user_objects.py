@@ -64,15 +64,12 @@ def user_graph(trainer: pl.Trainer) -> ObjectGraph:
     }
     streams = _streams(loaders)
     roots = {
-        "module": trainer.lightning_module,
-        **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
-        "datamodule": getattr(trainer, "datamodule", None),
+        **_objects(trainer),
         **{name: loader for name, loader in loaders.items() if name not in streams},
         **_optimizers(trainer),
         "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
     }
-    anchors = {**_anchors(trainer), **_callbacks(trainer), **streams}
-    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
+    return ObjectGraph(roots, {**_anchors(trainer), **_callbacks(trainer), **streams})
 
 
 class CallbackList:
@@ -119,9 +116,7 @@ def home_graph(
         **_anchors(trainer),
         **_streams({f"{name} {i}": value for name, leaves in loaders.items() for i, value in enumerate(leaves)}),
     }
-    own = {id(value) for value in roots.values()}
-    others = {n: value for n, value in anchors.items() if id(value) not in own}
-    return ObjectGraph(roots, others, whole, skipped, bound=(DeviceMesh,))
+    return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
 
 
 def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
@@ -135,24 +130,25 @@ def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph
         **_callbacks(trainer),
     }
     roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in wanted}
-    return ObjectGraph(roots, {name: value for name, value in anchors.items() if name not in roots})
+    return ObjectGraph(roots, anchors)
 
 
 def metric_parts(trainer: pl.Trainer) -> dict[Path, Metric | MetricCollection | MetricTracker]:
     """The torchmetrics objects that the module, the callbacks or the data module lead to, and what has them inside."""
-    roots = {
-        "module": trainer.lightning_module,
-        **{name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)},
-        "datamodule": getattr(trainer, "datamodule", None),
-    }
-    anchors = {name: value for name, value in {**_anchors(trainer), **_callbacks(trainer)}.items() if name not in roots}
-    return ObjectGraph(roots, anchors).nodes_of(Metric, MetricCollection, MetricTracker)
+    graph = ObjectGraph(_objects(trainer), {**_anchors(trainer), **_callbacks(trainer)})
+    return graph.nodes_of(Metric, MetricCollection, MetricTracker)
 
 
 def _streams(loaders: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``loaders`` that are streams, by name, and their datasets: each worker has its own place in them."""
     streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
     return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
+
+
+def _objects(trainer: pl.Trainer) -> dict[str, Any]:
+    """The module, the data module, and the callbacks that do not belong to their process."""
+    callbacks = {name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)}
+    return {"module": trainer.lightning_module, **callbacks, "datamodule": getattr(trainer, "datamodule", None)}
 
 
 def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
