@@ -25,9 +25,8 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.errors import WorkerStartError
-from lightning_recycle.launch.payload_errors import not_sent
 from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
-from lightning_recycle.launch.worker_payload import dump, load
+from lightning_recycle.launch.worker_payload import dump, load, not_sent
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Worker
 
