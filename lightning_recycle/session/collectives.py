@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -31,7 +30,7 @@ from lightning_recycle.tensor_memory import merge_shards, to_cpu
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
-__all__ = ["ALONE", "RunSeed", "WorkerCollectives", "WorkerContext", "watch_process_group"]
+__all__ = ["ALONE", "WorkerCollectives", "WorkerContext", "watch_process_group"]
 
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
@@ -273,29 +272,6 @@ def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> Posit
     return PositionMesh(run.mesh_sizes, member, device_type, client.joining)
 
 
-@dataclass
-class RunSeed:
-    """The seed of a run.
-
-    Args:
-        given: the seed given to the strategy; None: that of ``seed_everything``, else 0.
-        resumed: the seed of the checkpoint that the run resumes from, which takes precedence.
-    """
-
-    given: int | None = None
-    resumed: int | None = None
-
-    @property
-    def value(self) -> int:
-        """The seed that all randomness is derived from."""
-        return self.own if self.resumed is None else self.resumed
-
-    @property
-    def own(self) -> int:
-        """The seed of a run that begins anew."""
-        return global_seed() if self.given is None else self.given
-
-
 class WorkerContext:
     """The context of one worker, whose Trainer is about to run.
 
@@ -310,7 +286,7 @@ class WorkerContext:
         collectives: this worker's collectives.
         fitting: whether the Trainer's function is ``fit``.
         mesh: that of this worker's position, if it has several members.
-        run_seed: the seed of the run.
+        resumed_seed: the seed of the checkpoint that the run resumes from.
     """
 
     def __init__(
@@ -320,7 +296,7 @@ class WorkerContext:
         self.collectives = WorkerCollectives(run, client)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.mesh = _mesh_of(run, client, trainer)
-        self.run_seed = RunSeed(options.seed)
+        self.resumed_seed: int | None = None
 
     @property
     def grid(self) -> Grid:
@@ -344,8 +320,13 @@ class WorkerContext:
 
     @property
     def seed(self) -> int:
-        """The seed of the run."""
-        return self.run_seed.value
+        """The seed of the run, from which all randomness is derived."""
+        return self.own_seed if self.resumed_seed is None else self.resumed_seed
+
+    @property
+    def own_seed(self) -> int:
+        """The seed of a run that begins anew: the strategy's, or that of ``seed_everything``, else 0."""
+        return global_seed() if self.options.seed is None else self.options.seed
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The context of the precision plugin around each forward."""

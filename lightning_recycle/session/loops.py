@@ -310,7 +310,7 @@ class PipelineFitLoop(_FitLoop):
         that Lightning's own loop does not read.
         """
         state: dict[str, Any] = super().on_save_checkpoint()
-        state["seed"] = self.runner.seed.value
+        state["seed"] = self.runner.seed
         state["global_batch_size"] = self.runner.loaders.global_batch_size
         orders = [loader.order_state() for loader in addressed_loaders(self)]
         if (interval := self.runner.checkpoints.interval_state()) is not None:

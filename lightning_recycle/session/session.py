@@ -218,7 +218,7 @@ class Session:
             plugin.clip_grad_by_norm = steps.clip_grad_by_norm  # type: ignore[method-assign]
             plugin.clip_grad_by_value = steps.clip_grad_by_value  # type: ignore[method-assign]
         steps.executor = self.executor
-        steps.seed, steps.resume_seed = context.run_seed, self.resume_seed
+        steps.resume_seed = self.resume_seed
         background = self._background_saves() if context.fitting else None
         if background is not None:
             self.client.complete_saves = background.await_thread
@@ -276,16 +276,16 @@ class Session:
 
     def resume_seed(self, seed: int) -> None:
         """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""
-        mine = self._context.run_seed
-        if seed == mine.value:
+        context = self._context
+        if seed == context.seed:
             return
         if self.collectives.is_leader:
             log.warning(
                 "The checkpoint was written with seed %d, and this run was given seed %d: it goes on with seed %d, so"
                 " that it reads the rest of the epoch in the same order and draws the same random numbers.",
-                *(seed, mine.own, seed),
+                *(seed, context.own_seed, seed),
             )
-        mine.resumed = seed
+        context.resumed_seed = seed
         self.loaders.reseed(seed)
         self.executor.reseed(seed)
         self.weights.prune_by(seed)

@@ -26,7 +26,7 @@ from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import RunSeed, WorkerContext
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import OptimizerStep, clip_factor, overflow_of_all, scaler_of
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import batches_so_far
@@ -61,8 +61,7 @@ class TrainingSteps:
         on_generation: called when a new generation is complete.
 
     Attributes:
-        executor: runs the steps; set once it exists, like the next five.
-        seed: the seed of the run.
+        executor: runs the steps; set once it exists, like the next four.
         resume_seed: called with the seed of a checkpoint, with which the run goes on.
         transfer: the transfer of this worker's state to and from its peers.
         checkpoints: this worker's part in checkpoints.
@@ -74,7 +73,6 @@ class TrainingSteps:
     """
 
     executor: Executor
-    seed: RunSeed
     resume_seed: Callable[[int], None]
     transfer: StateTransfer
     checkpoints: Checkpoints
@@ -121,6 +119,11 @@ class TrainingSteps:
         return self._trainer.strategy.optimizers
 
     # ------------------------------------------------------------------ for Lightning's loops
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self._context.seed
 
     def enter_training(self) -> None:
         """Before the first epoch: a worker that joins a running training waits until it is let in."""
