@@ -138,15 +138,16 @@ def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     )
     if not trainer.gradient_clip_val or trainer.gradient_clip_algorithm == "value" or accumulates:
         return False
-    if any(is_overridden(hook, module, pl.LightningModule) for hook in (*_GRADIENT_HOOKS, *_STEP_HOOKS)):
-        return False
-    return not any(map(_may_look, trainer.callbacks))  # type: ignore[attr-defined]
+    return not _overrides(trainer, module, _GRADIENT_HOOKS, _STEP_HOOKS)
 
 
-def _may_look(callback: pl.Callback) -> bool:
-    if type(callback) in _BLIND_CALLBACKS or type(callback).__module__.startswith("lightning_recycle."):
-        return False
-    return any(is_overridden(hook, callback, pl.Callback) for hook in _GRADIENT_HOOKS)
+def _overrides(trainer: pl.Trainer, module: pl.LightningModule, hooks: Sequence[str], of_module: Sequence[str]) -> bool:
+    """Whether the user's code has one of ``hooks``, or the module one of ``of_module``."""
+    looking = [c for c in trainer.callbacks if type(c) not in _BLIND_CALLBACKS]  # type: ignore[attr-defined]
+    callbacks = [c for c in looking if not type(c).__module__.startswith("lightning_recycle.")]
+    return any(is_overridden(hook, module, pl.LightningModule) for hook in (*hooks, *of_module)) or any(
+        is_overridden(hook, callback, pl.Callback) for hook in hooks for callback in callbacks
+    )
 
 
 def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
@@ -154,14 +155,7 @@ def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> boo
     all stages hold theirs, or which changes nothing the second time.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-    if any(is_overridden(hook, module, pl.LightningModule) for hook in (*hooks, *_STEP_HOOKS[:2])):
-        return True
-    return any(
-        is_overridden(hook, callback, pl.Callback)
-        for hook in hooks
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if type(callback) not in _BLIND_CALLBACKS and not type(callback).__module__.startswith("lightning_recycle.")
-    )
+    return _overrides(trainer, module, hooks, _STEP_HOOKS[:2])
 
 
 def clip_factor(clip_val: float, norm: float) -> float:
