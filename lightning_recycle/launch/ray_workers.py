@@ -26,7 +26,7 @@ from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
-from lightning_recycle.launch.worker_payload import dump, load, not_sent
+from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Worker
 
@@ -56,10 +56,7 @@ class RayPayload:
 
     def __init__(self, value: Any) -> None:
         file, main = io.BytesIO(), MainModule(imported=False)
-        try:
-            dump(value, main, file)
-        except Exception as error:
-            raise not_sent(error, value, lambda part, file: dump(part, main, file)) from error
+        dump(value, main, file)
         self._data = ray_cluster.import_ray().put(file.getvalue())
 
     def load(self) -> Any:

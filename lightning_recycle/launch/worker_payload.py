@@ -23,11 +23,11 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
 from types import FunctionType
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import cloudpickle
 import torch
@@ -50,7 +50,6 @@ __all__ = [
     "ignore_untrue_warnings",
     "load",
     "modules_found",
-    "not_sent",
     "set_num_threads",
 ]
 
@@ -224,10 +223,9 @@ class WorkerPayload:
         self.logs: LogForwarding | None = None
         try:
             dump(value, main, self._file)
-            self._file.flush()
-        except Exception as error:
+        except ConfigurationError:
             self.close()
-            raise not_sent(error, value, lambda part, file: dump(part, main, file)) from error
+            raise
         self.logs = LogForwarding()
 
     def close(self) -> None:
@@ -258,7 +256,28 @@ class ReceivedPayload:
 
 
 def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
-    """Pickles ``value``, with the definitions of the user's script that it needs, for :func:`load`."""
+    """Pickles ``value``, with the definitions of the user's script that it needs, for :func:`load`.
+
+    Args:
+        value: a tuple whose first item is the call of the Trainer.
+        main: the part of the user's script that workers find.
+        file: where the pickle goes.
+
+    Raises:
+        ConfigurationError: if it cannot be pickled, with the path of the member that is to blame.
+    """
+    try:
+        _dump(value, main, file)
+        file.flush()
+    except Exception as error:
+        raise ConfigurationError(
+            f"{_find_unpicklable(value, main) or 'The Trainer, model or data'} cannot be sent to the worker processes:"
+            f" {type(error).__name__}: {error}. Open files and connections in setup() instead of __init__, and keep"
+            " what cannot be pickled out of the global variables that the functions of your script read."
+        ) from error
+
+
+def _dump(value: Any, main: MainModule, file: Any) -> None:
     pickler = _PayloadPickler(file, main)
     pickler.dump((value, pickler.definitions))  # these are complete once the value is pickled
 
@@ -283,30 +302,6 @@ class _PayloadPickler(MainPickler):
 # ---------------------------------------------------------------------- what cannot be sent
 
 
-_Dump: TypeAlias = Callable[[Any, Any], None]
-"""Pickles a value into a file."""
-
-
-def not_sent(error: Exception, payload: Any, dump: _Dump) -> ConfigurationError:
-    """Error for a payload that cannot be pickled, with the path of the member that is to blame.
-
-    Members are pickled once more, one by one, from the argument of the Trainer's entry point down to the member in
-    which nothing else fails.
-
-    Args:
-        error: raised when it was pickled.
-        payload: a tuple whose first item is the call of the Trainer.
-        dump: pickles a part of it into a file.
-    """
-    where = _find_unpicklable(payload, dump)
-    member = "The Trainer, model or data" if where is None else where
-    return ConfigurationError(
-        f"{member} cannot be sent to the worker processes: {type(error).__name__}: {error}."
-        " Open files and connections in setup() instead of __init__, and keep what cannot be pickled out of the"
-        " global variables that the functions of your script read."
-    )
-
-
 class _NullFile(io.RawIOBase):
     """Discards what is written."""
 
@@ -314,8 +309,12 @@ class _NullFile(io.RawIOBase):
         return memoryview(data).nbytes
 
 
-def _find_unpicklable(payload: Any, dump: _Dump) -> str | None:
-    """Path of the member that cannot be pickled, such as ``model.helpers['db']``; None if it is not found."""
+def _find_unpicklable(payload: Any, main: MainModule) -> str | None:
+    """Path of the member that cannot be pickled, such as ``model.helpers['db']``; None if it is not found.
+
+    Members are pickled once more, one by one, from the argument of the Trainer's entry point down to the member in
+    which nothing else fails.
+    """
     call = payload[0] if isinstance(payload, tuple) and payload else None
     roots = dict(getattr(call, "arguments", {}))
     trainer = getattr(call, "trainer", None)
@@ -328,7 +327,7 @@ def _find_unpicklable(payload: Any, dump: _Dump) -> str | None:
             return None
         seen.add(id(value))
         try:
-            dump(value, _NullFile())
+            _dump(value, main, _NullFile())
         except Exception:  # of whatever kind: the caller has the one that is reported
             inner = (path_from(f"{path}{step}", member) for step, member in _members(value))
             return next(filter(None, inner), path)
