@@ -780,23 +780,16 @@ class Coordinator:
         self._divide_time()
         spares = tuple(ProcessLocation(process.node or None, process.pid) for _, process in self._vacancies.spares)
         schedules = self._plans.schedules
-        candidates = frozenset(rank for rank in range(self._state.num_workers) if self._has_candidate(rank))
-        awaited = (
-            candidates - self._workers.connections.keys()
-        )  # their process is another one than that which was known
-        processes = {rank: place for rank, place in self._history.processes.items() if rank not in awaited}
         status = status_of(
             time.time(),
             self._state,
-            self._history.digest,
+            self._history,
             (self._plans.number, schedules[-1]) if schedules else None,
-            processes,
             self._vacancies.incarnations,
-            candidates,
+            self._workers.connections.keys(),
+            frozenset(filter(self._has_candidate, range(self._state.num_workers))),
             self._watch.activities,
-            self._history.peaks,
             spares,
-            self._history.counters["recovery_seconds"],
         )
         return RunView(status, self._plans.timed)
 

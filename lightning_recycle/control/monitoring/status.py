@@ -13,13 +13,13 @@ Must not know: sockets, threads, clocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from lightning_recycle.control.monitoring.goodput import Phase
-from lightning_recycle.control.monitoring.history import Digest, Event
+from lightning_recycle.control.monitoring.history import Digest, Event, History
 from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.planning.schedule import Schedule
@@ -199,32 +199,28 @@ class Status:
 def status_of(
     now: float,
     state: MembershipState,
-    digest: Digest,
+    history: History,
     schedule: tuple[int, Schedule] | None,
-    processes: Mapping[int, tuple[str, int]],
     incarnations: Mapping[int, int],
+    connected: Collection[int],
     candidates: frozenset[int],
     activities: Mapping[int, tuple[str, str]],
-    peaks: Mapping[int, int],
     spares: tuple[ProcessLocation, ...],
-    recovery_seconds: float,
 ) -> Status:
     """The status of a run.
 
     Args:
         now: the time.
         state: who is in, and what they have done.
-        digest: what happened.
+        history: what happened.
         schedule: the plan that runs and its number.
-        processes: host and process id of the newest process of each rank.
-        incarnations: their incarnations, where that is not 0.
+        incarnations: of the newest process of each rank, where that is not 0.
+        connected: ranks whose process is connected.
         candidates: ranks for which a process is there or being started.
         activities: what main threads do, and what they wait for, by rank.
-        peaks: the most bytes of memory that they have held, likewise.
         spares: who waits for a position.
-        recovery_seconds: see :class:`Status`.
     """
-    grid, counts = state.grid, digest.counts
+    grid, digest, counts = state.grid, history.digest, history.digest.counts
     leads = (
         state.positions.position(state.roster.leader)
         if state.generation.number >= 0 and state.roster.leader in state.roster.live
@@ -240,13 +236,14 @@ def status_of(
             cause = state.roster.causes.get(rank)
         elif kind is not PositionState.SUSPECTED:
             since, cause = None, None
-        host, pid = processes.get(rank, (None, None))
+        is_awaited = rank in candidates and rank not in connected  # another process than that which was known
+        host, pid = (None, None) if is_awaited else history.processes.get(rank, (None, None))
         doing, waiting = activities.get(rank, ("", ""))
         step = state.steps.applied.get(rank, -1)
         positions.append(
             Position(
                 *(worker.pipeline, worker.stage, rank, kind, host or None, pid, incarnations.get(rank, 0), step),
-                *(since, cause, doing, waiting, peaks.get(rank)),
+                *(since, cause, doing, waiting, history.peaks.get(rank)),
             )
         )
     per_step = digest.step_seconds
@@ -273,7 +270,7 @@ def status_of(
             "replans": counts["replanned"],
             "checkpoints": counts["saved"],
         },
-        recovery_seconds=recovery_seconds,
+        recovery_seconds=history.counters["recovery_seconds"],
         worker_seconds=digest.goodput.seconds(now),
         failures=tuple(map(_shown, digest.failures)),
         events=tuple(map(_shown, digest.events)),
