@@ -192,14 +192,13 @@ class LayoutChoice:
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """Seconds of operations under the layout ``cuts``, from ``seconds`` under that of now."""
         assert self._layers is not None, "a layout was chosen"
-        parts = self._layers.forward, self._layers.backward_input, self._layers.backward_weight, self._layers.backward
+        split, fused = (self._layers.costs(cuts, split_backward=split_backward) for split_backward in (True, False))
         found: dict[int, dict[str, float]] = {}
-        whole = self._layers.costs(cuts)
-        for stage, part in enumerate(parts_of(cuts)):
-            f, b, w, both = (sum(values[layer] * share for layer, share in part.items()) for values in parts)
-            known = {"F": f, "R": f, "B": b, "W": w, "BW": both}
-            known["REDUCE"], known["STEP"] = whole.reduce[stage], whole.optimizer[stage]
-            found[stage] = {name: known[name] for name in seconds[stage] if name in known}
+        for stage, names in seconds.items():
+            f, both = split.forward[stage], fused.backward_input[stage]
+            known = {"F": f, "R": f, "B": split.backward_input[stage], "W": split.backward_weight[stage], "BW": both}
+            known |= {"REDUCE": split.reduce[stage], "STEP": split.optimizer[stage]}
+            found[stage] = {name: known[name] for name in names if name in known}
         return found
 
     def choice_of(self, cuts: Cuts) -> Candidate | None:

@@ -170,15 +170,11 @@ def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
     return schedule.problem.memories == problem.memories or schedule.fits(problem)
 
 
-def _shorter(schedule: Schedule, other: Schedule) -> bool:
-    """Whether ``schedule`` has a shorter period than ``other`` has under the same costs."""
-    return schedule.period < retime(other, schedule.problem.costs).period * (1 - 1e-9)
-
-
 def _replaces(schedule: Schedule, ready: Schedule, problem: Problem) -> bool:
     """Whether ``schedule``, made for ``problem``, is to be kept instead of the plan that is ready."""
-    other_technique = ready.problem.technique != schedule.problem.technique
-    return other_technique or not _keeps_to(ready, problem) or _shorter(schedule, ready)
+    if ready.problem.technique != schedule.problem.technique or not _keeps_to(ready, problem):
+        return True
+    return schedule.period < retime(ready, schedule.problem.costs).period * (1 - 1e-9)
 
 
 class PlanProvider:
@@ -312,11 +308,10 @@ class PlanProvider:
         self._ready, self.maker.library = ReadyPlans(self._grid), None
         problem = None if chosen is None else chosen.problem
         self.assumptions.relaid(seconds, None if problem is None else problem.memory, variation)
-        if chosen is not None and problem is not None and chosen.judgement is not None:
-            schedule = chosen.judgement.schedule
-            if schedule is not None:
-                found = ReadyPlan(schedule.under(problem), problem, "better", final=not self.maker.improves)
-                self._ready.keep(found)
+        schedule = None if chosen is None or chosen.judgement is None else chosen.judgement.schedule
+        if problem is not None and schedule is not None:
+            final = not self.maker.improves
+            self._ready.keep(ReadyPlan(schedule.under(problem), problem, "better", final))
 
     # ------------------------------------------------------------------ what may come
 
@@ -348,9 +343,10 @@ class PlanProvider:
         There is one if failure normalization prefers the failure in another stage and the shorter period pays for the
         transfer (see ``_MOVE_SECONDS``). Nobody moves before the operations are measured.
         """
-        costs = self.assumptions.costs or costs_from(seconds, self._grid.stages)
-        if len(seconds) < self._grid.stages and self.assumptions.costs is None:
+        costs = self.assumptions.costs
+        if costs is None and len(seconds) < self._grid.stages:
             return None
+        costs = costs or costs_from(seconds, self._grid.stages)
         actual = distribution_of(self._grid, failed)
         everybody = Problem(self._grid, costs, technique=self.assumptions.technique)
         wanted = normalize(everybody, len(failed), most=most_in_a_stage(everybody, len(failed)))
