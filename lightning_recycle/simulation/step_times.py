@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from lightning_recycle.planning import (
     Costs,
@@ -36,7 +36,6 @@ from lightning_recycle.simulation.training_model import MeasuredModel, TrainingM
 __all__ = [
     "DEFAULT_EFFORT",
     "SCHEDULES",
-    "PlannedStep",
     "ScheduleName",
     "distribution",
     "layer_costs",
@@ -60,20 +59,6 @@ _JUDGED_SHARE = 5
 """To choose among distributions, plans get this part of the effort."""
 
 
-class PlannedStep(NamedTuple):
-    """A step of a plan; all in seconds. Without the staggered optimizer steps do not overlap.
-
-    Args:
-        seconds: duration of a step in steady state.
-        fill: extra time of the first step, which begins with empty pipelines.
-        lead: how long before a step's end the first worker finishes it and begins the next one.
-    """
-
-    seconds: float
-    fill: float = 0.0
-    lead: float = 0.0
-
-
 @lru_cache(maxsize=16)
 def planned_schedule(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
     """The heuristic's plan of ``problem``."""
@@ -81,10 +66,9 @@ def planned_schedule(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule
 
 
 @lru_cache(maxsize=65536)
-def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> PlannedStep:
+def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> Judgement:
     """A step under the heuristic's plan of ``problem``."""
-    found = judgement_of(planned_schedule(problem, effort))
-    return PlannedStep(found.period, found.fill, found.lead)
+    return replace(judgement_of(planned_schedule(problem, effort)), schedule=None)
 
 
 @lru_cache(maxsize=65536)
@@ -103,7 +87,7 @@ def distribution(problem: Problem, failures: int, effort: int = DEFAULT_EFFORT) 
 
     def period(spread: tuple[int, ...]) -> float:
         judged = replace(problem, failed=normalized_failures(grid, spread))
-        return planned_step(judged, effort // _JUDGED_SHARE).seconds
+        return planned_step(judged, effort // _JUDGED_SHARE).period
 
     judged = failures and effort and 3 * grid.global_microbatches * grid.stages <= _MOST_JUDGED
     return normalize(problem, failures, period=period if judged else None)
@@ -120,7 +104,7 @@ def pipeline_step(
     microbatches: int,
     in_flight_limit: tuple[int, ...] | None = None,
     effort: int = DEFAULT_EFFORT,
-) -> PlannedStep:
+) -> Judgement:
     """A step of one whole pipeline.
 
     Args:
@@ -132,7 +116,7 @@ def pipeline_step(
             runs).
         effort: effort of the planner.
     """
-    usual = PlannedStep(one_f_one_b_seconds(costs, microbatches))
+    usual = Judgement(one_f_one_b_seconds(costs, microbatches))
     if schedule == "1f1b" or (in_flight_limit and min(in_flight_limit) < 1):
         return usual
     limit = None if in_flight_limit is None else tuple(min(most, microbatches) for most in in_flight_limit)
@@ -178,9 +162,9 @@ def step_judgement(problem: Problem, variation: MicrobatchVariation | None, effo
     step = planned_step(problem, effort)
     if not problem.failed and problem.technique == Technique():
         usual = one_f_one_b_seconds(problem.costs, problem.grid.microbatches)
-        if usual < step.seconds:
+        if usual < step.period:
             return Judgement(usual)
-    return Judgement(step.seconds, step.fill, step.lead, planned_schedule(problem, effort))
+    return replace(step, schedule=planned_schedule(problem, effort))
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from lightning_recycle.planning import Problem, layer_moves, normalized_failures, roles
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.simulation.policies.oobleck import cut, pipelines_step
 from lightning_recycle.simulation.policies.policy import Context, checkpoint_costs
 from lightning_recycle.simulation.policies.published import morph
@@ -211,7 +212,7 @@ class Naive:
         micro = -(-total // count) if share else total // model.pipelines
         step = pipeline_step(self.policy.schedule, model.costs(), micro, model.in_flight_limit(), self.policy.effort)
         samples = model.global_batch if share else micro * model.microbatch * count
-        return Way(layout, step.seconds, samples, step.fill, step.lead)
+        return Way(layout, step.period, samples, step.fill, step.lead)
 
     def one_copy(self) -> float:
         return self.model.transfer_seconds(1 / self.model.stages)
@@ -370,14 +371,13 @@ class NaiveRecycle(Naive):
     def running(self, places):
         counts = Counter(place.stage for place in places.values())
         step = self.step(tuple(self.grid.lanes - counts[stage] for stage in range(self.model.stages)))
-        return Way(places, step[0], self.model.global_batch, step[1], step[2])
+        return Way(places, step.period, self.model.global_batch, step.fill, step.lead)
 
     def step(self, vacancies):
-        """Seconds, extra seconds of the first one, overlap."""
         model, policy = self.model, self.policy
-        step = usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches), 0.0, 0.0
+        step = usual = Judgement(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
         if any(vacancies) or not (policy.schedule == "1f1b" or policy.fault_free == "1f1b"):
-            step = tuple(planned_step(self.problem(vacancies), policy.effort))
+            step = planned_step(self.problem(vacancies), policy.effort)
             step = step if any(vacancies) else min(usual, step)
         return step
 
@@ -440,8 +440,8 @@ class NaiveElastic(NaiveRecycle):
         grid = replace(model.grid, lanes=lanes)
         gone = normalized_failures(grid, tuple(lanes - count for count in held))
         problem = Problem(grid, model.costs(), gone, self.policy.technique, model.in_flight_limit())
-        step = tuple(planned_step(problem, self.policy.effort))
-        usual = one_f_one_b_seconds(model.costs(), model.grid.microbatches), 0.0, 0.0
+        step = planned_step(problem, self.policy.effort)
+        usual = Judgement(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
         return min(usual, step) if held == [model.pipelines] * model.stages else step
 
 
@@ -459,13 +459,13 @@ class NaiveElasticLayers(NaiveRecycle):
         if not any(vacancies):
             return None, 0.0
         units, step = _best_split(model, vacancies, policy.technique, policy.effort)
-        if step.seconds >= way.seconds * 0.99:
+        if step.period >= way.seconds * 0.99:
             return None, 0.0
         each = model.units // model.stages
         had = [set(range(stage * each, (stage + 1) * each)) for stage in range(model.stages)]
         has = [set(range(sum(units[:stage]), sum(units[: stage + 1]))) for stage in range(model.stages)]
         most = max(len(new - old) for old, new in zip(had, has, strict=True))
-        better = replace(way, seconds=step.seconds, fill=step.fill, lead=step.lead)
+        better = replace(way, seconds=step.period, fill=step.fill, lead=step.lead)
         return better, model.transfer_seconds(most / model.units) / policy.share
 
     def answer(self, way, woken):
@@ -498,7 +498,7 @@ class NaiveBamboo(NaiveMerge):
         limit = policy._in_flight_limit(model)
         step = pipeline_step(policy.schedule, replace(costs, forward=both), micro, limit, policy.effort)
         work = model.useful_gpu_seconds + model.global_batch * model.sample_seconds[0]
-        seconds = max(step.seconds * (1.5 if lost else 1), work / (len(teams) * model.stages - len(lost)))
+        seconds = max(step.period * (1.5 if lost else 1), work / (len(teams) * model.stages - len(lost)))
         return Way((teams, lost), seconds, model.global_batch, step.fill, step.lead)
 
     def answer(self, way, woken):
@@ -543,7 +543,7 @@ class NaiveVaruna(Naive):
             return None
         pipelines, depth, _, step = found
         used = frozenset(sorted(self.live)[: pipelines * depth])
-        return Way(used, step.seconds, model.global_batch, step.fill, step.lead)
+        return Way(used, step.period, model.global_batch, step.fill, step.lead)
 
     def answer(self, way, woken):
         used, found = self.layout or frozenset(), self.shape()
@@ -571,7 +571,7 @@ class NaiveOobleck(Naive):
             return None
         sizes = tuple(sorted(map(len, teams), reverse=True))
         step = pipelines_step(self.model, sizes, self.policy.schedule, self.policy.effort)
-        return Way(teams, step.seconds, self.model.global_batch, step.fill, step.lead)
+        return Way(teams, step.period, self.model.global_batch, step.fill, step.lead)
 
     def units(self, teams):
         """The units of the model that each worker holds."""

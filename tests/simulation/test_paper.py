@@ -41,14 +41,14 @@ def test_ratio_to_fault_free_is_within_five_points_of_the_papers(name, policy, i
 def slots(grid: Grid, failed: Worker, *technique: bool) -> float:
     """The period of the planner's plain rule with F = B = W = 1."""
     problem = Problem(grid, Costs.uniform(grid.stages), frozenset([failed]), Technique(*technique))
-    return planned_step(problem, 0).seconds
+    return planned_step(problem, 0).period
 
 
 def zero_bubble(stages: int, microbatches: int) -> float:
     """Slots of a split schedule without failures and with at most S micro-batches in flight, planned as usual."""
     costs, limit = Costs.uniform(stages), (stages,) * stages
     problem = Problem(Grid(1, stages, microbatches), costs, frozenset(), Technique(True, False), limit)
-    return planned_step(problem).seconds
+    return planned_step(problem).period
 
 
 def test_the_running_example_takes_36_29_and_27_slots() -> None:

@@ -332,10 +332,10 @@ def test_oobleck_pays_for_missing_layers_and_grows_again() -> None:
 def test_uneven_pipelines_are_as_slow_as_their_slowest() -> None:
     shapes = ((8, 8, 8, 8), (8, 8, 8, 7), (8, 8, 8, 4), (8, 8, 8))
     for schedule in ("1f1b", "planned"):
-        seconds = [pipelines_step(LARGE, sizes, schedule, 0).seconds for sizes in shapes]
+        seconds = [pipelines_step(LARGE, sizes, schedule, 0).period for sizes in shapes]
         assert seconds == sorted(seconds)
         assert len(set(seconds)) == 4
-    assert pipelines_step(LARGE, (8, 8, 8, 8)).seconds == pytest.approx(LARGE.fault_free_seconds())
+    assert pipelines_step(LARGE, (8, 8, 8, 8)).period == pytest.approx(LARGE.fault_free_seconds())
 
 
 # -- Varuna -----------------------------------------------------------------------------------------------------------

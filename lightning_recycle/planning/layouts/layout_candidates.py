@@ -137,9 +137,10 @@ _LARGE_EFFORT = 120_000  # of a pipeline that stands for a large grid, whose pla
 _GOOD = 1.01  # of the lower bound, as in lane planning
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Judgement:
-    """Predicted seconds of a step.
+    """Predicted seconds of a step; the least is the one of the shortest period. Without the staggered optimizer steps
+    do not overlap.
 
     Args:
         period: seconds between two steps.
@@ -151,7 +152,7 @@ class Judgement:
     period: float
     fill: float = 0.0
     lead: float = 0.0
-    schedule: Schedule | None = None
+    schedule: Schedule | None = field(default=None, compare=False)
 
 
 Judge: TypeAlias = Callable[[Problem, MicrobatchVariation | None], Judgement]

@@ -53,7 +53,7 @@ from lightning_recycle.simulation.policies.policy import (
     is_covered,
     stopped,
 )
-from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, layer_costs, step_judgement, unmovable
+from lightning_recycle.simulation.step_times import ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Auto"]
@@ -228,8 +228,7 @@ class Auto(Policy):
         assert way is not None
         gone = model.pipelines * model.stages - len(state.held)
         label = f"{way.choice}, {gone} failed" if gone else "all work"
-        step = PlannedStep(way.step.period, way.step.fill, way.step.lead)
-        return replace(self.running(context, label, step, len(state.held), state), choice=way.choice)
+        return replace(self.running(context, label, way.step, len(state.held), state), choice=way.choice)
 
 
 def _even(model: TrainingModel) -> tuple[int, ...]:

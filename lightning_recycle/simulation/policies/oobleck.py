@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -28,7 +29,7 @@ from lightning_recycle.simulation.policies.policy import (
     stopped,
 )
 from lightning_recycle.simulation.policies.whole_pipelines import Teams, assemble_teams
-from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 
 __all__ = ["Oobleck", "cut", "iteration_estimate", "least_nodes", "pipelines_step", "share_batch", "stage_ranges"]
@@ -120,7 +121,7 @@ def pipelines_step(
     sizes: tuple[int, ...],
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
-) -> PlannedStep:
+) -> Judgement:
     """One step on pipelines of these sizes: that of the slowest with its share of the batch.
 
     Pipelines are filled again together, and all have finished a step before the slowest begins the next but one.
@@ -139,9 +140,9 @@ def pipelines_step(
         pipeline_step(schedule, cost, share, model.in_flight_limit(parts), effort)
         for cost, share, parts in set(zip(costs, shares, units, strict=True))
     ]
-    seconds = max(step.seconds for step in steps)
-    fill = max(step.seconds + step.fill for step in steps) - seconds
-    return PlannedStep(seconds, fill, max(step.lead for step in steps))
+    seconds = max(step.period for step in steps)
+    fill = max(step.period + step.fill for step in steps) - seconds
+    return Judgement(seconds, fill, max(step.lead for step in steps))
 
 
 @dataclass(frozen=True)

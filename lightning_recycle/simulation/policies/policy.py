@@ -53,7 +53,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs
-from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, PlannedStep, ScheduleName, pipeline_step
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, ScheduleName, pipeline_step
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
@@ -359,7 +360,7 @@ class Policy(ABC):
 
     def pipeline_step(
         self, model: TrainingModel, microbatches: int, costs: Costs | None = None, limit: tuple[int, ...] | None = None
-    ) -> PlannedStep:
+    ) -> Judgement:
         """A step of a whole pipeline with this policy's schedule.
 
         Args:
@@ -414,7 +415,7 @@ class Policy(ABC):
         return Reaction(found, steps, at_boundary=True, saved=True)
 
     def running(
-        self, context: Context, label: str, step: PlannedStep, workers: int, layout: object, *, part: float = 1.0
+        self, context: Context, label: str, step: Judgement, workers: int, layout: object, *, part: float = 1.0
     ) -> Configuration:
         """Training at ``step`` with this policy's checkpoints.
 
@@ -432,7 +433,7 @@ class Policy(ABC):
         costs = self.checkpoint_costs(context)
         return Configuration(
             label,
-            step.seconds,
+            step.period,
             round(model.global_batch * part),
             workers,
             model.useful_gpu_seconds * part,

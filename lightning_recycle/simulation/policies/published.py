@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from lightning_recycle.arguments import fraction
 from lightning_recycle.planning import Costs
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -19,7 +20,7 @@ from lightning_recycle.simulation.policies.policy import (
     stopped,
 )
 from lightning_recycle.simulation.policies.whole_pipelines import Teams, assemble_teams, whole_pipelines
-from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, PlannedStep, pipeline_step
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
@@ -162,7 +163,7 @@ class Bamboo(Policy):
             _redundant(model.costs()),
             self._in_flight_limit(model),
         )
-        seconds = step.seconds * (_SLOWDOWN if layout.lost else 1.0)
+        seconds = step.period * (_SLOWDOWN if layout.lost else 1.0)
         redundant = model.global_batch * model.sample_seconds[0]
         gpus = usual.gpus - len(layout.lost)
         work = usual.useful_gpu_seconds + usual.repeated_gpu_seconds + redundant
@@ -259,7 +260,7 @@ def morph(
     workers: int,
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
-) -> tuple[int, int, int, PlannedStep] | None:
+) -> tuple[int, int, int, Judgement] | None:
     """(D, P, micro-batch, step) of the fastest depth on that many workers; None when none fits.
 
     Args:
@@ -268,7 +269,7 @@ def morph(
         schedule: schedule of the pipelines; the depth is chosen by 1F1B, as Varuna's own simulator does.
         effort: effort of the planner.
     """
-    best: tuple[int, int, int, PlannedStep] | None = None
+    best: tuple[int, int, int, Judgement] | None = None
     chosen: tuple[TrainingModel, int] | None = None
     layers = model.transformer.layers
     for depth in (depth for depth in range(1, layers + 1) if layers % depth == 0):

@@ -14,6 +14,7 @@ from typing import Literal
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, layer_moves, normalized_failures, roles
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -24,7 +25,7 @@ from lightning_recycle.simulation.policies.policy import (
     pauses,
     stopped,
 )
-from lightning_recycle.simulation.step_times import PlannedStep, ScheduleName, distribution, planned_step
+from lightning_recycle.simulation.step_times import ScheduleName, distribution, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
@@ -202,18 +203,18 @@ class Recycle(Policy):
             count = model.pipelines - used // model.stages
             used = used // model.stages * model.stages
             if not used:
-                return self.running(context, "too few workers", PlannedStep(1.0), 0, placement)
+                return self.running(context, "too few workers", Judgement(1.0), 0, placement)
             micro = -(-model.grid.global_microbatches // (model.pipelines - count))
-            step = PlannedStep(one_f_one_b_seconds(model.costs(), micro))
+            step = Judgement(one_f_one_b_seconds(model.costs(), micro))
         else:
             step = self.step(context, failures)
         return self.running(context, self.label(context, count), step, used, placement)
 
-    def step(self, context: Context, failures: tuple[int, ...]) -> PlannedStep:
+    def step(self, context: Context, failures: tuple[int, ...]) -> Judgement:
         """One step with that many failures in each stage."""
         model = context.model
         if not any(failures):
-            usual = PlannedStep(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
+            usual = Judgement(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
             if self.fault_free == "1f1b" or not (self.technique.split_backward or self.technique.staggered):
                 return usual
             return min(usual, planned_step(self._problem(context, failures), self.effort))
@@ -287,13 +288,13 @@ class Elastic(Recycle):
         """See :meth:`Recycle.label`."""
         return f"{self.grid(context).num_workers - vacant} workers"
 
-    def step(self, context: Context, failures: tuple[int, ...]) -> PlannedStep:
+    def step(self, context: Context, failures: tuple[int, ...]) -> Judgement:
         """See :meth:`Recycle.step`."""
         problem = self._problem(context, failures).without_vacant_lanes()
         planned = planned_step(problem, self.effort)
         if not problem.stays_home:
             return planned
-        return min(PlannedStep(one_f_one_b_seconds(problem.costs, problem.grid.microbatches)), planned)
+        return min(Judgement(one_f_one_b_seconds(problem.costs, problem.grid.microbatches)), planned)
 
     def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
         """See :class:`Recycle`; over no more lanes than the workers that there are fill."""
@@ -373,19 +374,19 @@ class ElasticLayers(Recycle):
         if not found.running or not self.adaptive or not any(failures):
             return None, 0.0
         units, step = _best_split(context.model, failures, self.technique, self.effort)
-        if not step.seconds < found.step_seconds * (1 - _LEAST_GAIN):
+        if not step.period < found.step_seconds * (1 - _LEAST_GAIN):
             return None, 0.0
         moved = _moved(context.model, units) / context.model.units
         copying = context.model.transfer_seconds(moved) / self.share
         label = f"{found.label}, layers moved"
-        better = replace(found, label=label, step_seconds=step.seconds, fill_seconds=step.fill, lead_seconds=step.lead)
+        better = replace(found, label=label, step_seconds=step.period, fill_seconds=step.fill, lead_seconds=step.lead)
         return better, copying
 
 
 @lru_cache(maxsize=4096)
 def _best_split(
     model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int
-) -> tuple[tuple[int, ...], PlannedStep]:
+) -> tuple[tuple[int, ...], Judgement]:
     """Units of each stage in proportion to its live workers, and the planned step."""
     live = [model.pipelines - count for count in failures]
     units = [0] * model.stages
@@ -393,12 +394,12 @@ def _best_split(
     for _ in range(model.units):  # the next unit goes where the stage stays fastest, memory permitting
         open_stages = [s for s in open_stages if _fits(model, units[s] + 1)]
         if not open_stages:
-            return model.even(), PlannedStep(float("inf"))
+            return model.even(), Judgement(float("inf"))
         stage = min(open_stages, key=lambda s: ((units[s] + 1) / live[s], s))
         units[stage] += 1
     parts = tuple(units)
     if min(parts) == 0 or min(model.in_flight_limit(parts)) < 1:
-        return model.even(), PlannedStep(float("inf"))
+        return model.even(), Judgement(float("inf"))
     gone = normalized_failures(model.grid, failures)
     problem = Problem(model.grid, model.costs(parts), gone, technique, model.in_flight_limit(parts))
     return parts, planned_step(problem, effort)

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
+from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
@@ -19,7 +20,7 @@ from lightning_recycle.simulation.policies.policy import (
     Trigger,
     stopped,
 )
-from lightning_recycle.simulation.step_times import SCHEDULES, PlannedStep, pipeline_step, planned_step
+from lightning_recycle.simulation.step_times import SCHEDULES, pipeline_step, planned_step
 
 __all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares", "Teams", "assemble_teams", "whole_pipelines"]
 
@@ -123,7 +124,7 @@ class FaultFree(Policy):
             limit = tuple(min(grid.stages, most) for most in model.in_flight_limit())
             one = Grid(1, grid.stages, grid.microbatches)
             problem = Problem(one, model.costs(), technique=Technique(True, False), in_flight_limit=limit)
-            step = min(step, PlannedStep(planned_step(problem).seconds))
+            step = min(step, Judgement(planned_step(problem).period))
         found = self.running(context, self.schedule, step, grid.num_workers, None)
         return Reaction(replace(found, checkpoint_every=None, checkpoint_seconds=0.0, checkpoint_writing=0.0))
 
