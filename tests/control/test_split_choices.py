@@ -114,8 +114,8 @@ def test_backwards_stay_fused_where_there_is_nothing_to_win(open_run: Callable[.
     assert facts["split"] is False
     assert facts["wins"] <= 0.0
     assert not splits(run.begin(DEAD)), "planned ahead alike"
-    assert run.plans.source == "ahead"
-    assert run.plans.reasons()["backward"]["split"] is False
+    assert run.plans.origin()["plan"] == "ahead"
+    assert run.plans.origin()["backward"]["split"] is False
 
 
 def test_a_plan_for_a_failure_is_chosen_for_itself(open_run: Callable[..., Run]) -> None:
@@ -125,7 +125,7 @@ def test_a_plan_for_a_failure_is_chosen_for_itself(open_run: Callable[..., Run])
     run.tried(replace(CHEAP, busy_fused=0.01556, busy_split=0.01633))
     chosen = {failed: splits(run.begin(failed)) for failed in (ALL, DEAD)}
     assert chosen == {ALL: False, DEAD: True}
-    assert run.plans.source == "ahead"
+    assert run.plans.origin()["plan"] == "ahead"
 
 
 def test_a_plan_in_need_is_chosen_too(open_run: Callable[..., Run]) -> None:
@@ -134,8 +134,8 @@ def test_a_plan_in_need_is_chosen_too(open_run: Callable[..., Run]) -> None:
     run.tried(CHEAP)
     three = frozenset({Worker(0, 0), Worker(1, 1), Worker(2, 2)})
     assert splits(run.begin(three))
-    assert run.plans.source == "made"
-    assert run.plans.reasons()["backward"]["split"] is True
+    assert run.plans.origin()["plan"] == "made"
+    assert run.plans.origin()["backward"]["split"] is True
 
 
 def test_one_worker_of_each_stage_that_works_is_waited_for(open_run: Callable[..., Run]) -> None:
@@ -203,4 +203,4 @@ def test_without_the_choice_nothing_changes(open_run: Callable[..., Run]) -> Non
     run.tried(CROWDED)
     assert run.plans.take_notes() == []
     assert splits(run.begin(DEAD))
-    assert run.plans.reasons() == {}
+    assert run.plans.origin() == {"plan": "ahead"}

@@ -810,7 +810,7 @@ class Coordinator:
         if record.kind == "resumed" and not self._history.has_steps:
             self._plans.plan_ahead()
         if record.kind == "resumed":
-            record = replace(record, details={**record.details, "plan": self._plans.source, **self._plans.reasons()})
+            record = replace(record, details={**record.details, **self._plans.origin()})
         self._history.record(record, self._state)
         if record.kind == "corruption" and record.rank is not None:
             self._wrong[record.rank] += _WRONG_STATES if record.details["proof"] == "computation" else 1

@@ -125,13 +125,6 @@ class RunPlans:
         self._layouts.begin(schedule, before)
         return schedule
 
-    @property
-    def source(self) -> str:
-        """Where the plan of the newest generation is from; see
-        :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`.
-        """
-        return self._planner.source
-
     def change(self, schedule: Schedule, step: int) -> None:
         """All run ``schedule`` from ``step`` on, in the same generation."""
         self._retime_newest()
@@ -306,14 +299,15 @@ class RunPlans:
         self._planner.adopt(schedule)
         return self._change_to(schedule, gain, proposal.before, proposal.seconds, "drift")
 
-    def reasons(self) -> dict[str, Any]:
-        """Why the backwards of the newest plan are split or fused, for the record, if that was a choice."""
-        if not self.schedules:
-            return {}
-        facts = self._backward(self.schedules[-1])
+    def origin(self) -> dict[str, Any]:
+        """Details of the newest plan, for the record: where it is from (see
+        :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`) and, if that was a choice, why its backwards are
+        split or fused.
+        """
+        facts = self._backward(self.schedules[-1]) if self.schedules else {}
         if facts:
             self._recorded = self._planner.maker.choice(self.schedules[-1].problem)
-        return facts
+        return {"plan": self._planner.source, **facts}
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
         """Comparisons since the last call, as kinds and details of events: "chosen"
