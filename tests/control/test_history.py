@@ -74,11 +74,11 @@ def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_an
 
 
 def test_a_step_takes_from_the_end_of_the_one_before(recorder: Recorder) -> None:
-    assert not recorder.history.has_steps
+    assert not recorder.history.digest.counts["step"]
     recorder.at(1000.0, "resumed", 0)
-    assert not recorder.history.has_steps
+    assert not recorder.history.digest.counts["step"]
     assert [recorder.at(1002.0, "step", 0).seconds, recorder.at(1005.0, "step", 1).seconds] == [2.0, 3.0]
-    assert recorder.history.has_steps
+    assert recorder.history.digest.counts["step"]
 
 
 def test_a_recovery_counts_from_the_failure_to_the_first_committed_step(recorder: Recorder) -> None:
@@ -197,7 +197,7 @@ def test_of_many_steps_the_newest_are_kept_and_of_everything_else_all(
         recorder.history.record(Record("step", step, None, {}), STATE)
         if step % 30 == 0:
             recorder.at(recorder.now, "left", step=step, rank=3)
-        assert recorder.history.has_steps
+        assert recorder.history.digest.counts["step"]
     steps = [event.step for event in recorder.history.events if event.kind == "step"]
     assert steps == list(range(100 - len(steps), 100))
     assert 10 <= len(steps) <= 20

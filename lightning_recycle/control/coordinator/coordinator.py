@@ -413,7 +413,7 @@ class Coordinator:
         self._views.answer()
         while not self._hosts_to_leave.empty():
             host = self._hosts_to_leave.get()
-            for rank in [rank for rank in self._workers.connections if self._history.process_at(rank)[0] == host]:
+            for rank in [rank for rank in self._workers.connections if self._history.processes[rank][0] == host]:
                 self._on_leave(messages.Leave(rank))
 
     def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
@@ -807,7 +807,7 @@ class Coordinator:
             (self._left.add if record.kind == "left" else self._left.discard)(record.rank)
         if record.kind == "layers_moved":
             self._plans.relaid(record.details["cuts"])
-        if record.kind == "resumed" and not self._history.has_steps:
+        if record.kind == "resumed" and not self._history.digest.counts["step"]:
             self._plans.plan_ahead()
         if record.kind == "resumed":
             record = replace(record, details={**record.details, **self._plans.origin()})

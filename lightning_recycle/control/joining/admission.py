@@ -230,7 +230,8 @@ class Readmission:
                 else ReturnStanding.LOST
             )
         if rank in state.roster.live or rank in state.roster.parked:
-            is_it = state.returned is not None and is_free and self._holds(rank, returned.token)
+            is_held = rank in self._written and self._written[rank].token == returned.token
+            is_it = state.returned is not None and is_free and is_held
             return ReturnStanding.MEMBER if is_it else ReturnStanding.LEFT if returned.leave else ReturnStanding.LOST
         if returned.leave:
             return ReturnStanding.LEFT
@@ -247,9 +248,6 @@ class Readmission:
             return (messages.Stop(StopReason.LEFT if place is ReturnStanding.LEFT else StopReason.LOST),)
         answer, stop = journal.kept.over.answer, messages.Stop(journal.kept.over.reason)
         return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
-
-    def _holds(self, rank: int, token: str) -> bool:
-        return rank in self._written and self._written[rank].token == token
 
     def heard(self, now: float) -> None:
         """A worker has returned."""

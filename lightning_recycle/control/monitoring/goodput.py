@@ -135,7 +135,9 @@ class Goodput:
                 self._silent_since.pop(worker, None)
                 if self.phase is Phase.TRAINING:  # all have waited for it
                     self._pass(time - (seconds or 0.0))
-                    self._add_reconfiguring(time)
+                    self.phase = Phase.RECOVERING
+                    self._pass(time)
+                    self.phase = Phase.TRAINING
             case "failure":
                 died = min(time - (seconds or 0.0), self._silent_since.pop(worker, time))
                 self._interrupt(died)
@@ -169,11 +171,6 @@ class Goodput:
             self.phase = Phase.RECOVERING
         else:
             self._pass(time)
-
-    def _add_reconfiguring(self, time: float) -> None:
-        self.phase = Phase.RECOVERING
-        self._pass(time)
-        self.phase = Phase.TRAINING
 
     def _pass(self, time: float) -> None:
         """Accounts for the time up to ``time``, in which the run was in one phase with the same workers."""

@@ -170,19 +170,10 @@ class History:
         self._last_step_time: float | None = None
         self._paused_time: float | None = None
 
-    @property
-    def has_steps(self) -> bool:
-        """Whether a step was committed."""
-        return self._steps_kept > 0
-
     def introduce(self, rank: int, host: str, pid: int) -> None:
         """From now on what happens to ``rank`` happens to this process."""
         self.processes[rank] = host, pid
         self.peaks.pop(rank, None)
-
-    def process_at(self, rank: int) -> tuple[str, int]:
-        """Host and process id of the newest process at ``rank``, which must have been introduced."""
-        return self.processes[rank]
 
     def fault_injected(self, message: FaultInjected) -> None:
         """Remembers that a worker is about to fail on purpose: that is when it died."""
