@@ -274,28 +274,23 @@ class DriftMonitor:
                 elif worker in planned and not recovered:
                     factors[worker] = planned[worker]  # a worker that has nothing to do is not measured
         levels = self._levels(stages, factors, doubt)
-        costs: dict[str, list[float]] = {name: [] for name in ("F", "B", "W", "REDUCE", "STEP")}
+        costs = []
         for stage, workers in enumerate(stages):
-            forward, backward, weight = _by_kind(assumed.costs, stage).values()
+            usual, backward, weight = _by_kind(assumed.costs, stage).values()
             share = backward / (backward + weight) if backward + weight else 0.5
             fused = levels.get((stage, "BW"), backward + weight)
-            costs["F"].append(levels.get((stage, "F"), forward))
-            costs["B"].append(levels.get((stage, "B"), share * fused))
-            costs["W"].append(levels.get((stage, "W"), (1 - share) * fused))
-            costs["REDUCE"].append(min(self._all("REDUCE", workers), default=0.0))  # the rest is waiting
-            costs["STEP"].append(median(self._all("STEP", workers) or [0.0]))
-        return Estimate(
-            Costs(
-                tuple(costs["F"]),
-                tuple(costs["B"]),
-                tuple(costs["W"]),
-                tuple(costs["REDUCE"]),
-                tuple(costs["STEP"]),
-                self._communication,
-            ),
-            tuple(sorted((worker, factor) for worker, factor in factors.items() if factor != 1.0)),
-            doubt,
-        )
+            costs.append(
+                (
+                    levels.get((stage, "F"), usual),
+                    levels.get((stage, "B"), share * fused),
+                    levels.get((stage, "W"), (1 - share) * fused),
+                    min(self._all("REDUCE", workers), default=0.0),  # the rest is waiting
+                    median(self._all("STEP", workers) or [0.0]),
+                )
+            )
+        slow = tuple(sorted((worker, factor) for worker, factor in factors.items() if factor != 1.0))
+        forward, inputs, weights, reduce, step = zip(*costs, strict=True)
+        return Estimate(Costs(forward, inputs, weights, reduce, step, self._communication), slow, doubt)
 
     def _all(self, kind: str, workers: Iterable[Worker]) -> list[float]:
         return [frame[worker][kind] for frame in self._window for worker in workers if kind in frame[worker]]
