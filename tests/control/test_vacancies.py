@@ -16,6 +16,8 @@ from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning.grid import Grid
 
+ONE = Positions(Grid(1, 1, 1))
+
 
 class Process:
     sentinel = -1
@@ -48,7 +50,7 @@ class Starter:
 
 
 def vacancies(start: Starter | None, max_restarts: int = 10, wake: Callable[[], None] = lambda: None) -> Vacancies:
-    return Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=max_restarts)), start, wake)
+    return Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=max_restarts)), start, wake, ONE)
 
 
 def taken(found: Vacancies, number: int = 1) -> list[tuple[int, object]]:
@@ -152,7 +154,7 @@ def test_closing_ends_what_was_started_and_never_taken() -> None:
         return processes[-1]
 
     start.may_go_on.clear()
-    found = Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=10)), remember, lambda: None)
+    found = Vacancies(CoordinatorOptions(recovery=RecoveryOptions(max_restarts=10)), remember, lambda: None, ONE)
     found.start(0)
     found.start(1)
     threading.Timer(0.05, start.may_go_on.set).start()  # one that is still starting is waited for

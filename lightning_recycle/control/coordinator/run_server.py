@@ -138,9 +138,9 @@ class Serving:
         that is enough.
         """
         reception, began = self._reception, time.monotonic()
-        while not reception.has_returned and time.monotonic() - began < _RETURN_SECONDS:
+        while not reception.returned and time.monotonic() - began < _RETURN_SECONDS:
             reception.look()
-        if not reception.has_returned or reception.returned[0].run == journal.run:
+        if not reception.returned or reception.returned[0].run == journal.run:
             return
         while isinstance(found := adopted(reception.returned), str) and time.monotonic() - began < _NOBODY_SECONDS:
             reception.look()
@@ -166,7 +166,7 @@ class Serving:
             return False
         since = None if kept.over is None else time.monotonic()
         limit = _NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
-        while not self._reception.has_returned:
+        while not self._reception.returned:
             if since is None and self._reception.has_met:
                 since = time.monotonic()
             have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())

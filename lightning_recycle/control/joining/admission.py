@@ -85,8 +85,8 @@ class Admission:
         inside: AdmittingRun,
         loop: EventLoop,
         vacancies: Vacancies,
-        objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None,
-        readmission: Readmission | None = None,
+        objection: Callable[[messages.Hello], messages.Unfit | None],
+        readmission: Readmission | None,
     ) -> None:
         self.has_met = False
         self.has_ended_before = inside.state.outcome is not None

@@ -142,11 +142,6 @@ class Reception:
         return bool(self._met)
 
     @property
-    def has_returned(self) -> bool:
-        """Whether one of them returns to :attr:`run`."""
-        return any(isinstance(first, messages.Returned) for _, first in self._met)
-
-    @property
     def returned(self) -> list[messages.Returned]:
         """The first messages of workers that have lost their coordinator, of the same run as the first."""
         found = [first for _, first in self._met if isinstance(first, messages.Returned)]

@@ -16,7 +16,6 @@ from lightning_recycle.control.joining.run_config import CoordinatorOptions, Wor
 from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import NonBlockingConnection
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.planning.grid import Grid
 
 __all__ = [
     "Vacancies",
@@ -34,7 +33,7 @@ class Vacancies:
         options: how many replacements may be started.
         start_worker: starts the process for a rank, given its incarnation and the rank whose device it runs on.
         wake: called when :meth:`take_started` has something to return.
-        positions: the positions of the run; by default each is a pipeline.
+        positions: the positions of the run.
 
     Attributes:
         spares: connections of the workers that wait for a position, with the process of each.
@@ -48,11 +47,11 @@ class Vacancies:
         options: CoordinatorOptions,
         start_worker: Callable[[int, int, int], WorkerProcess] | None,
         wake: Callable[[], None],
-        positions: Positions | None = None,
+        positions: Positions,
     ) -> None:
         self.spares: list[tuple[NonBlockingConnection, Process]] = []
         self.may_move = options.recovery.move_workers
-        self._positions = Positions(Grid(1, 1, 1)) if positions is None else positions
+        self._positions = positions
         self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
         self._counts: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # of each machine, by place
         self._options = options
