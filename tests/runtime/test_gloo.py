@@ -1,8 +1,10 @@
 """Gloo's groups over connections that it has not made, in one process."""
 
 import contextlib
+import gc
 import os
 import runpy
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 import torch
 from communicator_team import Team
 from support.strangers import knock, listening, sequence_numbers
+from support.waiting import wait_for
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from lightning_recycle.errors import ConfigurationError
@@ -87,6 +90,21 @@ def test_groups_leave_no_descriptors_behind(device: Device) -> None:
     for _ in range(10):
         assert all_reduce(pair(device, connected()))[0][0] == 11.0
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_forked_process_does_not_destroy_a_group_that_is_garbage(device: Device) -> None:
+    """Or it would wait for threads that it has not: a process of a DataLoader, forked after a failure, hung."""
+    cycle = [*pair(device, connected())]
+    cycle.append(cycle)
+    del cycle
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    ended = wait_for(lambda: os.waitpid(child, os.WNOHANG)[0], 10.0)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    assert ended
 
 
 def test_nothing_reaches_the_ports_of_gloo(device: Device) -> None:

@@ -1,7 +1,6 @@
 """The mesh of a position: sharded layers over generations of groups, and what ends their collectives."""
 
 import contextlib
-import gc
 import itertools
 import os
 import pickle
@@ -90,7 +89,6 @@ class Position:
 
     def run(self, task: Callable[["Position", PositionMesh], Any], patience: float = 60.0) -> list[Any]:
         """What ``task`` returns in each member; raises what it raises there."""
-        gc.collect()  # a child that collects what Gloo left in this process waits for threads that it lacks
         answers = []
         for member in range(self.size):
             readable, writable = os.pipe()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
 import re
@@ -51,6 +52,9 @@ _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # the kernel 
 _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _CONNECTS_AT_ONCE = {"lazy_init": False} if "lazy_init" in (ProcessGroupGloo.create_device.__doc__ or "") else {}
 """Arguments of a device; torch before 2.7 has none for it, and connects at once."""
+
+# A process of a DataLoader must not collect a group of a past generation: its destructor joins threads of the parent.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class UnsupportedError(RuntimeError):
