@@ -165,7 +165,9 @@ class Settings:
         logger = logging.root.manager.loggerDict["__main__"] = logging.getLogger("__mp_main__")
         logger.name = "__main__"
         for name, level in self.levels.items():
-            logging.getLogger(name_here(name)).setLevel(level)
+            logger = logging.getLogger(name_here(name))
+            if logger.level != level:  # each change empties the caches of all loggers
+                logger.setLevel(level)
         logging.disable(self.disabled)
         BaseContainer._resolvers.update(self.resolvers)
         warnings.filters[:] = self.filters  # type: ignore[index]
