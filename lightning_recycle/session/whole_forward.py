@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -39,14 +38,6 @@ _TOLERANCE = 1e-2
 """Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it."""
 
 Fingerprint: TypeAlias = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The announcement of a call to the others: its number since the step, and its inputs."""
-
-    number: int
-    inputs: tuple[Fingerprint, ...]
 
 
 class WholeForward:
@@ -110,16 +101,16 @@ class WholeForward:
         """Waits for all workers; returns the number of this call."""
         if self._version != self._executor.version:
             self._version, self._calls = self._executor.version, 0
-        mine = _Call(self._calls, fingerprint(inputs))
-        calls: list[_Call] = list(self._collectives.gather("self(x)", mine).values())
-        if not all(alike(call.inputs, mine.inputs) for call in calls):
+        mine = fingerprint(inputs)
+        numbers, given = zip(*self._collectives.gather("self(x)", (self._calls, mine)).values(), strict=True)
+        if not all(alike(theirs, mine) for theirs in given):
             raise ConfigurationError(
                 f"{type(self._module).__name__} was called, as in self(x), with inputs that differ between the workers,"
                 " which evaluate it together. Make them the same on all: from what every worker has (batch,"
                 " self.trainer.datamodule, what hooks collected), or drawn by a torch.Generator with a seed of its own;"
                 " not from what one worker has, such as its rank, its clock, or what it read alone."
             )
-        number = max(call.number for call in calls)  # one that has joined since the step has counted fewer
+        number: int = max(numbers)  # one that has joined since the step has counted fewer
         self._calls = number + 1
         return number
 
