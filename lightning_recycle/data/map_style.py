@@ -26,7 +26,7 @@ from lightning_recycle.processes import die_with_parent, end_with
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import show_dataset
 
-__all__ = ["MicrobatchLoader", "WorkerInit"]
+__all__ = ["MicrobatchLoader", "WorkerInit", "as_read"]
 
 _KEPT_ROUNDS = 2  # the current one, and the previous one, which others may have to redo
 
@@ -36,8 +36,9 @@ def _number(epoch: int, rounds: int) -> int:
     return derive_seed(epoch, rounds) if rounds else epoch
 
 
-def _as_read(samples: list[AddressedSample]) -> list[AddressedSample]:
-    return samples
+def as_read(batch: Any) -> Any:
+    """In place of a collate function, where there is nothing to collate."""
+    return batch
 
 
 class _Addressed(Dataset[Any]):
@@ -385,7 +386,7 @@ class MicrobatchLoader(SampleLoader):
                     self._addressed,
                     batch_sampler=[addresses, addresses],
                     num_workers=1,
-                    collate_fn=_as_read,
+                    collate_fn=as_read,
                     worker_init_fn=WorkerInit(self.dataloader.worker_init_fn, self.dataset),
                     multiprocessing_context=self.dataloader.multiprocessing_context,
                     generator=torch.Generator().manual_seed(0),

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_recycle.data.batching import is_stateful
-from lightning_recycle.data.map_style import WorkerInit
+from lightning_recycle.data.map_style import WorkerInit, as_read
 from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import derive_seed, seeded_everything
@@ -131,7 +131,7 @@ class StreamReader:
         loader = DataLoader(
             parts,
             batch_size=None,  # it yields batches already
-            collate_fn=_as_it_is,
+            collate_fn=as_read,
             num_workers=user.num_workers,
             timeout=user.timeout,
             worker_init_fn=WorkerInit(user.worker_init_fn, dataset),
@@ -227,7 +227,3 @@ def _state_of(thing: Any) -> Any:
     if not is_stateful(thing) or (is_huggingface(thing) and has_shuffle_buffer(thing)):
         return None
     return copy.deepcopy(thing.state_dict())
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
