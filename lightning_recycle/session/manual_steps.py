@@ -135,16 +135,11 @@ class ManualSteps:
 
         return self._turns.meet(what, part, once)
 
-    @property
-    def is_first_turn(self) -> bool:
-        """Whether the micro-batch whose turn it is speaks for this worker where hooks concern its whole step."""
-        return self._turns.number == 0
-
     @contextmanager
     def hooks_once(self) -> Iterator[None]:
         """Within the block, callbacks are called for the first micro-batch of this worker only."""
         callbacks, trainer = self._trainer.callbacks, self._trainer  # type: ignore[attr-defined]
-        if not self.is_first_turn:
+        if self._turns.number:
             trainer.callbacks = []  # type: ignore[attr-defined]
         try:
             yield
