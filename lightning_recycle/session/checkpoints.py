@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -40,7 +40,7 @@ from lightning_recycle.session.checkpoint_files import (
     megabytes,
     save_sharded,
 )
-from lightning_recycle.session.collectives import WorkerCollectives
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
 from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
@@ -55,6 +55,9 @@ from lightning_recycle.session.optimizer_states import (
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
 from lightning_recycle.tensor_memory import to_cpu
 from lightning_recycle.torch_internals import tree_leaves
+
+if TYPE_CHECKING:
+    from lightning_recycle.session.snapshot import StateTransfer
 
 __all__ = ["Checkpoints", "users_save_hook"]
 
@@ -108,23 +111,20 @@ class Checkpoints:
     """A worker's part in saving and loading the state of the whole model.
 
     Args:
+        context: the context of the worker.
         parts: this worker's part of the module.
-        collectives: used to exchange the parts.
         executor: knows the step.
         copies: for the stage and the name of each tied parameter that another stage owns, the owner's name.
-        sharded: whether to write folders, to which each stage writes its own part.
-        raises: whether a checkpoint that cannot be written ends the run.
-        weights_only: the argument of the Trainer's entry point that is running.
         reach: called with "checkpoint" and the step right before one is written.
-        objects: if a checkpoint is to hold what users keep in their objects, so that the run can begin again from it:
-            returns what this stage has.
-        take_objects: if the run begins again: called with what ``objects`` returned, and the state dict, before that is
-            loaded.
+        transfer: has what users keep in their objects, for checkpoints from which the run can begin again.
         background: writes while the training goes on, if that is wanted.
-        interval: decides how often to save, if callbacks do not.
 
     Attributes:
-        restored_objects: if the run begins again, what ``objects`` returned, from the checkpoint that was loaded.
+        collectives: used to exchange the parts.
+        sharded: whether to write folders, to which each stage writes its own part.
+        raises: whether a checkpoint that cannot be written ends the run.
+        interval: decides how often to save, if callbacks do not.
+        restored_objects: if the run begins again, the users' objects, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
         ask_again: asks for checkpoints once more that were given up because a worker was lost.
         save_every: has callbacks that save by steps do it at another interval; returns whether that changes anything.
@@ -132,18 +132,13 @@ class Checkpoints:
         stall_seconds: how long checkpoints have held up this worker so far, apart from collecting the state.
     """
 
+    context: WorkerContext
     parts: ModelParts
-    collectives: WorkerCollectives
     executor: Executor
     copies: Copies
-    sharded: bool
-    raises: bool
-    weights_only: bool | None
     reach: Callable[[str, int], None]
-    objects: Callable[[], ObjectPack] | None
-    take_objects: Callable[[ObjectPack, Mapping[str, Any]], None] | None
-    background: BackgroundSaves | None = None
-    interval: SaveInterval | None = None
+    transfer: StateTransfer
+    background: BackgroundSaves | None
     restored_objects: ObjectPack | None = None
     restored_steps: int = 0
     ask_again: Callable[[], None] = lambda: None
@@ -155,6 +150,12 @@ class Checkpoints:
     _weights_only: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        context, wanted = self.context, self.context.options.checkpoints
+        self.collectives, self.sharded = context.collectives, wanted.save_distributed_checkpoint
+        self.raises = wanted.on_checkpoint_error == "raise"
+        self.interval: SaveInterval | None = None
+        if wanted.every_n_train_steps is not None:
+            self.interval = SaveInterval(lambda: context.client.counters.get("failures", 0.0))
         if self.background is not None:
             self.background.on_failures = self._not_completed
             if self.interval is not None:
@@ -228,7 +229,7 @@ class Checkpoints:
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         self.complete()
         if weights_only is None:
-            weights_only = self.weights_only  # False for a file that this run wrote itself
+            weights_only = self.context.run.weights_only  # False for a file that this run wrote itself
         path = self._agreed(path)
         if is_sharded(path):
             checkpoint = self._load_sharded(path)
@@ -237,7 +238,7 @@ class Checkpoints:
             checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
         by_stage = checkpoint.pop(_OBJECTS, None)
-        if by_stage is not None and self.take_objects is not None:  # another run may have other stages
+        if by_stage is not None and self.context.run.restarts:  # another run may have other stages
             data, *tensors = by_stage[self._stage]
             self.restored_objects = ObjectPack(data.numpy().tobytes(), tensors)
         return checkpoint
@@ -254,8 +255,8 @@ class Checkpoints:
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
         own = self.own_part(checkpoint["state_dict"])
-        if self.take_objects is not None and self.restored_objects is not None:
-            self.take_objects(self.restored_objects, own)
+        if self.restored_objects is not None:
+            self.transfer.load_objects(self.restored_objects, own)
         self.module.load_state_dict(own_parts(self.module, own), strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
@@ -305,8 +306,8 @@ class Checkpoints:
             self._follow(list(self.collectives.gather_all("interval", self._measured(0.0)).values()))
 
     def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        if self.objects is not None and "optimizer_states" in checkpoint:  # plain tensors, which are safe to load
-            objects = self.collectives.gather_stages("objects", self.objects)
+        if self.context.run.may_restart and "optimizer_states" in checkpoint:  # plain tensors, which are safe to load
+            objects = self.collectives.gather_stages("objects", self.transfer.pack_objects)
             checkpoint[_OBJECTS] = [
                 [torch.frombuffer(bytearray(o.data), dtype=torch.uint8), *o.tensors] for o in objects
             ]
@@ -526,8 +527,8 @@ class Checkpoints:
         optimizers = [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers][: len(states)]
         self._limit(copies, (weights, states))
         objects = None
-        if self.objects is not None and goes_on:
-            pack = self.objects()
+        if self.context.run.may_restart and goes_on:
+            pack = self.transfer.pack_objects()
             objects = [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *copies.take(list(pack.tensors))]
         return _StagePart(
             copies.take(weights, ("weights",)),

@@ -35,7 +35,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -54,6 +54,9 @@ from lightning_recycle.session.lightning_internals import (
     mark_saved,
     path_of_ended_run,
 )
+
+if TYPE_CHECKING:
+    from lightning_recycle.session.training_steps import TrainingSteps
 
 __all__ = ["Preemption", "SaveAndEnd", "StopRequests", "saved_already", "saves_on_exception"]
 
@@ -191,23 +194,15 @@ class StopRequests:
     Args:
         trainer: its Trainer.
         client: the connection to the coordinator.
-        steps: the number of steps that it has applied.
-        after_step: what all do after the newest step.
+        steps: its training steps.
 
     Attributes:
         agreed: whether all have agreed to stop. Lightning may still have to go on, to ``min_steps`` or ``min_epochs``.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        client: ControlClient,
-        steps: Callable[[], int],
-        after_step: Callable[[], AfterStep],
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, client: ControlClient, steps: TrainingSteps) -> None:
         self.agreed = False
-        self._trainer, self._client = trainer, client
-        self._steps, self._after_step = steps, after_step
+        self._trainer, self._client, self._steps = trainer, client, steps
         self._is_told_to_wait = False
 
     def agree(self, place: StopPlace) -> None:
@@ -215,10 +210,10 @@ class StopRequests:
         trainer, client = self._trainer, self._client
         if self.agreed or client.joining:
             return
-        if self._after_step() is AfterStep.STOP:
+        if self._steps.after_step is AfterStep.STOP:
             self.agreed = trainer.should_stop = True
             return
-        point = stop_point(self._steps(), place)
+        point = stop_point(self._steps.executor.version, place)
         if trainer.should_stop and not self._is_told_to_wait:
             self.agreed = client.request_stop(point)
             if self.agreed:

@@ -33,7 +33,7 @@ from lightning_recycle.session.checkpoints import Checkpoints, users_save_hook
 from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
-from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
+from lightning_recycle.session.interruption import Preemption, SaveAndEnd
 from lightning_recycle.session.lightning_internals import spare_moves
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, call_before_epoch_end, tell_batch_sizes
@@ -49,7 +49,6 @@ from lightning_recycle.session.reporting_callbacks import (
     show_whole_run,
     undo_failed_saves,
 )
-from lightning_recycle.session.save_interval import SaveInterval
 from lightning_recycle.session.snapshot import StateTransfer
 from lightning_recycle.session.stage_builder import StageBuilder, build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
@@ -196,16 +195,8 @@ class Session:
 
     def _make_steps(self, ties: StageTies) -> TrainingSteps:
         context, trainer = self._context, self.trainer
-        stop_requests = StopRequests(trainer, self.client, lambda: self.executor.version, lambda: self.steps.after_step)
         steps = TrainingSteps(
-            context,
-            self.parts,
-            self._recorder,
-            self.loaders,
-            stop_requests,
-            self._preemption,
-            self.reach,
-            self._on_generation,
+            context, self.parts, self._recorder, self.loaders, self._preemption, self.reach, self._on_generation
         )
         builder = StageBuilder(context, self.parts, self._recorder)
         if context.fitting and self.parts.optimizes_itself:
@@ -229,28 +220,13 @@ class Session:
             self._recorder,
             self.executor,
             self.weights,
-            stop_requests,
+            steps.stop_requests,
             background,
         )
-        wanted = self.options.checkpoints
         self.checkpoints = steps.checkpoints = Checkpoints(
-            self.parts,
-            self.collectives,
-            self.executor,
-            ties.copies,
-            sharded=wanted.save_distributed_checkpoint,
-            raises=wanted.on_checkpoint_error == "raise",
-            weights_only=self.run.weights_only,
-            reach=self.reach,
-            objects=transfer.pack_objects if self.run.may_restart else None,
-            take_objects=transfer.load_objects if self.run.restarts else None,
-            background=background,
-            interval=None if wanted.every_n_train_steps is None else SaveInterval(self._count_failures),
+            context, self.parts, self.executor, ties.copies, self.reach, transfer, background
         )
         return steps
-
-    def _count_failures(self) -> float:
-        return self.client.counters.get("failures", 0.0)
 
     def _background_saves(self) -> BackgroundSaves | None:
         """Writes checkpoints while the training goes on; None if all wait for them."""

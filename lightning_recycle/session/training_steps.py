@@ -55,12 +55,12 @@ class TrainingSteps:
         parts: the module, with the parts of this stage.
         recorder: records the user's hooks that see outputs.
         loaders: the sources of steps.
-        stop_requests: the agreement about ``trainer.should_stop``.
         preemption: the signals to this worker.
         reach: called with a point of the run and the step.
         on_generation: called when a new generation is complete.
 
     Attributes:
+        stop_requests: the agreement about ``trainer.should_stop``.
         executor: runs the steps; set once it exists, like the next four.
         resume_seed: called with the seed of a checkpoint, with which the run goes on.
         transfer: the transfer of this worker's state to and from its peers.
@@ -85,14 +85,13 @@ class TrainingSteps:
         parts: ModelParts,
         recorder: OutputRecorder,
         loaders: StepLoaders,
-        stop_requests: StopRequests,
         preemption: Preemption,
         reach: Callable[[str, int], None],
         on_generation: Callable[[], None],
     ) -> None:
         self._context, self._trainer, self._client = context, context.trainer, context.client
         self._parts, self._recorder, self.loaders = parts, recorder, loaders
-        self.stop_requests, self._preemption, self._reach = stop_requests, preemption, reach
+        self._preemption, self._reach = preemption, reach
         self._on_generation = on_generation
         self._suspicion = suspicion_of(context.options.recovery.machine_errors)
         self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
@@ -100,6 +99,7 @@ class TrainingSteps:
         self.records_outputs = parts.records_training
         self.first_batch = 0
         self.after_step = AfterStep.GO_ON
+        self.stop_requests = StopRequests(self._trainer, self._client, self)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
         self._seen_steps = 0
