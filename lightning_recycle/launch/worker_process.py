@@ -32,6 +32,7 @@ from lightning_recycle.launch.worker_results import UserObjects, leader_result, 
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.configuration import ResultRoute, RunSetup, WorkerIdentity
 from lightning_recycle.session.session import Session
 
@@ -109,7 +110,7 @@ def run_worker(
     set_num_threads(setup.positions.num_workers)
     ignore_untrue_warnings()
     strategy = cast(ConfiguredStrategy, trainer.strategy)
-    session = Session(strategy.options, setup, place, client, trainer)
+    session = Session(WorkerContext(strategy.options, setup, place, client, trainer))
     strategy.enter(session)
     user = UserObjects(call, keeps_large=reports)
     with session.settled():

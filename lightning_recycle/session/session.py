@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import LayoutWanted
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.engines.slurm import requeue
@@ -32,7 +30,6 @@ from lightning_recycle.session.background_saves import BackgroundSaves
 from lightning_recycle.session.checkpoints import Checkpoints, users_save_hook
 from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
-from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd
 from lightning_recycle.session.lightning_internals import spare_moves
 from lightning_recycle.session.loggers import LogRelay, keep_files
@@ -65,11 +62,7 @@ class Session:
     """One worker.
 
     Args:
-        options: the user's options.
-        run: the settings that all workers have in common.
-        place: this worker's place.
-        client: its connection to the coordinator.
-        trainer: the Trainer of this process.
+        context: its context, before Lightning begins.
 
     Attributes:
         collectives: this worker's collectives.
@@ -93,21 +86,20 @@ class Session:
     checkpoints: Checkpoints
     _relay: LogRelay
 
-    def __init__(
-        self, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
-    ) -> None:
-        self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
-        self._context = context = WorkerContext(options, run, place, client, trainer)
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self.trainer = trainer = context.trainer
+        self.options, self.run, self.place, self.client = context.options, context.run, context.place, context.client
         self.mesh = context.mesh
         self.collectives = context.collectives
         self.grid, self.worker = context.grid, context.worker
         self.at_point: list[Callable[[str, int], None]] = []
         self.callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-        number_hooks(place.rank, place.incarnation)
+        number_hooks(self.place.rank, self.place.incarnation)
         self.loaders = StepLoaders(context)
         self.weights = WeightCallbacks(trainer)
         self.manual: ManualSteps | None = None
-        self._preemption = Preemption(trainer, client, fitting=context.fitting)
+        self._preemption = Preemption(trainer, self.client, fitting=context.fitting)
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
 
