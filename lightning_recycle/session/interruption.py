@@ -33,8 +33,6 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -47,7 +45,8 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED
-from lightning_recycle.session.collectives import WorkerCollectives
+from lightning_recycle.engines.slurm import requeue
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import (
     SignalHandlers,
     cluster_environment_of,
@@ -80,36 +79,21 @@ class SaveAndEnd(Callback):
     all other callbacks.
 
     Args:
-        save_on_signal: the option of the strategy.
-        collectives: this worker's collectives.
-        ends: whether the run ends after this batch.
+        context: the context of the worker.
+        steps: its training steps.
         preemption: what signals to this worker ask for.
-        requeue: has the job run again; called on one worker, again on another one if that dies.
-        waiting_for_saves: within its block all wait for checkpoints, first of all for those that were asked for: there
-            is no later step after which one that is lost could be asked for again.
     """
 
-    def __init__(
-        self,
-        save_on_signal: bool | str | os.PathLike[str],
-        collectives: WorkerCollectives,
-        ends: Callable[[], bool],
-        preemption: Preemption,
-        requeue: Callable[[], None],
-        waiting_for_saves: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._waiting_for_saves = waiting_for_saves
-        self._save_on_signal = save_on_signal
-        self._collectives = collectives
-        self._ends = ends
-        self._preemption = preemption
-        self._requeue = requeue
+    def __init__(self, context: WorkerContext, steps: TrainingSteps, preemption: Preemption) -> None:
+        self._context, self._steps, self._preemption = context, steps, preemption
+        self._collectives, self._options = context.collectives, context.options.checkpoints
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not self._ends():
+        if not self._steps.ends_after_batch():
             return
-        with self._waiting_for_saves():
+        # There is no later step after which a checkpoint that is lost could be asked for again.
+        with self._steps.checkpoints.waited_for():
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if saves_on_exception(callback):
                     callback.on_exception(trainer, pl_module, SIGTERMException())
@@ -120,7 +104,7 @@ class SaveAndEnd(Callback):
 
     def end(self, trainer: pl.Trainer) -> None:
         """Ends this worker, with all others, if the run is to end after this step."""
-        if not self._ends():
+        if not self._steps.ends_after_batch():
             return
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
@@ -128,11 +112,16 @@ class SaveAndEnd(Callback):
             self._collectives.by_leader("requeue", self._requeue)
         self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
 
+    def _requeue(self) -> None:
+        with self._context.client.busy("requeue"):
+            requeue(self._options.signal_timeout)
+
     def _path(self, trainer: pl.Trainer) -> str | None:
         """The path of the checkpoint that this worker would choose; None if none is wanted."""
-        if not isinstance(self._save_on_signal, bool):
-            return os.fspath(self._save_on_signal)
-        if not self._save_on_signal and not self._preemption.resumes:
+        wanted = self._options.save_on_signal
+        if not isinstance(wanted, bool):
+            return os.fspath(wanted)
+        if not wanted and not self._preemption.resumes:
             return None
         return path_of_ended_run(trainer)
 

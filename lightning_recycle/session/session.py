@@ -18,7 +18,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_recycle.control.protocol.messages import LayoutWanted
 from lightning_recycle.data.steps import StepHandle
-from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
@@ -279,19 +278,8 @@ class Session:
     def _save_when_ending(self) -> None:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
-        self.steps.ending = SaveAndEnd(
-            self.options.checkpoints.save_on_signal,
-            self.collectives,
-            self.steps.ends_after_batch,
-            self._preemption,
-            self._requeue,
-            self.checkpoints.waited_for,
-        )
+        self.steps.ending = SaveAndEnd(self._context, self.steps, self._preemption)
         callbacks.append(self.steps.ending)
-
-    def _requeue(self) -> None:
-        with self.client.busy("requeue"):
-            requeue(self.options.checkpoints.signal_timeout)
 
     @property
     def saves_in_background(self) -> bool:
