@@ -76,15 +76,10 @@ def ends_step(trainer: pl.Trainer) -> bool:
 class PipelineOptimization(_AutomaticOptimization):
     """Runs one step of the schedule and lets Lightning's ``optimizer_step`` apply it."""
 
-    def __init__(self, trainer: pl.Trainer, runner: TrainingSteps) -> None:
-        super().__init__(trainer)
-        self.runner = runner
-
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        trainer = self.trainer
+        trainer, runner = self.trainer, _runner(self.trainer)
         strategy, module = trainer.strategy, trainer.lightning_module
-        handle = kwargs["batch"]
         share = share_of_batch(trainer, batch_idx)
         if share.begins:
             self._on_before_zero_grad(optimizer)
@@ -96,7 +91,7 @@ class PipelineOptimization(_AutomaticOptimization):
             self.optim_progress.optimizer.zero_grad.increment_completed()
 
         def apply(result: StepResult) -> None:
-            loss = self.runner.as_loss(result.loss) / share.batches
+            loss = runner.as_loss(result.loss) / share.batches
 
             def backward_is_done() -> torch.Tensor:
                 strategy.precision_plugin.pre_backward(loss, module)
@@ -111,37 +106,40 @@ class PipelineOptimization(_AutomaticOptimization):
             call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             self.optim_progress.optimizer.step.increment_completed()
 
-        profiler = trainer.profiler  # type: ignore[attr-defined]
-        with profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):
-            result = self.runner.run_step(handle, apply, share)
-        returned = _log(trainer, self.runner, handle, result)
-        return {"loss": self.runner.as_loss(result.loss) / share.batches, **(returned or {})}
+        loss, returned = _run_step(trainer, kwargs["batch"], apply, share)
+        return {"loss": loss / share.batches, **(returned or {})}
 
 
 class PipelineManualOptimization(_ManualOptimization):
     """Runs one step of a module that optimizes by itself."""
 
-    def __init__(self, trainer: pl.Trainer, runner: TrainingSteps) -> None:
-        super().__init__(trainer)
-        self.runner = runner
-
     @override
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
-        trainer, handle = self.trainer, kwargs["batch"]
-        profiler = trainer.profiler  # type: ignore[attr-defined]
-        with profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"):
-            result = self.runner.run_step(handle, lambda _: None, Share())  # its optimizers have stepped
-        self._output = _log(trainer, self.runner, handle, result) or {}
+        _, returned = _run_step(self.trainer, kwargs["batch"], lambda _: None, Share())  # its optimizers have stepped
+        self._output = returned or {}
 
 
-def _log(trainer: pl.Trainer, runner: TrainingSteps, handle: StepHandle, result: StepResult) -> Any:
-    """Logs in place of ``training_step``, where Lightning allows it; returns what that returned."""
-    results, module = trainer._results, trainer.lightning_module
+def _runner(trainer: pl.Trainer) -> TrainingSteps:
+    loop = trainer.fit_loop
+    assert isinstance(loop, PipelineFitLoop)
+    return loop.runner
+
+
+def _run_step(
+    trainer: pl.Trainer, handle: StepHandle, apply: Callable[[StepResult], None], share: Share
+) -> tuple[torch.Tensor, Any]:
+    """Runs a step, and logs in place of ``training_step``, where Lightning allows it; returns the loss, and what that
+    returned.
+    """
+    runner, profiler = _runner(trainer), trainer.profiler  # type: ignore[attr-defined]
+    with profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"):
+        result = runner.run_step(handle, apply, share)
+    results, module, loss = trainer._results, trainer.lightning_module, runner.as_loss(result.loss)
     if results is not None:
         results.batch_size = handle.num_samples
     previous, module._current_fx_name = module._current_fx_name, "training_step"
     try:
-        return runner.log_step(handle, runner.as_loss(result.loss), result.outputs)
+        return loss, runner.log_step(handle, loss, result.outputs)
     finally:
         module._current_fx_name = previous
 
@@ -149,18 +147,17 @@ def _log(trainer: pl.Trainer, runner: TrainingSteps, handle: StepHandle, result:
 class PipelineEpochLoop(_TrainingEpochLoop):
     """The epoch loop; it keeps its parent's attribute names, which are keys in checkpoints."""
 
-    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int, runner: TrainingSteps) -> None:
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self.automatic_optimization = PipelineOptimization(trainer, runner)
-        self.manual_optimization = PipelineManualOptimization(trainer, runner)
+        self.automatic_optimization = PipelineOptimization(trainer)
+        self.manual_optimization = PipelineManualOptimization(trainer)
         self._enters_mid_epoch = False
         """Whether this worker joins at the current batch: its counters are already right."""
         self._has_advanced = False
 
     @property
     def _runner(self) -> TrainingSteps:
-        runner: TrainingSteps = self.automatic_optimization.runner  # type: ignore[attr-defined]
-        return runner
+        return _runner(self.trainer)
 
     @property
     @override
@@ -245,11 +242,10 @@ class PipelineFitLoop(_FitLoop):
         """Replaces the fit loop and the epoch loop of ``trainer`` by loops that go on where these are."""
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process
-            old.runner = old.epoch_loop.automatic_optimization.runner = runner  # type: ignore[attr-defined]
-            old.epoch_loop.manual_optimization.runner = runner  # type: ignore[attr-defined]
+            old.runner = runner
             return
         old_epoch = old.epoch_loop
-        epoch = PipelineEpochLoop(trainer, old_epoch.min_steps, old_epoch.max_steps, runner)
+        epoch = PipelineEpochLoop(trainer, old_epoch.min_steps, old_epoch.max_steps)
         optimization = epoch.automatic_optimization
         optimization.optim_progress = old_epoch.automatic_optimization.optim_progress
         manual = epoch.manual_optimization
