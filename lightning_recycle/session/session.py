@@ -205,15 +205,7 @@ class Session:
         if background is not None:
             self.client.complete_saves = background.await_thread
             self.executor.before_operation.append(steps.before_operation)
-        steps.transfer = transfer = StateTransfer(
-            context,
-            self.module,
-            self._recorder,
-            self.executor,
-            self.weights,
-            steps.stop_requests,
-            background,
-        )
+        steps.transfer = transfer = StateTransfer(context, self.module, self._recorder, steps, self.weights, background)
         self.checkpoints = steps.checkpoints = Checkpoints(
             context, self.parts, self.executor, ties.copies, self.reach, transfer, background
         )

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -24,11 +24,9 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.background_saves import BackgroundSaves
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
-from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import TrainerState
 from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
@@ -41,6 +39,9 @@ from lightning_recycle.session.weight_callbacks import (
     load_parameter_groups,
     take_pruned_form,
 )
+
+if TYPE_CHECKING:
+    from lightning_recycle.session.training_steps import TrainingSteps
 
 __all__ = ["StateTransfer", "WorkerSnapshot"]
 
@@ -97,9 +98,8 @@ class StateTransfer:
         context: the context of the worker.
         module: the module of this stage.
         recorder: has the side effects of steps.
-        executor: runs the steps.
+        steps: its training steps, once there is an executor.
         weights: the callbacks that change weights.
-        stop_requests: the agreement about ``trainer.should_stop``.
         background: writes checkpoints while the training goes on, if that is wanted.
     """
 
@@ -108,14 +108,13 @@ class StateTransfer:
         context: WorkerContext,
         module: pl.LightningModule,
         recorder: OutputRecorder,
-        executor: Executor,
+        steps: TrainingSteps,
         weights: WeightCallbacks,
-        stop_requests: StopRequests,
         background: BackgroundSaves | None,
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
-        self._recorder, self._side_effects, self._executor = recorder, recorder.side_effects, executor
-        self._weights, self._stop_requests = weights, stop_requests
+        self._recorder, self._side_effects = recorder, recorder.side_effects
+        self._executor, self._weights, self._stop_requests = steps.executor, weights, steps.stop_requests
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
         self._joined_with: WorkerSnapshot | None = None
