@@ -41,7 +41,7 @@ from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import Pace, temporary_path
 from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
-from lightning_recycle.session.collectives import WorkerCollectives
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory
 from lightning_recycle.torch_internals import version_of
@@ -482,11 +482,8 @@ class BackgroundSaves:
     """This worker's part in checkpoints that are written in the background.
 
     Args:
-        collectives: this worker's collectives.
+        context: the context of the worker.
         load: how busy this worker is with the current plan; the least busy one of a stage is its holder.
-        leader_writes: whether the leader is the writer, as for a file of the whole model; else any holder is.
-        patience: the seconds that the next checkpoint waits for the one before.
-        bytes_per_second: the limit of what each holder writes or sends; None for none.
 
     Attributes:
         on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
@@ -498,17 +495,9 @@ class BackgroundSaves:
         names: of folders with checkpoints, the names in them; the same on all workers.
     """
 
-    def __init__(
-        self,
-        collectives: WorkerCollectives,
-        load: Callable[[], int],
-        leader_writes: bool,
-        patience: float,
-        bytes_per_second: float | None = None,
-    ) -> None:
-        self._bytes_per_second = bytes_per_second
-        self._collectives, self._load = collectives, load
-        self._leader_writes, self._patience = leader_writes, patience
+    def __init__(self, context: WorkerContext, load: Callable[[], int]) -> None:
+        self._collectives, self._options, self._load = context.collectives, context.options.checkpoints, load
+        self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
         self.on_failures: Callable[[int, Mapping[str, WriteFailure]], None] = lambda version, failures: None
         self.measure: Callable[[float], Any] = lambda seconds: None
         self.on_facts: Callable[[list[Any]], None] = lambda facts: None
@@ -539,10 +528,11 @@ class BackgroundSaves:
             for stage in range(collectives.grid.stages)
         ]
         writer = ranks[-1]
-        if self._leader_writes:
+        if not self._options.save_distributed_checkpoint:  # a file of the whole model
             writer = collectives.leader
             ranks[positions.stage(writer)] = writer
-        number, pace = collectives.client.member.next_collective, Pace(self._bytes_per_second)
+        number, bandwidth = collectives.client.member.next_collective, self._options.bandwidth
+        pace = Pace(None if bandwidth is None else 1e6 * bandwidth)
         group = HolderGroup(collectives.client, positions, number, tuple(ranks), writer, pace)
         self.batch = Batch(version, group, StateCopies(self._old_copies))
         self.is_pending, self._old_copies = True, None
@@ -631,7 +621,7 @@ class BackgroundSaves:
             batch.group.is_wanted = batch.is_written
 
     def await_thread(self) -> None:
-        """The run is over: waits until this worker has done its part, for :attr:`patience` seconds at most."""
+        """The run is over: waits until this worker has done its part, as long as the next checkpoint would."""
         deadline = time.monotonic() + self._patience
         while self.batch is not None and not self.batch.is_written and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)

@@ -225,13 +225,7 @@ class Session:
             return None
         if not wanted.background or self.mesh is not None:
             return None
-        return BackgroundSaves(
-            self.collectives,
-            lambda: self.executor.num_operations,
-            leader_writes=not wanted.save_distributed_checkpoint,
-            patience=wanted.signal_timeout,
-            bytes_per_second=None if wanted.bandwidth is None else 1e6 * wanted.bandwidth,
-        )
+        return BackgroundSaves(self._context, lambda: self.executor.num_operations)
 
     def resume_seed(self, seed: int) -> None:
         """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""
