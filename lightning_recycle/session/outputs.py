@@ -111,27 +111,16 @@ class OutputRecorder:
 
     Args:
         module: the user's module.
-        alone: whether a step has one micro-batch in all, so that nothing has to be put together.
-        microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
-        whole: whether this worker has the whole module.
+        side_effects: side effects on attributes of the module that are no metrics.
         shared: whether several workers run the hooks.
 
     Attributes:
-        side_effects: side effects on attributes of the module that are no metrics.
         on_logger_call: receives, on every worker, the calls of the first micro-batch of a step that has any.
     """
 
-    def __init__(
-        self,
-        module: RecordedModule,
-        alone: bool = False,
-        microbatches: int | None = None,
-        whole: bool = True,
-        shared: bool = True,
-    ) -> None:
-        self._module, self._shared = module, shared
+    def __init__(self, module: RecordedModule, side_effects: HookSideEffects, shared: bool = True) -> None:
+        self._module, self.side_effects, self._shared = module, side_effects, shared
         self._found_for: tuple[Any, ...] = ()
-        self.side_effects = HookSideEffects(module, alone, microbatches, whole)
         self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
         self._find_metrics()
 

@@ -29,6 +29,7 @@ from lightning_recycle.session.background_saves import BackgroundSaves
 from lightning_recycle.session.checkpoints import Checkpoints, users_save_hook
 from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
+from lightning_recycle.session.hook_side_effects import HookSideEffects
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd
 from lightning_recycle.session.lightning_internals import spare_moves
 from lightning_recycle.session.loggers import LogRelay, keep_files
@@ -177,8 +178,8 @@ class Session:
         module, microbatches = self.module, self.run.data_grid.global_microbatches
         alone = microbatches == self.grid.num_workers == 1
         slots = microbatches if self.parts.keeps_between_steps else None
-        recorder = OutputRecorder(module, alone, slots, self.grid.stages == 1, self.grid.num_workers > 1)
-        side_effects = recorder.side_effects
+        side_effects = HookSideEffects(module, alone, slots, whole=self.grid.stages == 1)
+        recorder = OutputRecorder(module, side_effects, shared=self.grid.num_workers > 1)
         self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
