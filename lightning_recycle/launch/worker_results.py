@@ -14,17 +14,27 @@ from typing import Any, TypeAlias
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_recycle.launch.run_preparation import TrainerCall
+from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.lightning_internals import final_settings, loader_states, loop_states
+from lightning_recycle.session.object_attributes import is_own
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.user_objects import home_graph, weights_by_name, weights_for
+from lightning_recycle.session.user_objects import (
+    CallbackList,
+    process_anchors,
+    streams_among,
+    weights_by_name,
+    weights_for,
+)
 from lightning_recycle.tensor_memory import merge_shards, to_cpu
+from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = [
     "CarriedObjects",
@@ -126,7 +136,25 @@ class UserObjects:
     def _graph(
         self, modules: Mapping[str, nn.Module], whole: bool, shared: bool, skipped: Collection[str] = ()
     ) -> ObjectGraph:
-        return home_graph(self._trainer, self._callbacks, self._data, modules, whole, shared, skipped)
+        """Their graph: ``modules`` by name, or the module if it is carried as a ``whole``, and if they are ``shared``,
+        callbacks, data and the profiler.
+        """
+        trainer, data = self._trainer, self._data
+        callbacks = {f"callback {i}": callback for i, callback in enumerate(self._callbacks)}
+        others = {**data, "profiler": getattr(trainer, "profiler", None)}
+        roots: dict[str, Any] = {f"module {n}": m for n, m in modules.items() if not isinstance(m, AbsentLayer)}
+        if shared:
+            roots |= {name: value for name, value in callbacks.items() if not is_own(value)}
+            roots |= {**others, "callbacks": CallbackList(trainer.callbacks)}  # type: ignore[attr-defined]
+        loaders = {name: tree_leaves(value) for name, value in data.items() if name.endswith("loaders")}
+        anchors = {
+            **({} if whole else {f"module {n}": module for n, module in trainer.lightning_module.named_modules()}),
+            **callbacks,
+            **others,
+            **process_anchors(trainer),
+            **streams_among({f"{name} {i}": one for name, leaves in loaders.items() for i, one in enumerate(leaves)}),
+        }
+        return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
 
     def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
         """Packs the objects.

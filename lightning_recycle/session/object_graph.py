@@ -21,7 +21,7 @@ import random
 import threading
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -249,11 +249,9 @@ class ObjectGraph:
         Raises:
             ReCycleError: if this process lacks data that was not sent.
         """
-        loader = _GraphUnpickler(
-            io.BytesIO(packed.data), self._anchors, self._nodes, packed.tensors, large or {}, device
-        )
+        loader = _GraphUnpickler(self, packed, large or {}, device)
         states, stays = loader.load()
-        _Update(self._nodes, loader, self._weights, self._is_whole).write(states, stays)
+        _Update(self, loader).write(states, stays)
         for handle, tables in loader.handles:
             first, *others = (ref(table_of(loader.made.get(path, self._nodes.get(path)), key)) for path, key in tables)
             handle.hooks_dict_ref, handle.extra_dict_ref = first, tuple(others)
@@ -315,18 +313,10 @@ class _GraphPickler(MainPickler):
 
 
 class _GraphUnpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        anchors: Mapping[str, Any],
-        nodes: Mapping[Path, Any],
-        tensors: Sequence[Tensor],
-        large: Mapping[Path, Any],
-        device: torch.device,
-    ) -> None:
-        super().__init__(file)
-        self._anchors, self._nodes, self._tensors, self._large = anchors, nodes, tensors, large
-        self._device = device
+    def __init__(self, graph: ObjectGraph, packed: ObjectPack, large: Mapping[Path, Any], device: torch.device) -> None:
+        super().__init__(io.BytesIO(packed.data))
+        self._anchors, self._nodes, self._tensors = graph._anchors, graph._nodes, packed.tensors
+        self._large, self._device = large, device
         self._loaded: dict[int, Tensor] = {}
         self.made: dict[Path, Any] = {}
         self.shared: dict[int, tuple[Path, str] | None] = {}  # by the id of a tensor
@@ -375,15 +365,9 @@ class _GraphUnpickler(pickle.Unpickler):
 class _Update:
     """Writes states into nodes; each object of this process takes the place of one of the sender's."""
 
-    def __init__(
-        self,
-        nodes: Mapping[Path, Any],
-        loader: _GraphUnpickler,
-        weights: _Weights,
-        is_whole: Callable[[Path, Any], bool],
-    ) -> None:
-        self._nodes, self._made, self._shared = nodes, loader.made, loader.shared
-        self._weights, self._is_whole = weights, is_whole
+    def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler) -> None:
+        self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
+        self._made, self._shared = loader.made, loader.shared
         self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here
         self._claimed: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
@@ -393,7 +377,7 @@ class _Update:
         nodes = {path: node for path, node in known if node is not None}
         hooks = {path: states[path].pop(_HOOKS, {}) for path in nodes}
         for path, node in nodes.items():
-            self._write(node, self._is_whole(path, node), states[path], stays.get(path, set()))
+            self._write(node, self._graph._is_whole(path, node), states[path], stays.get(path, set()))
         for path, node in nodes.items():  # all parameters are what they are going to be
             if isinstance(node, (nn.Module, Optimizer)) and _HOOKS not in stays.get(path, set()):
                 tables = {key: self.merged(MISSING, table) for key, table in hooks[path].items()}

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_recycle.data.batching import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
-from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.session.lightning_internals import loaders_of
 from lightning_recycle.session.object_attributes import (
     is_bound_to_process,
-    is_own,
 )
 from lightning_recycle.session.object_graph import ObjectGraph, Path
-from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = [
     "CallbackList",
     "callback_graph",
-    "home_graph",
     "metric_parts",
+    "process_anchors",
+    "streams_among",
     "user_graph",
     "weights_by_name",
     "weights_for",
@@ -62,14 +59,14 @@ def user_graph(trainer: pl.Trainer) -> ObjectGraph:
         for i, loader in enumerate(loaders_of(loop))
         if isinstance(loader, StepLoader)
     }
-    streams = _streams(loaders)
+    streams = streams_among(loaders)
     roots = {
         **_objects(trainer),
         **{name: loader for name, loader in loaders.items() if name not in streams},
         **_optimizers(trainer),
         "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
     }
-    return ObjectGraph(roots, {**_anchors(trainer), **_callbacks(trainer), **streams})
+    return ObjectGraph(roots, {**process_anchors(trainer), **_callbacks(trainer), **streams})
 
 
 class CallbackList:
@@ -79,51 +76,11 @@ class CallbackList:
         self.callbacks = callbacks
 
 
-def home_graph(
-    trainer: pl.Trainer,
-    callbacks: Sequence[Any],
-    data: Mapping[str, Any],
-    modules: Mapping[str, nn.Module],
-    whole: bool,
-    shared: bool = True,
-    skipped: Collection[Path] = (),
-) -> ObjectGraph:
-    """The graph of the user's objects that a worker and the launching process have, at the end of a run.
-
-    Args:
-        trainer: the Trainer.
-        callbacks: its callbacks when the run began.
-        data: the data module and collections of DataLoaders that its function was given, by name.
-        modules: the module and its submodules that are carried, by name.
-        whole: as in :class:`ObjectGraph`; then ``modules`` is the module.
-        shared: whether it has what is no module, too: callbacks, data, the profiler.
-        skipped: as in :class:`ObjectGraph`.
-    """
-    named = {f"callback {i}": callback for i, callback in enumerate(callbacks)}
-    others = {
-        **named,
-        **data,
-        "profiler": getattr(trainer, "profiler", None),
-    }
-    roots: dict[str, Any] = {f"module {n}": m for n, m in modules.items() if not isinstance(m, AbsentLayer)}
-    if shared:
-        roots |= {name: value for name, value in others.items() if name not in named or not is_own(value)}
-        roots["callbacks"] = CallbackList(trainer.callbacks)  # type: ignore[attr-defined]
-    loaders = {name: tree_leaves(value) for name, value in data.items() if name.endswith("loaders")}
-    anchors = {
-        **({} if whole else {f"module {n}": module for n, module in trainer.lightning_module.named_modules()}),
-        **others,
-        **_anchors(trainer),
-        **_streams({f"{name} {i}": value for name, leaves in loaders.items() for i, value in enumerate(leaves)}),
-    }
-    return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
-
-
 def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
     """The graph of ``callbacks`` alone, with neither the module nor its parts."""
     module, wanted = trainer.lightning_module, {id(callback) for callback in callbacks}
     anchors = {
-        **_anchors(trainer),
+        **process_anchors(trainer),
         **{f"module {name}": part for name, part in module.named_modules()},
         **{f"weight {name}": tensor for name, tensor in [*module.named_parameters(), *module.named_buffers()]},
         "datamodule": getattr(trainer, "datamodule", None),
@@ -135,11 +92,11 @@ def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph
 
 def metric_parts(trainer: pl.Trainer) -> dict[Path, Metric | MetricCollection | MetricTracker]:
     """The torchmetrics objects that the module, the callbacks or the data module lead to, and what has them inside."""
-    graph = ObjectGraph(_objects(trainer), {**_anchors(trainer), **_callbacks(trainer)})
+    graph = ObjectGraph(_objects(trainer), {**process_anchors(trainer), **_callbacks(trainer)})
     return graph.nodes_of(Metric, MetricCollection, MetricTracker)
 
 
-def _streams(loaders: Mapping[str, Any]) -> dict[str, Any]:
+def streams_among(loaders: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``loaders`` that are streams, by name, and their datasets: each worker has its own place in them."""
     streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
     return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
@@ -161,7 +118,7 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
     return {f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
 
 
-def _anchors(trainer: pl.Trainer) -> dict[str, Any]:
+def process_anchors(trainer: pl.Trainer) -> dict[str, Any]:
     """Objects that belong to the Trainer of a process."""
     own = (type(trainer.lightning_module), pl.LightningDataModule)
     parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
