@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -50,11 +49,10 @@ __all__ = [
     "PipelineEpochLoop",
     "PipelineFitLoop",
     "ProgressSnapshot",
+    "adapt_connector",
     "addressed_loaders",
-    "call_before_epoch_end",
     "ends_step",
     "share_of_batch",
-    "tell_batch_sizes",
 ]
 
 log = logging.getLogger(__name__)
@@ -385,40 +383,32 @@ class PipelineFitLoop(_FitLoop):
         super().on_run_end()
 
 
-def call_before_epoch_end(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
-    """Calls ``hook`` on all workers before hooks such as ``on_train_epoch_end`` and ``on_validation_epoch_end``.
+def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
+    """Calls ``hook`` on all workers before hooks such as ``on_train_epoch_end`` and ``on_validation_epoch_end``; lets
+    these log means over an epoch without ``batch_size``, which Lightning cannot see in a batch that is an address.
 
-    It takes the place of that of an earlier run of the Trainer, as :func:`tell_batch_sizes` does.
+    It takes the place of that of an earlier run of the Trainer.
     """
     connector = trainer._logger_connector
-    reached = partial(type(connector).epoch_end_reached, connector)
+    start, reached = type(connector).on_batch_start, type(connector).epoch_end_reached
+
+    def on_batch_start(batch: Any, dataloader_idx: int | None = None) -> None:
+        start(connector, batch, dataloader_idx)
+        if isinstance(batch, StepHandle):
+            assert trainer._results is not None
+            trainer._results.batch_size = batch.num_samples
 
     def epoch_end_reached() -> None:
         hook()
-        reached()
+        reached(connector)
 
+    connector.on_batch_start = on_batch_start  # type: ignore[method-assign]
     connector.epoch_end_reached = epoch_end_reached  # type: ignore[method-assign]
 
 
 def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:
     """The loaders of a fit loop or an evaluation loop whose samples have addresses."""
     return [loader for loader in loaders_of(loop) if isinstance(loader, MicrobatchLoader)]
-
-
-def tell_batch_sizes(trainer: pl.Trainer) -> None:
-    """Lets hooks log means over an epoch without ``batch_size``: Lightning cannot see the size of a batch that is
-    an address.
-    """
-    connector = trainer._logger_connector
-    start = partial(type(connector).on_batch_start, connector)
-
-    def on_batch_start(batch: Any, dataloader_idx: int | None = None) -> None:
-        start(batch, dataloader_idx)
-        if isinstance(batch, StepHandle):
-            assert trainer._results is not None
-            trainer._results.batch_size = batch.num_samples
-
-    connector.on_batch_start = on_batch_start  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------- counters of a step

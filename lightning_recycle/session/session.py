@@ -33,7 +33,7 @@ from lightning_recycle.session.hook_side_effects import HookSideEffects
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd
 from lightning_recycle.session.lightning_internals import spare_moves
 from lightning_recycle.session.loggers import LogRelay, keep_files
-from lightning_recycle.session.loops import PipelineFitLoop, call_before_epoch_end, tell_batch_sizes
+from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
@@ -149,9 +149,7 @@ class Session:
         self.parts = parts_of(module, self.grid.stages, self.options.layers)
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, self.parts, self.collectives)
-        tell_batch_sizes(trainer)
-        if self.grid.stages > 1:
-            call_before_epoch_end(trainer, self._share_attributes)
+        adapt_connector(trainer, self._share_attributes)
         spare_moves()
         quicken()
         build_layers(context, self.parts, self.weights)
@@ -292,6 +290,8 @@ class Session:
 
     def _share_attributes(self) -> None:
         """The workers of a pipeline take over the attributes of its last stage."""
+        if self.grid.stages == 1:
+            return
         last, side_effects = self.worker.stage == self.grid.stages - 1, self._recorder.side_effects
         found = self.collectives.gather("attributes", side_effects.shares() if last else None)
         grid, place = self.run.data_grid, self.run.data_worker(self.place.rank)
