@@ -41,7 +41,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.state import ENDED
@@ -135,22 +134,20 @@ class Preemption:
     """The signals of one worker, from the moment on when Lightning listens to any.
 
     Args:
-        trainer: its Trainer.
-        client: the connection to the coordinator.
-        fitting: whether there are step boundaries. Otherwise SIGTERM is left to Lightning, which ends the run.
+        context: its context. Where there are no step boundaries, SIGTERM is left to Lightning, which ends the run.
 
     Attributes:
         resumes: whether SLURM may run this job again, so that what is saved will be resumed from.
         requeue_wanted: whether this worker got the signal to have the job requeued.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: ControlClient, fitting: bool) -> None:
-        environment = cluster_environment_of(trainer)
+    def __init__(self, context: WorkerContext) -> None:
+        environment = cluster_environment_of(context.trainer)
         self.resumes = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         self.requeue_wanted = False
-        self._client, self._fitting = client, fitting
-        self._handlers = SignalHandlers(trainer)
-        self._handlers.replace(self._end_run, self._leave if fitting else None)
+        self._client, self._fitting = context.client, context.fitting
+        self._handlers = SignalHandlers(context.trainer)
+        self._handlers.replace(self._end_run, self._leave if self._fitting else None)
 
     def take_sigterm(self) -> None:
         """From now on SIGTERM means nothing else to this process, whatever else listened to it."""
@@ -181,17 +178,16 @@ class StopRequests:
     """This worker's part in stopping early.
 
     Args:
-        trainer: its Trainer.
-        client: the connection to the coordinator.
+        context: the context of the worker.
         steps: its training steps.
 
     Attributes:
         agreed: whether all have agreed to stop. Lightning may still have to go on, to ``min_steps`` or ``min_epochs``.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: ControlClient, steps: TrainingSteps) -> None:
+    def __init__(self, context: WorkerContext, steps: TrainingSteps) -> None:
         self.agreed = False
-        self._trainer, self._client, self._steps = trainer, client, steps
+        self._trainer, self._client, self._steps = context.trainer, context.client, steps
         self._is_told_to_wait = False
 
     def agree(self, place: StopPlace) -> None:

@@ -18,7 +18,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch import Tensor
 from lightning_recycle.files import write_atomically
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.collectives import WorkerCollectives
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.outputs import LoggerCall
 
 __all__ = ["LogRelay", "keep_files"]
@@ -36,17 +35,14 @@ class LogRelay:
     """Stands between a Trainer and its loggers.
 
     Args:
-        trainer: this worker's Trainer.
-        collectives: this worker's collectives.
+        context: the context of the worker.
         executor: knows how many steps this worker has applied.
         module: records what steps log.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, collectives: WorkerCollectives, executor: Executor, module: RecordedModule
-    ) -> None:
-        self._collectives, self._executor = collectives, executor
-        self._loggers = list(trainer.loggers)
+    def __init__(self, context: WorkerContext, executor: Executor, module: RecordedModule) -> None:
+        self._collectives, self._executor = context.collectives, executor
+        self._loggers = list(context.trainer.loggers)
         self._log = [logger.log_metrics for logger in self._loggers]
         self._log_hyperparams = [logger.log_hyperparams for logger in self._loggers]
         self._rows: deque[tuple[int, int, Any, tuple[Any, ...], dict[str, Any]]] = deque()

@@ -99,7 +99,7 @@ class Session:
         self.loaders = StepLoaders(context)
         self.weights = WeightCallbacks(trainer)
         self.manual: ManualSteps | None = None
-        self._preemption = Preemption(trainer, self.client, fitting=context.fitting)
+        self._preemption = Preemption(context)
         self._dataloader_idx = 0  # of the current evaluation
         self._follow_leader()
 
@@ -162,7 +162,7 @@ class Session:
         self._whole_forward = WholeForward(self.parts, self._recorder, module, self.collectives, self.executor)
         self.weights.connect(self.checkpoints, context.seed)
         undo_failed_saves(trainer, self.checkpoints)
-        self._relay = LogRelay(trainer, self.collectives, self.executor, module)
+        self._relay = LogRelay(context, self.executor, module)
         self._recorder.on_logger_call = self._relay.on_call
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:

@@ -99,7 +99,7 @@ class TrainingSteps:
         self.records_outputs = parts.records_training
         self.first_batch = 0
         self.after_step = AfterStep.GO_ON
-        self.stop_requests = StopRequests(self._trainer, self._client, self)
+        self.stop_requests = StopRequests(context, self)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
         self._seen_steps = 0
