@@ -31,7 +31,7 @@ from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.problem import Problem, Technique, lower_bound
+from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 
 __all__ = ["SplitCosts", "SplitTrial", "TechniqueChoice", "choose_technique"]
@@ -178,27 +178,28 @@ def _both(costs: Costs) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class TechniqueChoice:
-    """The techniques, and what was compared.
+    """The choice between split and fused backwards, and what was compared.
 
     Args:
-        technique: the choice.
-        compared: each technique that was possible, with its predicted seconds of a step.
+        splits: whether backwards are split.
         splitting: by how much B + W of all stages take longer than BW, as a fraction of F + BW.
+        fused_seconds: predicted seconds of a step with fused backwards.
+        split_seconds: the same with split ones, at least; infinite if there is no such plan, or none of its backwards
+            is split.
     """
 
-    technique: Technique
-    compared: tuple[tuple[Technique, float], ...]
-    splitting: float = 0.0
+    splits: bool
+    splitting: float
+    fused_seconds: float
+    split_seconds: float
 
     @property
-    def period(self) -> float:
-        """Predicted seconds of a step."""
-        return dict(self.compared)[self.technique]
-
-    def gain(self, other: Technique) -> float:
-        """The part of a step that is saved compared with ``other``; 0 where that is not known."""
-        period = dict(self.compared).get(other, self.period)
-        return 1.0 - self.period / period if 0.0 < period < math.inf else 0.0
+    def gain(self) -> float:
+        """The part of a step that is saved compared with the other technique; 0 where that is not known."""
+        own, other = self.fused_seconds, self.split_seconds
+        if self.splits:
+            own, other = other, own
+        return 1.0 - own / other if 0.0 < other < math.inf else 0.0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -209,11 +210,10 @@ class TechniqueChoice:
             ``wins``: what the split plan saves of a step, below 0 where it loses. ``fused_seconds`` and
             ``split_seconds``: the least time of a step by the two plans, as far as they differ.
         """
-        seconds = {technique.split_backward: period for technique, period in self.compared if period < math.inf}
-        found = {"split": self.technique.split_backward, "cost": self.splitting, "wins": 0.0}
-        found |= {f"{'split' if split else 'fused'}_seconds": period for split, period in seconds.items()}
-        if len(seconds) == 2 and seconds[False]:
-            found["wins"] = 1.0 - seconds[True] / seconds[False]
+        found = {"split": self.splits, "cost": self.splitting, "wins": 0.0, "fused_seconds": self.fused_seconds}
+        if self.split_seconds < math.inf:
+            found["split_seconds"] = self.split_seconds
+            found["wins"] = 1.0 - self.split_seconds / self.fused_seconds if self.fused_seconds else 0.0
         return found
 
 
@@ -238,24 +238,21 @@ def choose_technique(
         return max(known.least_seconds(asked), known.computing * period)
 
     fused = known.of_fused(problem)
-    best, technique = plan(fused), fused.technique
+    best, splits = plan(fused), False
     least = seconds(fused, best.schedule.period)
-    compared = [(fused.technique, least)]
-    predicted, split = seconds(problem, lower_bound(problem)), None
+    predicted = seconds(problem, lower_bound(problem))
     if predicted < least:  # else no plan can be better
         try:
             split = plan(problem)
-            predicted = seconds(problem, split.schedule.period)
+            predicted = seconds(problem, split.schedule.period) if _splits(split.schedule) else math.inf
+            if predicted < least * (1 - _LEAST_GAIN):
+                best, splits = split, True
         except PlanningError:
             predicted = math.inf  # what waits between B and W has no room
-    if split is None or _splits(split.schedule):
-        compared.append((problem.technique, predicted))
-        if split is not None and predicted < least * (1 - _LEAST_GAIN):
-            best, technique = split, problem.technique
     backward = sum(_both(fused.costs))
     work = sum(problem.costs.forward) + backward
     longer = (sum(_both(problem.costs)) - backward) / work if work else 0.0
-    return best, TechniqueChoice(technique, tuple(compared), longer)
+    return best, TechniqueChoice(splits, longer, least, predicted)
 
 
 def _splits(schedule: Schedule) -> bool:

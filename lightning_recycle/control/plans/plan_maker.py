@@ -216,7 +216,7 @@ class PlanMaker:
     def as_chosen(self, problem: Problem, assumed: Assumptions) -> Problem:
         """``problem`` with fused backwards, if these were chosen for its failed and slow workers."""
         choice = self.choice(problem)
-        if assumed.splitting is None or choice is None or choice.technique.split_backward:
+        if assumed.splitting is None or choice is None or choice.splits:
             return problem
         return assumed.splitting.of_fused(problem)
 

@@ -276,10 +276,10 @@ class RunPlans:
             self._recorded = choice
             self._notes.append(("chosen", choice.facts))
         if problem.technique != newest.problem.technique:
-            if choice is None or choice.technique != problem.technique:
+            if choice is None or choice.splits != problem.technique.split_backward:
                 return None  # what runs was chosen since
-            gain = choice.gain(newest.problem.technique)
-            return self._change_to(schedule, gain, schedule.period / (1 - gain), found.seconds, found.backend)
+            before = schedule.period / (1 - choice.gain)
+            return self._change_to(schedule, choice.gain, before, found.seconds, found.backend)
         other_memory = newest.problem.memories != problem.memories
         before = retime(newest, problem.costs).period
         gain = 1.0 - schedule.period / before if before else 0.0
@@ -318,7 +318,7 @@ class RunPlans:
 
     def _backward(self, schedule: Schedule) -> dict[str, Any]:
         choice = self._planner.maker.choice(schedule.problem)
-        if choice is None or choice.technique != schedule.problem.technique:
+        if choice is None or choice.splits != schedule.problem.technique.split_backward:
             return {}
         return {"backward": choice.facts}
 
