@@ -240,10 +240,7 @@ class Assumptions:
         self.technique = planning.technique
         self.splitting: SplitCosts | None = None
         self._grid, self._planning = grid, planning
-        is_open = chooses_split and planning.split_backward == "auto"
-        self._chooses_split = is_open and grid.stages > 1
-        if is_open and grid.stages == 1:  # one stage has no idle slots
-            self.technique = replace(self.technique, split_backward=False)
+        self._chooses_split = chooses_split and planning.split_backward == "auto"
         self._costs_fused = False  # whether they are of fused backwards
         self._factors: _Factors = ()
         self._footprints: Mapping[Worker, Footprint] = {}
