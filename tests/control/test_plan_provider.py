@@ -263,7 +263,8 @@ def test_plans_of_a_layout_with_shared_layers_are_made_for_micro_batches_that_di
     for variation in (None, (split, fused)):
         planner = open_planner(grid, "heuristic", memory="3 micro-batches")
         planner.prepare()
-        planner.relaid(seconds, None, variation)
+        planner.assumptions.relaid(seconds, None, variation)
+        planner.begin_anew(None)
         schedule = planner.plan(frozenset({Worker(1, 1)}), seconds)
         validate(schedule)
         codes, sequence = operations_of(schedule, schedule.problem, split)

@@ -142,10 +142,10 @@ class Measurements:
         self._fused = False  # all backwards that run are
         self._recomputed: tuple[Schedule | None, Mapping[int, int]] = None, {}  # R in a step, by stage
 
-    def begin(self, schedule: Schedule, *, other_technique: bool) -> None:
+    def begin(self, schedule: Schedule) -> None:
         """The workers run ``schedule`` from now on."""
-        self._fused = not schedule.problem.technique.split_backward
-        if other_technique:
+        were_fused, self._fused = self._fused, not schedule.problem.technique.split_backward
+        if self._fused is not were_fused:
             self.levels.forget()
 
     def relaid(self, seconds: dict[int, dict[str, float]]) -> None:

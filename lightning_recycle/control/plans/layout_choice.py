@@ -187,7 +187,12 @@ class LayoutChoice:
             seconds = self._seconds_under(cuts, seconds)
         self.cuts = cuts
         self._measured.relaid(seconds)
-        self._planner.relaid(seconds, self.choice_of(cuts), self._variation(cuts, grid))
+        chosen = self.choice_of(cuts)
+        problem = None if chosen is None else chosen.problem
+        memory = None if problem is None else problem.memory  # until it is measured
+        self._planner.assumptions.relaid(seconds, memory, self._variation(cuts, grid))
+        schedule = None if chosen is None or chosen.judgement is None else chosen.judgement.schedule
+        self._planner.begin_anew(None if problem is None or schedule is None else schedule.under(problem))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """Seconds of operations under the layout ``cuts``, from ``seconds`` under that of now."""

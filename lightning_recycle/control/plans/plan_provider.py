@@ -27,7 +27,6 @@ from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, Rea
 from lightning_recycle.control.plans.planning_queue import Job, PlanningQueue, Urgency
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.layout_candidates import Candidate
 from lightning_recycle.planning.normalization import (
     distribution_of,
     most_in_a_stage,
@@ -39,7 +38,7 @@ from lightning_recycle.planning.planner import get_planner
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.timing import MicrobatchVariation, retime
+from lightning_recycle.planning.timing import retime
 
 __all__ = ["PlanProvider"]
 
@@ -289,29 +288,12 @@ class PlanProvider:
         """
         return self.maker.as_chosen(self.assumptions.problem(failed, seconds), self.assumptions)
 
-    def relaid(
-        self,
-        seconds: OperationSeconds,
-        chosen: Candidate | None,
-        variation: tuple[MicrobatchVariation, MicrobatchVariation] | None,
-    ) -> None:
-        """The layers lie in another way. What was planned is forgotten.
-
-        Args:
-            seconds: what operations take now.
-            chosen: the layout with the plan for those who train, if it was chosen. Its memory counts until it is
-                measured.
-            variation: how micro-batches differ where backwards may be split, and where they are fused; None if they do
-                not.
-        """
+    def begin_anew(self, schedule: Schedule | None) -> None:
+        """The layers lie in another way: what was planned is forgotten, except for a ``schedule`` for this layout."""
         self._drop_plans_ahead()
         self._ready, self.maker.library = ReadyPlans(self._grid), None
-        problem = None if chosen is None else chosen.problem
-        self.assumptions.relaid(seconds, None if problem is None else problem.memory, variation)
-        schedule = None if chosen is None or chosen.judgement is None else chosen.judgement.schedule
-        if problem is not None and schedule is not None:
-            final = not self.maker.improves
-            self._ready.keep(ReadyPlan(schedule.under(problem), problem, "better", final))
+        if schedule is not None:
+            self._ready.keep(ReadyPlan(schedule, schedule.problem, "better", final=not self.maker.improves))
 
     # ------------------------------------------------------------------ what may come
 

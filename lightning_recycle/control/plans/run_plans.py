@@ -132,8 +132,7 @@ class RunPlans:
 
     def _begin(self, schedule: Schedule, step: int) -> None:
         self.number += 1
-        before = self.schedules[-1] if self.schedules else schedule
-        self.measurements.begin(schedule, other_technique=before.problem.technique != schedule.problem.technique)
+        self.measurements.begin(schedule)
         self.schedules.append(schedule)
         del self.schedules[: -newest(self.schedules)]
         self._steps = 0
