@@ -16,6 +16,7 @@ from slow_planners import Exiting, Failing, Gated, Heavy, Modules, Unpicklable
 from support.process_tree import is_alive
 from support.waiting import next_line, wait_for
 
+from lightning_recycle.control.plans import plan_provider
 from lightning_recycle.control.plans.plan_maker import make_plan
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.errors import PlanningError
@@ -27,7 +28,9 @@ LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 
 
 @pytest.fixture
-def gated(tmp_path: Path) -> Gated:
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gated:
+    """The planner of runs that make all plans in need in another process, however small."""
+    monkeypatch.setattr(plan_provider, "_APART_FROM", 0)
     return Gated(report=tmp_path / "began", gate=tmp_path / "gate", home=os.getpid())
 
 
@@ -41,7 +44,7 @@ def process() -> Iterator[PlanningProcess]:
 @pytest.fixture
 def plane(gated: Gated) -> Iterator[ControlPlane]:
     """A coordinator whose plans in need take as long as the test wants."""
-    planner = PlanProvider(GRID, PlanningOptions(planner=gated), apart_from=0)
+    planner = PlanProvider(GRID, PlanningOptions(planner=gated))
     planner.prepare()
     plane = ControlPlane(planner=planner)
     with plane:
@@ -64,7 +67,7 @@ def test_while_a_plan_in_need_is_made_the_coordinator_serves(plane: ControlPlane
 
 def test_a_plan_for_those_who_were_there_a_moment_ago_is_given_up(gated: Gated) -> None:
     grid = Grid(3, 2, 1)
-    planner = PlanProvider(grid, PlanningOptions(planner=gated), apart_from=0)
+    planner = PlanProvider(grid, PlanningOptions(planner=gated))
     planner.prepare()
     with ControlPlane(grid, planner) as plane:
         members = plane.members()

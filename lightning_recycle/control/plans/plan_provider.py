@@ -1,9 +1,8 @@
 """Provider of plans: for any failed workers the plan that is ready, one that is stored, or one made at once.
 
 Concept: the fault-free plan is made before the workers start, by the planner that the user chose. Then plans are made
-ahead, one for each distribution over the stages that the next
-failure may lead to: first by the heuristic, which takes a second, then by the chosen planner if that is another one,
-however long it takes.
+ahead, one for each distribution over the stages that the next failure may lead to: first by the heuristic, which takes
+a second, then by the chosen planner if that is another one, however long it takes.
 
 A failure gets the plan that is ready, one from the plan library, or the heuristic's, made at once. In a large grid that
 takes seconds, so the coordinator asks :meth:`PlanProvider.is_ready` before it asks for a plan: it goes on serving until
@@ -186,7 +185,6 @@ class PlanProvider:
         library: where plans are looked for and stored.
         chooses_split: whether the workers try what splitting backwards costs, where ``planning`` leaves that open. With
             a ``library``, whose plans are of one technique, nothing is left open.
-        apart_from: number of operations of a schedule from which on the heuristic plans in the planning process.
 
     Raises:
         ConfigurationError: for a planner that cannot be sent to the planning process.
@@ -206,14 +204,13 @@ class PlanProvider:
         costs: Costs | None = None,
         library: PlanLibrary | None = None,
         chooses_split: bool = True,
-        apart_from: int = _APART_FROM,
     ) -> None:
         self.source = ""
         self.background = PlanningQueue()
         self._grid = grid
         chosen = get_planner(planning.planner)
         check_travels(chosen)
-        self.maker = PlanMaker(chosen, library, 3 * grid.global_microbatches * grid.stages >= apart_from)
+        self.maker = PlanMaker(chosen, library, 3 * grid.global_microbatches * grid.stages >= _APART_FROM)
         self.assumptions = Assumptions(grid, planning, costs, chooses_split and library is None)
         self._ready = ReadyPlans(grid)
         self._needed: _PlanInNeed | None = None
