@@ -25,8 +25,9 @@ from support.waiting import PATIENCE, next_line, wait_for
 
 from lightning_recycle.control.monitoring import status_command, status_server
 from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.monitoring.monitor import Monitor, Views
-from lightning_recycle.control.monitoring.status import PositionState, Status, as_json
+from lightning_recycle.control.monitoring.status import PositionState, Status
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.network import addresses
 from lightning_recycle.control.options import RecoveryOptions
@@ -157,7 +158,7 @@ def test_a_defect_of_who_looks_does_not_end_the_run(plane: ControlPlane, monkeyp
 
 def test_a_status_is_json_whatever_the_loss_is(plane: ControlPlane) -> None:
     status = replace(seen(plane), loss=float("nan"))
-    again = json.loads(json.dumps(as_json(status), allow_nan=False))
+    again = json.loads(json.dumps(plain(status), allow_nan=False))
     assert again["loss"] is None
     assert again["schema"] == 1
     assert again["positions"][3] == {**again["positions"][0], "pipeline": 1, "stage": 1, "rank": 3}

@@ -3,10 +3,10 @@
 Concept: the coordinator's state, the digest of its history and its plan become one snapshot of numbers, texts and
 tuples of them. ``recycle-status``, the page and the metrics are functions of it.
 
-Contract: immutable, and JSON by :func:`as_json`; ``schema`` grows when a field changes its meaning or goes, not when
-one is added. Times are in seconds since the epoch, durations in seconds, steps count from 0 (-1: none yet). Names of
-metrics begin with ``recycle_``, and counters count from the coordinator's start; what is not known has no sample. They
-need ``prometheus-client`` (the extra ``metrics``).
+Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.json_logs.plain`; ``schema`` grows when a
+field changes its meaning or goes, not when one is added. Times are in seconds since the epoch, durations in seconds,
+steps count from 0 (-1: none yet). Names of metrics begin with ``recycle_``, and counters count from the coordinator's
+start; what is not known has no sample. They need ``prometheus-client`` (the extra ``metrics``).
 
 Must not know: sockets, threads, clocks.
 """
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_recycle.control.monitoring.goodput import Phase
 from lightning_recycle.control.monitoring.history import Digest, Event, History
-from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.planning.schedule import Schedule
 
@@ -34,7 +33,6 @@ __all__ = [
     "PositionState",
     "ProcessLocation",
     "Status",
-    "as_json",
     "metrics",
     "status_of",
 ]
@@ -307,13 +305,6 @@ def _shown(event: Event) -> Event:
     """``event`` with the cause alone of its details: others may be long."""
     cause = event.details.get("cause")
     return replace(event, details={} if cause is None else {"cause": str(cause)})
-
-
-def as_json(status: Status) -> dict[str, Any]:
-    """``status`` as what JSON has: objects, lists, texts, finite numbers and null."""
-    found = plain(status)
-    assert isinstance(found, dict)
-    return found
 
 
 _REMEDY = "Metrics need the package prometheus-client: pip install 'lightning-recycle[metrics]'."

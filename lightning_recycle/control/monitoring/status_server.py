@@ -35,8 +35,9 @@ from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 
+from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.monitoring.monitor import Monitor, NothingToShow
-from lightning_recycle.control.monitoring.status import Status, as_json, metrics
+from lightning_recycle.control.monitoring.status import Status, metrics
 from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, shown
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
@@ -218,7 +219,7 @@ def _page(monitor: Monitor, headers: Message) -> Answer:
 
 
 def _status(monitor: Monitor, headers: Message) -> Answer:
-    return HTTPStatus.OK, "application/json", json.dumps(as_json(monitor.status()), allow_nan=False).encode()
+    return HTTPStatus.OK, "application/json", json.dumps(plain(monitor.status()), allow_nan=False).encode()
 
 
 def _schedule(monitor: Monitor, headers: Message) -> Answer:
