@@ -1,13 +1,18 @@
 """Coordinators for the tests with real sockets; workers are threads there, or processes where they die or stop."""
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from control_plane import SILENCE, ControlPlane
 from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator import failure_detector
+from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.planning_options import PlanningOptions
 
 
 @pytest.fixture
@@ -22,6 +27,22 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlPlane]:
     monkeypatch.setattr(failure_detector, "_LEAST_START_TIMEOUT", SILENCE)
     with ControlPlane(heartbeat_timeout=SILENCE) as plane:
         yield plane
+
+
+@pytest.fixture
+def open_planner() -> Iterator[Callable[..., PlanProvider]]:
+    """Makes planners, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(
+            grid: Grid, planner: Any = "heuristic", costs: Any = None, library: Any = None, **options: Any
+        ) -> PlanProvider:
+            planning = PlanningOptions(**{"planner": planner, "split_backward": True, **options})
+            made = PlanProvider(grid, planning, costs, library)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 @pytest.fixture(autouse=True)

@@ -1,34 +1,39 @@
 """The layout after a failure. Where layers cannot move, re-routing goes on, and one line of the record says why."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from support.waiting import wait_for
 
+from lightning_recycle.control.plans.layout_choice import Rebalance
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
-from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.validation import validate
 
 GRID = Grid(3, 2, 6)
 DEAD = frozenset({Worker(1, 0)})
+OpenPlans = Callable[[Rebalance, int | str], RunPlans]
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPlans]:
+def open_plans(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch) -> OpenPlans:
+    """Begins a run that moves layers, with a limit of memory."""
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
-    planner = PlanProvider(GRID, PlanningOptions(split_backward=False, memory=5_500))
-    planner.prepare()
-    found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
-    found.begin_generation(frozenset(), (), 0)
-    yield found
-    found.close()
+
+    def begin(rebalance: Rebalance, memory: int | str) -> RunPlans:
+        planner = open_planner(GRID, split_backward=False, memory=memory)
+        planner.prepare()
+        found = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, rebalance)
+        found.begin_generation(frozenset(), (), 0)
+        return found
+
+    return begin
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,10 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunPlans]:
     ],
     ids=["as many layers as stages", "one huge layer", "memory", "unpicklable"],
 )
-def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: int, fixed: str, reason: str) -> None:
+def test_re_routing_goes_on(
+    open_plans: OpenPlans, seconds: tuple[float, ...], state: int, fixed: str, reason: str
+) -> None:
+    plans = open_plans("auto", 5_500)
     half = len(seconds) // 2
     cuts = (0, half, len(seconds))
     for stage, (begin, end) in enumerate(pairwise(cuts)):
@@ -77,12 +85,8 @@ def test_re_routing_goes_on(plans: RunPlans, seconds: tuple[float, ...], state: 
 
 
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])
-def test_layers_move_away_from_the_stage_that_has_lost_a_worker(monkeypatch: pytest.MonkeyPatch, dead: Worker) -> None:
-    monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
-    planner = PlanProvider(GRID, PlanningOptions(split_backward=False, memory="16 micro-batches"))
-    planner.prepare()
-    plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "always")
-    plans.begin_generation(frozenset(), (), 0)
+def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans: OpenPlans, dead: Worker) -> None:
+    plans = open_plans("always", "16 micro-batches")
     sizes = (10**6,) * 8
     for stage in range(2):
         plans.take(
@@ -104,4 +108,3 @@ def test_layers_move_away_from_the_stage_that_has_lost_a_worker(monkeypatch: pyt
     assert chosen.judgement.schedule is not None
     assert chosen.judgement.schedule.failed == {dead}
     validate(chosen.judgement.schedule)
-    plans.close()

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Schedule, Worker
 from lightning_recycle.planning.layouts.layout_candidates import Candidate, Layout, LayoutPlan
-from lightning_recycle.planning.planning_options import PlanningOptions
 
 GRID = Grid(2, 2, 4)
 STEPS = 10
@@ -62,12 +61,10 @@ def test_a_stage_that_has_not_been_measured_is_doubted() -> None:
 
 
 @pytest.fixture
-def plans() -> Iterator[RunPlans]:
-    planner = PlanProvider(GRID, PlanningOptions(split_backward=True))
+def plans(open_planner: Callable[..., PlanProvider]) -> RunPlans:
+    planner = open_planner(GRID)
     planner.prepare()
-    plans = RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
-    yield plans
-    plans.close()
+    return RunPlans(GRID, planner, None, lambda profile: None, lambda: None, "auto")
 
 
 class FoundLayouts:

@@ -1,13 +1,11 @@
 """What a run plans for: ahead and in need, from a library, better ones in time, and for workers of unequal speed."""
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from slow_planners import Failing
@@ -31,7 +29,6 @@ from lightning_recycle.planning import (
     validate,
 )
 from lightning_recycle.planning.normalization import contingencies, usual_limit
-from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.timing import best_timing, operations_of
 
 GRID = Grid(3, 2, 4)
@@ -41,24 +38,8 @@ MEASURED = {stage: {"F": 2.0, "B": 2.0, "W": 2.0, "REDUCE": 0.5, "STEP": 1.0} fo
 
 
 @pytest.fixture
-def open_planner() -> Iterator[Callable[..., PlanProvider]]:
-    """Makes planners, which end with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def make(
-            grid: Grid, planner: Any, costs: Costs | None = None, library: PlanLibrary | None = None, **options: Any
-        ) -> PlanProvider:
-            planning = PlanningOptions(planner=planner, split_backward=True, **options)
-            planner = PlanProvider(grid, planning, costs, library)
-            stack.callback(planner.close)
-            return planner
-
-        yield make
-
-
-@pytest.fixture
 def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
-    planner = open_planner(GRID, "heuristic")
+    planner = open_planner(GRID)
     planner.prepare()
     return planner
 
@@ -221,7 +202,7 @@ def test_a_plan_of_the_library_needs_no_planner(
     problems = [base, *contingencies(base, 1, 99), *contingencies(base, 2, 99)]
     limited = [replace(problem, in_flight_limit=usual_limit(GRID, problem.failed)) for problem in problems]
     PlanLibrary(tmp_path, "heuristic").compute(limited)
-    planner = open_planner(GRID, "heuristic", costs=base.costs, library=PlanLibrary(tmp_path, "heuristic"))
+    planner = open_planner(GRID, costs=base.costs, library=PlanLibrary(tmp_path))
     planner.prepare()
     sources = {}
     with caplog.at_level(logging.WARNING):

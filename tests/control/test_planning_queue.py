@@ -273,21 +273,16 @@ def test_a_plan_that_is_not_wanted_is_given_up_wherever_it_is_made(grid: Grid, p
 
 
 @pytest.fixture
-def look_for() -> Iterator[Callable[[Any], Any]]:
+def look_for(open_planner: Callable[..., PlanProvider]) -> Callable[[Any], RunPlans]:
     """Begins to look for a better plan by a planner."""
-    planners = []
 
     def begin(planner: Any) -> RunPlans:
-        run = PlanProvider(PROBLEM.grid, PlanningOptions())
-        planners.append(run)
-        plans = RunPlans(PROBLEM.grid, run, None, lambda profile: None, lambda: None)
+        plans = RunPlans(PROBLEM.grid, open_planner(PROBLEM.grid), None, lambda profile: None, lambda: None)
         question = DriftQuestion(heuristic(PROBLEM), SLOW, 15.0, 0.05, planner)
-        run.background.begin(Urgency.DRIFT, plans._look_for_better(question))
+        plans._background.begin(Urgency.DRIFT, plans._look_for_better(question))
         return plans
 
-    yield begin
-    for planner in planners:
-        planner.close()
+    return begin
 
 
 def answer(plans: RunPlans) -> Any:

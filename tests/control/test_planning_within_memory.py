@@ -1,7 +1,7 @@
 """Plans of a run keep to the memory that its workers have measured, and use it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from lightning_recycle.planning import (
     solve,
 )
 from lightning_recycle.planning.normalization import usual_limit
-from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.schedule import proven
 
@@ -55,11 +54,10 @@ def everywhere(**changes: int) -> dict[Worker, Footprint]:
 
 
 @pytest.fixture
-def planner() -> Iterator[PlanProvider]:
-    planner = PlanProvider(GRID, PlanningOptions(split_backward=True, memory=500))
+def planner(open_planner: Callable[..., PlanProvider]) -> PlanProvider:
+    planner = open_planner(GRID, memory=500)
     planner.prepare()
-    yield planner
-    planner.close()
+    return planner
 
 
 @pytest.fixture
@@ -160,11 +158,10 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_forwards_are_computed_again_instead_of_one_at_a_time(recompute: bool) -> None:
-    planner = PlanProvider(
-        GRID,
-        PlanningOptions(split_backward=True, memory=500, activation_checkpointing="auto" if recompute else "never"),
-    )
+def test_forwards_are_computed_again_instead_of_one_at_a_time(
+    open_planner: Callable[..., PlanProvider], recompute: bool
+) -> None:
+    planner = open_planner(GRID, memory=500, activation_checkpointing="auto" if recompute else "never")
     planner.prepare()
     planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=20))
     for failed in (ALL, FAILED):
@@ -172,7 +169,6 @@ def test_forwards_are_computed_again_instead_of_one_at_a_time(recompute: bool) -
         assert any(schedule.recomputed(worker) for worker in schedule.live_workers) is recompute
         assert (max(map(schedule.peak_in_flight, schedule.live_workers)) > 1) is recompute
         assert max(schedule.peak_memory(worker) for worker in schedule.live_workers) <= 500
-    planner.close()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +177,7 @@ def test_forwards_are_computed_again_instead_of_one_at_a_time(recompute: bool) -
     ids=str,
 )
 def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without_a_library(
-    grid: Grid, tmp_path: Path
+    open_planner: Callable[..., PlanProvider], grid: Grid, tmp_path: Path
 ) -> None:
     """They kept to the number of micro-batches of 1F1B, 4 to 18 % longer; those made for bytes were never found."""
     stage = StageProfile(0.01, 0.01, 0.01, activation_bytes=100, waiting_bytes=100)
@@ -193,7 +189,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         """Periods and sources of the plans at the start, and once memory is measured."""
         periods, sources = [], []
         for failed, measured in ((ALL, {}), (lost, footprints), (ALL, footprints)):
-            planner = PlanProvider(grid, PlanningOptions(split_backward=True), costs, library)
+            planner = open_planner(grid, costs=costs, library=library)
             planner.assumptions.measured(measured)
             schedule = planner.plan(failed, {})
             ready = planner._ready.find(schedule.problem)
@@ -201,7 +197,6 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
             assert ready.final, "it is not made again"
             periods.append(schedule.period)
             sources.append(planner.source)
-            planner.close()
         return periods, sources
 
     alone, _ = run(None)
@@ -223,12 +218,13 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
         assert periods == pytest.approx(alone), memory
 
 
-def test_plans_of_the_library_stay_if_they_fit_and_are_improved(tmp_path: Path) -> None:
+def test_plans_of_the_library_stay_if_they_fit_and_are_improved(
+    open_planner: Callable[..., PlanProvider], tmp_path: Path
+) -> None:
     base = Problem(GRID, Costs.uniform(2))
     limited = [replace(base, failed=failed, in_flight_limit=usual_limit(GRID, failed)) for failed in (ALL, FAILED)]
     PlanLibrary(tmp_path, "heuristic").compute(limited)
-    planning = PlanningOptions(split_backward=True, memory=500)
-    planner = PlanProvider(GRID, planning, base.costs, PlanLibrary(tmp_path, "heuristic"))
+    planner = open_planner(GRID, costs=base.costs, library=PlanLibrary(tmp_path), memory=500)
     planner.assumptions.measured(everywhere())
     schedule = planner.plan(FAILED, {})
     assert planner.source == "library"
@@ -243,4 +239,3 @@ def test_plans_of_the_library_stay_if_they_fit_and_are_improved(tmp_path: Path) 
     planner.assumptions.measured(everywhere(after_forward=300, after_backward=300, checkpoint=300))
     assert peaks(planner, FAILED)[0] == 1
     assert planner.source == "made"
-    planner.close()

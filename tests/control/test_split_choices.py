@@ -1,9 +1,7 @@
 """``split_backward="auto"``: fused until splitting was tried, then what is better by the trial, whoever has failed."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from support.planning_in_background import is_idle
@@ -15,7 +13,6 @@ from lightning_recycle.control.protocol.messages import Applied, Tried
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.splitting import SplitTrial
 
@@ -59,16 +56,9 @@ class Run:
 
 
 @pytest.fixture
-def open_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+def open_run(open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     monkeypatch.setattr(PlanningProcess, "ask", lambda _, question, *__, **___: question())
-    with contextlib.ExitStack() as stack:
-
-        def make(planner: Any = "heuristic", **options: Any) -> Run:
-            made = PlanProvider(GRID, PlanningOptions(planner=planner, **options))
-            stack.callback(made.close)
-            return Run(made)
-
-        yield make
+    return lambda *planner, **options: Run(open_planner(GRID, *planner, **{"split_backward": "auto", **options}))
 
 
 def splits(schedule: Schedule) -> bool:
@@ -189,11 +179,9 @@ def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(o
     assert not any(problem.technique.split_backward for problem in asked)
 
 
-def test_with_one_stage_nothing_is_split() -> None:
-    planner = PlanProvider(Grid(2, 1, 4), PlanningOptions())
-    planner.prepare()
+def test_with_one_stage_nothing_is_split(open_planner: Callable[..., PlanProvider]) -> None:
+    planner = open_planner(Grid(2, 1, 4), split_backward="auto")
     assert not splits(planner.plan(ALL, {}))
-    planner.close()
 
 
 def test_without_the_choice_nothing_changes(open_run: Callable[..., Run]) -> None:
