@@ -66,28 +66,18 @@ class _ProcessState:
     stays: bool = True
 
 
-def _tensors(tensors: Sequence[Tensor]) -> _ProcessState:
-    def put(values: list[Tensor]) -> None:
-        for tensor, data in zip(tensors, values, strict=True):
-            tensor.data = data  # neither a copy nor a write, which autograd would count
+def _fields(owners: Sequence[Any], *names: str) -> _ProcessState:
+    """Attributes of tensors or modules."""
 
-    return _ProcessState(
-        lambda: [tensor.data for tensor in tensors], put, lambda values: [data.clone() for data in values]
-    )
+    def put(values: list[list[Any]]) -> None:
+        for owner, own in zip(owners, values, strict=True):
+            for name, value in zip(names, own, strict=True):
+                setattr(owner, name, value)
 
+    def copy(values: list[list[Any]]) -> list[list[Any]]:
+        return [[value.clone() if isinstance(value, Tensor) else value for value in own] for own in values]
 
-def _gradients(parameters: Sequence[nn.Parameter]) -> _ProcessState:
-    """The gradients of parameters, and which require one."""
-
-    def put(values: list[tuple[bool, Tensor | None]]) -> None:
-        for parameter, (requires_grad, grad) in zip(parameters, values, strict=True):
-            parameter.requires_grad = requires_grad
-            parameter.grad = grad
-
-    def copy(values: list[tuple[bool, Tensor | None]]) -> list[tuple[bool, Tensor | None]]:
-        return [(requires_grad, None if grad is None else grad.clone()) for requires_grad, grad in values]
-
-    return _ProcessState(lambda: [(parameter.requires_grad, parameter.grad) for parameter in parameters], put, copy)
+    return _ProcessState(lambda: [[getattr(owner, name) for name in names] for owner in owners], put, copy)
 
 
 def _options(groups: Sequence[dict[str, Any]]) -> _ProcessState:
@@ -101,16 +91,6 @@ def _options(groups: Sequence[dict[str, Any]]) -> _ProcessState:
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     return _ProcessState(get, put, lambda values: [_own(options, _DEPTH, {}) for options in values])
-
-
-def _modes(modules: Sequence[nn.Module]) -> _ProcessState:
-    """Which submodules are in training mode."""
-
-    def put(values: list[bool]) -> None:
-        for module, training in zip(modules, values, strict=True):
-            module.training = training
-
-    return _ProcessState(lambda: [module.training for module in modules], put, lambda values: values)
 
 
 def _metrics(metrics: Callable[[], list[Metric]]) -> _ProcessState:
@@ -177,10 +157,10 @@ class MicrobatchState:
     ) -> None:
         self._tensors = [*module.parameters(), *module.buffers()]
         self._parts = {
-            "tensors": _tensors(self._tensors),
-            "gradients": _gradients(list(module.parameters())),
+            "tensors": _fields(self._tensors, "data"),  # neither a copy nor a write, which autograd would count
+            "gradients": _fields(list(module.parameters()), "requires_grad", "grad"),
             "options": _options([group for optimizer in optimizers for group in optimizer.param_groups]),
-            "modes": _modes(list(module.modules())),
+            "modes": _fields(list(module.modules()), "training"),
             "metrics": _metrics(metrics),
             "generators": _generators(device),
             "attributes": _attributes(module),
@@ -207,7 +187,7 @@ class MicrobatchState:
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Takes over ``parameters`` and the options of the optimizers from the state that is entered."""
         wanted = set(map(id, parameters))
-        for tensor, data in zip(self._tensors, self._values["tensors"], strict=True):
+        for tensor, (data,) in zip(self._tensors, self._values["tensors"], strict=True):
             if id(tensor) in wanted:
                 data.copy_(tensor)
         options = self._parts["options"]
