@@ -115,7 +115,8 @@ class SupervisorLauncher:
         saves = savers or (fits and bool(run.options.checkpoints.save_on_signal))
         try:
             with EndSignals(gracefully=saves) as signals, _folder_for_results() as folder:
-                return self._launch(run.with_setup(gathering=replace(run.setup.gathering, folder=folder)), signals)
+                setup = replace(run.setup, gathering=replace(run.setup.gathering, folder=folder))
+                return self._launch(replace(run, setup=setup), signals)
         except BaseException:
             show_cursor(trainer)
             if savers and signals.received is None:

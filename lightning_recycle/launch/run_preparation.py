@@ -155,10 +155,6 @@ class PreparedRun:
     options: Options
     num_devices: int
 
-    def with_setup(self, **changes: Any) -> PreparedRun:
-        """The same run with changes of its setup."""
-        return replace(self, setup=replace(self.setup, **changes))
-
     @property
     def samples_per_step(self) -> int | None:
         """How many samples a step has; None if that does not show before the data is loaded."""

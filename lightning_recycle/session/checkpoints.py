@@ -182,11 +182,8 @@ class Checkpoints:
     def state(self) -> dict[str, Any]:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
         self.collectives.settle()
-        return self.module.state_dict() if self.by_stage else self.whole_state()
-
-    def whole_state(self) -> dict[str, Any]:
-        """The state dict of the whole model, on every worker."""
-        return self.joined("model state", self.module.state_dict())
+        state = self.module.state_dict()
+        return state if self.by_stage else self.joined("model state", state)
 
     def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """The states of all stages as one, on every worker; each gives its own, named like its parameters."""
@@ -597,12 +594,8 @@ class Checkpoints:
         if self.interval is not None:
             self.interval.begin(self.module.trainer.global_step)
 
-    def interval_state(self) -> dict[str, float] | None:
-        """What decides how often to save, for a checkpoint or a replacement."""
-        return None if self.interval is None else self.interval.state()
-
     def load_interval(self, state: Mapping[str, float] | None) -> None:
-        """Takes over :meth:`interval_state`."""
+        """Takes over what decides how often to save, from a checkpoint or a peer."""
         if self.interval is not None and state is not None:
             self.interval.load(state, of_peer=self.collectives.client.joining)
             if self.interval.steps:

@@ -307,8 +307,8 @@ class PipelineFitLoop(_FitLoop):
         state["seed"] = self.runner.seed
         state["global_batch_size"] = self.runner.loaders.global_batch_size
         orders = [loader.order_state() for loader in addressed_loaders(self)]
-        if (interval := self.runner.checkpoints.interval_state()) is not None:
-            state["save_interval"] = interval
+        if (interval := self.runner.checkpoints.interval) is not None:
+            state["save_interval"] = interval.state()
         if any(orders):
             reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
             state["sampler_states"] = [order and {**order, **reload} for order in orders]

@@ -160,7 +160,8 @@ class TrainingSteps:
 
         number, self._handle = self.executor.version, handle
         self._running = number
-        watches = self._seen_steps < _WATCHED_STEPS and side_effects.written is None and self._parts_step_by_schedule
+        by_schedule = not self._parts.optimizes_itself
+        watches = self._seen_steps < _WATCHED_STEPS and side_effects.written is None and by_schedule
         self._seen_steps += 1
         marks = untrained_marks(self._module) if watches else {}
         self._progress = {n: progress for n, progress in self._progress.items() if n == number - 1}
@@ -174,10 +175,6 @@ class TrainingSteps:
         if self.layers is not None:
             self.layers.applied()
         return result
-
-    @property
-    def _parts_step_by_schedule(self) -> bool:
-        return not (self._context.fitting and self._parts.optimizes_itself)
 
     def _warn_of_writes(self, before: Mapping[str, Any]) -> None:
         now = untrained_marks(self._module) if before else {}
