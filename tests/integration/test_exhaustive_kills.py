@@ -93,7 +93,10 @@ def test_the_matrix_holds_every_operation_of_every_worker() -> None:
     assert len(ALL) == len({case.id for case in ALL}) == STEPS * 2 * sum(map(len, programs))
 
 
-@pytest.mark.parametrize(("staggered", "fault"), SAMPLE)
+@pytest.mark.parametrize(
+    ("staggered", "fault"),
+    [*SAMPLE[:6], *(pytest.param(*case.values, id=case.id, marks=pytest.mark.long) for case in SAMPLE[6:])],
+)
 def test_a_kill_at_an_operation_changes_nothing(staggered: bool, fault: Fault) -> None:
     check(staggered, fault)
 
