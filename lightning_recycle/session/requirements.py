@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -203,8 +204,9 @@ def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str
 @contextlib.contextmanager
 def plans_checked(module: pl.LightningModule) -> Iterator[None]:
     """Raises ConfigurationError if plans of ``parallelize_module()`` name modules that do not exist, and no layer is
-    made parallel in the block; torch warns of each such name and goes on.
+    made parallel in the block (torch warns of each such name and goes on), or if tied weights are separated there.
     """
+    ties = _ties(module)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -217,6 +219,22 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
             " the module that it gives to parallelize_module() has no such parts. Name them from that module on, as in"
             " its named_modules()."
         )
+    now = dict(module.named_parameters(remove_duplicate=False))
+    for tied in ties:
+        if all(name in now for name in tied) and len({id(now[name]) for name in tied}) > 1:
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_model() separates the tied weights {' and '.join(tied)}:"
+                " parallelize_module() makes a parameter of each. Tie them again after it: self."
+                f"{tied[1]} = self.{tied[0]}."
+            )
+
+
+def _ties(module: pl.LightningModule) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Layers that are replayed from one CUDA graph are refused where several micro-batches are in flight."""
+"""What is refused of a module: layers replayed from one CUDA graph in a pipeline, ties that sharding separates."""
 
 from types import CodeType
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session.requirements import check_graphs
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.session.requirements import check_graphs, plans_checked
 
 
 class Module(L.LightningModule):
@@ -52,3 +52,27 @@ def test_torch_still_replaces_the_forward_of_what_it_is_given() -> None:
         return {code.co_name}.union(*(functions(found) for found in inner))
 
     assert {"make_graphed_callables", "make_graphed_forward", "new_fwd"} <= functions(code)
+
+
+def replace_weights(*layers: nn.Module) -> None:
+    """Gives each parameters of its own, as ``parallelize_module`` does."""
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())  # type: ignore[arg-type]
+
+
+def test_weights_that_sharding_separates_are_an_error_that_says_how_to_tie_them() -> None:
+    module = Module()
+    module.layers[1].weight = module.layers[0].weight
+    remedy = r"layers\.0\.weight and layers\.1\.weight: .*self\.layers\.1\.weight = self\.layers\.0\.weight"
+    with pytest.raises(ConfigurationError, match=remedy), plans_checked(module):
+        replace_weights(*module.layers)
+
+
+def test_weights_that_are_tied_again_or_never_were_are_left_alone() -> None:
+    module = Module()
+    with plans_checked(module):
+        replace_weights(module.layers[0])
+    module.layers[1].weight = module.layers[0].weight
+    with plans_checked(module):
+        replace_weights(module.layers[0])
+        module.layers[1].weight = module.layers[0].weight
