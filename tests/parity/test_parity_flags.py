@@ -81,16 +81,17 @@ def test_a_flag_means_the_same(tmp_path: Path, name: str) -> None:
 
 
 class Slow(Callback):
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.1) -> None:
+        self.seconds = seconds
         self.moments: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        time.sleep(0.1)
+        time.sleep(self.seconds)
         self.moments.append(time.monotonic())
 
 
 def stopped_by_the_clock(session: same.Session) -> None:
-    session.fit(same.Classifier(), max_time={"seconds": 1}, callbacks=[Slow(), session.diary()])
+    session.fit(same.Classifier(), max_time={"seconds": 3}, callbacks=[Slow(0.3), session.diary()])
 
 
 def test_max_time_stops_all_workers_at_the_same_step(tmp_path: Path) -> None:
