@@ -1,5 +1,6 @@
 """Every kind of fault, injected once, at points of every sort: the others go on, and the weights are exact."""
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -42,31 +43,22 @@ def train(*faults: Fault, **options: Any) -> Any:
     return run
 
 
+ALWAYS = [
+    ("kill", "backward_weight", "after"),
+    ("exit", "reduce", "after"),
+    ("exception", "optimizer", "before"),
+    ("exception", "optimizer", "after"),
+    ("hang", "backward_input", "after"),
+    ("deadlock", "reduce", "after"),
+    ("partition", "forward", "after"),
+]
+OTHERS = [case for case in itertools.product(CAUSES, OPERATIONS, ["before", "after"]) if case not in ALWAYS]
+
+
 @pytest.mark.parametrize(
-    ("kind", "at", "when"),
-    [
-        ("kill", "backward_weight", "after"),
-        ("exit", "reduce", "after"),
-        ("exception", "optimizer", "before"),
-        ("exception", "optimizer", "after"),
-        ("hang", "backward_input", "after"),
-        ("deadlock", "reduce", "after"),
-        ("partition", "forward", "after"),
-    ],
+    ("kind", "at", "when"), [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)]
 )
 def test_a_fault_is_survived_named_and_leaves_exact_weights(kind: str, at: str, when: str) -> None:
-    check_fault(kind, at, when)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("at", OPERATIONS)
-@pytest.mark.parametrize("kind", CAUSES)
-def test_every_fault_at_every_operation_is_survived(kind: str, at: str, when: str) -> None:
-    check_fault(kind, at, when)
-
-
-def check_fault(kind: str, at: str, when: str) -> None:
     run = train(Fault(kind, 1, 0, 4, at, when=when))
     (failure,) = happened(run, "failure")
     assert (failure.worker, failure.details["kind"]) == ((1, 0), kind)
