@@ -56,6 +56,7 @@ class WorkerTable:
         self._loop = loop
         self._on_messages, self._on_lost = on_messages, on_lost
         self._unreachable: list[tuple[int, NonBlockingConnection]] = []
+        self._being_lost: set[int] = set()  # their last words are heard
 
     def has(self, rank: int) -> bool:
         """Whether the position has a connection or a process."""
@@ -119,7 +120,7 @@ class WorkerTable:
         """Workers that could not be sent a message are lost."""
         while self._unreachable:
             rank, connection = self._unreachable.pop(0)
-            if self.connections.get(rank) is connection:
+            if self.connections.get(rank) is connection and rank not in self._being_lost:
                 self._lose(rank)
 
     def forgive(self, now: float) -> None:
@@ -139,12 +140,18 @@ class WorkerTable:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """What the worker said before it was gone still counts: its last words may be the exception that ended it."""
+        """What the worker said before it was gone still counts: its last words may be the exception that ended it. They
+        may have been read already, with a message to which it got no answer.
+        """
         connection, process = self.connections.get(rank), self.processes.get(rank)
         cause = self.describe_exit(rank) or "its connection to the coordinator broke"
+        self._being_lost.add(rank)
         with contextlib.suppress(EOFError, OSError):
-            while connection is not None and self.connections.get(rank) is connection and connection.read():
+            while connection is not None and self.connections.get(rank) is connection:
                 self._on_messages(rank)
+                if not connection.read():
+                    break
+        self._being_lost.discard(rank)
         if self.connections.get(rank) is connection and self.processes.get(rank) is process:
             self._on_lost(rank, cause)
 

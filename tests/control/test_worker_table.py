@@ -1,0 +1,45 @@
+"""The table of workers: who cannot be reached is lost, but what it has said counts."""
+
+import socket
+from typing import Any
+
+import pytest
+
+from lightning_recycle.control.coordinator.worker_table import WorkerTable
+from lightning_recycle.control.journal import Process
+from lightning_recycle.control.network.connection import EventLoop, Inbox, NonBlockingConnection
+from lightning_recycle.control.protocol.encoding import encode
+from lightning_recycle.control.protocol.messages import FROM_WORKERS, Confirm, Confirmed, Crash
+
+
+@pytest.mark.parametrize("answers", [0, 1, 1000])
+def test_last_words_that_came_with_what_could_not_be_answered_count(answers: int) -> None:
+    """Or the exception of a user's code ends a worker, and the others train on."""
+    crash = Crash(0, False, "ValueError: bad", b"", "Traceback")
+    heard: list[Any] = []
+    lost: list[tuple[int, str]] = []
+
+    def on_messages(rank: int) -> None:
+        while rank in table.connections and (message := connection.inbox.take()) is not None:
+            heard.append(message)
+            if isinstance(message, Confirm):
+                table.post([rank], encode(Confirmed(message.number)))
+                table.lose_unreachable()
+
+    def on_lost(rank: int, cause: str) -> None:
+        table.drop(rank)
+        lost.append((rank, cause))
+
+    loop = EventLoop(lambda: None)
+    table = WorkerTable(loop, on_messages, on_lost, {})
+    here, there = socket.socketpair()
+    connection = NonBlockingConnection(here, Inbox(FROM_WORKERS))
+    table.connect(0, connection, Process("", 1, ""))
+    asked = [Confirm(0, number) for number in range(answers)]
+    there.sendall(b"".join(map(encode, [*asked, crash])))
+    there.close()
+    for _ in range(2):
+        loop.dispatch(loop.select(0.0))
+    loop.close()
+    assert heard == [*asked, crash]
+    assert lost == [(0, "its connection to the coordinator broke")]
