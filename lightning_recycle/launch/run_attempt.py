@@ -221,13 +221,13 @@ class RunAttempt:
             start_worker=self._start_worker,
             setup=pack(self._setup),
             members=self._setup.positions.members,
-            grows=self._run.options.ray is not None,
+            grows=self._run.options.is_remote,
         )
 
     def _start_workers(self) -> dict[int, WorkerProcess]:
         """The first worker of each position, as far as there are devices."""
         count = self._setup.positions.num_workers
-        if self._run.options.ray is None:
+        if not self._run.options.is_remote:
             count = min(count, self._run.num_devices)
         started = {rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(count)}
         return {rank: process for rank, process in started.items() if rank not in self._group.without_room}

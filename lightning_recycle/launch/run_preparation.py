@@ -203,7 +203,7 @@ def prepare(
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
     assert trainer.state.fn is not None
-    check_trainer(trainer, outside, options.ray is not None)
+    check_trainer(trainer, outside, options.is_remote)
     sizes = [size for loader in loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
@@ -216,7 +216,7 @@ def prepare(
     if options.members > 1:
         check_members(trainer, options)
     options.recovery.check_start(grid.pipelines)
-    if outside is None and options.ray is None:
+    if outside is None and not options.is_remote:
         _check_devices(strategy.num_devices, grid, options)
     check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
@@ -248,7 +248,7 @@ def prepare(
             2 * grid.stages,
         )
     listens = "RECYCLE_LISTEN" in os.environ
-    local = not listens and options.ray is None
+    local = not listens and not options.is_remote
     gathered = options.checkpoints.gather_result
     if gathered == "auto" and options.members > 1 and all(p.is_meta for p in module.parameters()):
         gathered = False  # no process is to have room for the weights; this one has none, or no layers yet

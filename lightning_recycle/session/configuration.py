@@ -186,6 +186,11 @@ class Options(OptionGroup):
             return self.engine
         return RayEngine() if self.engine == "ray" else None
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the engine starts workers on other machines, whose devices this process does not see."""
+        return self.ray is not None
+
     def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
         """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.
 

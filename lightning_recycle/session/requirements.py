@@ -58,13 +58,13 @@ _GRAPHED = "make_graphed_callables.<locals>"  # in the name of the forward of wh
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
-def check_trainer(trainer: pl.Trainer, outside: Discovered | None, on_ray: bool) -> None:
+def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bool) -> None:
     """Raises UnsupportedFeatureError for settings of the Trainer that the strategy cannot honour.
 
     Args:
         trainer: the Trainer.
         outside: the place of this process, if it is a worker started from outside; None for a launching process.
-        on_ray: whether Ray starts the workers, on whichever machines.
+        is_remote: whether the engine starts the workers on other machines.
 
     Raises:
         ConfigurationError: if the Trainer has no device for this worker.
@@ -75,7 +75,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, on_ray: bool)
             f"strategy='recycle' does not support precision={precision!r}: it is untested. Use one of"
             f" {', '.join(map(repr, _PRECISIONS))}."
         )
-    if trainer.num_nodes != 1 and outside is None and not on_ray:
+    if trainer.num_nodes != 1 and outside is None and not is_remote:
         raise UnsupportedFeatureError(
             f"strategy='recycle' cannot start workers on num_nodes={trainer.num_nodes} machines by itself: start this"
             " script with recycle-run, or a recycle-coordinator and this script once for each worker, with"
