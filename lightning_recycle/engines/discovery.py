@@ -1,10 +1,9 @@
 """Environment of a worker: its run, its machine, its device; and scripts started several times without a run.
 
 Concept: the starter of a worker (a user, ``recycle-run``, SLURM, Kubernetes, Ray) describes its place in environment
-variables, and this is the one module that reads them. An engine only sets them; the rest of the package calls
-:func:`discover`. A script without ``RECYCLE_COORDINATOR`` launches its own workers. Started N times by ``torchrun``,
-``srun`` or ``mpirun``, it would train N times, each with all workers, into the same folders: :func:`check_copies`
-refuses that.
+variables, and :func:`discover` reads them (those of SLURM itself: :mod:`~lightning_recycle.engines.slurm`). A script
+without ``RECYCLE_COORDINATOR`` launches its own workers. Started N times by ``torchrun``, ``srun`` or ``mpirun``, it
+would train N times, each with all workers, into the same folders: :func:`check_copies` refuses that.
 
 Contract: without the variable ``RECYCLE_COORDINATOR`` the process takes part in no other process's run. A value that
 cannot be right is a :class:`~lightning_recycle.errors.ConfigurationError` that names the variable and its value.

@@ -30,7 +30,7 @@ class Planner(Protocol):
     """Anything with a ``plan`` method."""
 
     def plan(self, problem: Problem) -> Schedule:
-        """A schedule for ``problem``; deterministic, so that all workers can compute the same one.
+        """A schedule for ``problem``, made once for all workers.
 
         Raises:
             PlanningError: when there is none.

@@ -19,8 +19,8 @@ micro-batches alike, that puts as many failures as possible in their places; onl
 of a failed one take another. After a single failure none has to. Slow workers (``Problem.worker_factors``) are told
 apart from others: a worker's part goes to one of the same factor.
 
-Contract: pure, deterministic functions, which every worker computes alike without communication; renaming is linear in
-the number of operations that change their name.
+Contract: pure, deterministic functions, called where plans are made, not by workers; renaming is linear in the number
+of operations that change their name.
 
 Must not know: how schedules are made, who stores them.
 

@@ -211,7 +211,7 @@ class Session:
         return steps
 
     def _background_saves(self) -> BackgroundSaves | None:
-        """Writes checkpoints while the training goes on; None if all wait for them."""
+        """Decides whether this run saves in the background; None if all wait for checkpoints."""
         wanted = self.options.checkpoints
         by_stage = wanted.save_distributed_checkpoint or self.grid.stages == 1
         if wanted.background == "auto" and not by_stage and (hook := users_save_hook(self.trainer)):

@@ -132,8 +132,8 @@ def _sum_up(state: MembershipState, step: int) -> Next:
 
 
 def add_applied(state: MembershipState, event: messages.Applied) -> Next:
-    """A worker has applied a step. Ends the run if it now differs from the others; while there are newcomers, they are
-    compared when all have applied it.
+    """A worker has applied a step, which counts once all have. Ends the run if the worker now differs from the
+    others; while there are newcomers, they are compared when all have applied it.
     """
     if event.step <= state.steps.applied.get(event.rank, -1):
         return state, ()
