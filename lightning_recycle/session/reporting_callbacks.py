@@ -144,12 +144,13 @@ def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) ->
 
 def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -> Callable[..., None]:
     """Every worker has all predictions: one writes them."""
-    write = getattr(write, "__wrapped__", write)  # prepared for the previous run
+    write = getattr(write, "prepared", write)  # in the previous run
 
     @wraps(write)
     def write_once(*args: Any, **kwargs: Any) -> None:
         collectives.by_leader("predictions", partial(write, *args, **kwargs))
 
+    write_once.prepared = write  # type: ignore[attr-defined]
     return write_once
 
 
