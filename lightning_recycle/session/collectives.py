@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -323,9 +324,11 @@ class WorkerContext:
         """The seed of the run, from which all randomness is derived."""
         return self.own_seed if self.resumed_seed is None else self.resumed_seed
 
-    @property
+    @cached_property
     def own_seed(self) -> int:
-        """The seed of a run that begins anew: the strategy's, or that of ``seed_everything``, else 0."""
+        """The seed of a run that begins anew: the strategy's, or that of ``seed_everything``, else 0; a hook that calls
+        it later changes nothing.
+        """
         return global_seed() if self.options.seed is None else self.options.seed
 
     def forward_context(self) -> AbstractContextManager[Any]:

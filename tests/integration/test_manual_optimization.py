@@ -422,9 +422,22 @@ class Drops(Regression):
             super().optimize(batch, batch_idx, optimizer)
 
 
-def test_what_is_random_is_the_same_whoever_computes() -> None:
+class SeedsAnew(L.Callback):
+    """Calls ``seed_everything`` in the training; the seed of the run, which checkpoints have, stays what it was."""
+
+    seed = 0
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seed = trainer.fit_loop.on_save_checkpoint()["seed"]
+        L.seed_everything(self.seed + 1, verbose=False)
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert trainer.fit_loop.on_save_checkpoint()["seed"] == self.seed
+
+
+def test_what_is_random_is_the_same_whoever_computes_and_seeds_anew() -> None:
     one, other = Drops().double(), Drops().double()
-    on_grid(one, pipelines=2, strategy={"num_microbatches": 2})
+    on_grid(one, pipelines=2, strategy={"num_microbatches": 2}, callbacks=[SeedsAnew()])
     on_grid(other, [Fault("kill", 1, 0, step=4, at="reduce")], {"num_microbatches": 2}, 2)
     assert difference(one.state_dict(), other.state_dict()) < 1e-10
 
