@@ -331,8 +331,10 @@ def _find_unpicklable(payload: Any, main: MainModule) -> str | None:
         try:
             _dump(value, main, _NullFile())
         except Exception:  # of whatever kind: the caller has the one that is reported
-            inner = (path_from(f"{path}{step}", member) for step, member in _members(value))
-            return next(filter(None, inner), path)
+            with contextlib.suppress(Exception):  # by one that shows nothing of what it has
+                inner = (path_from(f"{path}{step}", member) for step, member in _members(value))
+                return next(filter(None, inner), path)
+            return path
         return None
 
     return next(filter(None, (path_from(name, value) for name, value in roots.items())), None)

@@ -1,16 +1,20 @@
-"""Settings of the launching process that workers get."""
+"""What the launching process sends to workers: its settings, and an error for what cannot be sent."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_recycle.launch.worker_payload import Settings
-from lightning_recycle.pickling import dumps
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.launch.worker_payload import Settings, dump
+from lightning_recycle.pickling import MainModule, dumps
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +34,17 @@ def test_resolvers_registered_in_a_function_travel_and_one_that_cannot_does_not_
     settings.restore()
     assert OmegaConf.create({"weight": "${times:2}"}).weight == 4
     assert not OmegaConf.has_resolver("locked")
+
+
+class Refuses:
+    """Says itself that it cannot be pickled."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError("it holds a connection")
+
+
+def test_something_that_refuses_to_be_pickled_is_named_with_its_reason() -> None:
+    call = SimpleNamespace(arguments={"model": {"helpers": [1, Refuses()]}}, trainer=None)
+    expected = r"model\['helpers'\]\[1\] cannot be sent to the worker processes: TypeError: it holds a connection\."
+    with pytest.raises(ConfigurationError, match=expected):
+        dump((call,), MainModule(imported=False), io.BytesIO())
