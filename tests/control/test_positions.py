@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from control_plane import ControlPlane, die
 from hypothesis import given
@@ -150,6 +152,41 @@ def test_the_coordinator_parks_the_sibling_of_a_worker_that_ends_and_the_others_
         plane.until(lambda: plane.planner.asked[-1][0] == {Worker(0, 0)})
         states = [position.state.value for position in plane.coordinator.view().status.positions]
         assert states == ["parked", "lost", "live", "live"]
+
+
+def test_a_worker_that_is_found_lost_as_it_comes_back_costs_a_generation_after_the_one_it_came_back_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All heard of the newer generation first, then of the older one, and waited in that for good."""
+
+    def broken(frame: bytes) -> None:
+        raise BrokenPipeError
+
+    with ControlPlane(Grid(3, 1, 3), of_position=2) as plane:
+        workers = plane.members()
+        die(plane, workers[0])
+        plane.until(lambda: len(plane.events("failure")) == 1)
+        die(plane, workers[2])
+        plane.until(lambda: len(plane.events("failure")) == 2)
+        workers[3].client.send(m.Confirm(3, 0))
+        plane.until(lambda: 3 in plane.coordinator._unconfirmed)
+        monkeypatch.setattr(plane.coordinator._workers.connections[3], "send_frame", broken)
+        heard: dict[int, list[m.Regroup]] = {1: [], 4: []}
+        for rank in heard:
+            of = workers[rank].client.member.receive
+
+            def receive(message: Any, rank: int = rank, of: Any = of) -> Any:
+                heard[rank] += [message] if isinstance(message, m.Regroup) else []
+                return of(message)
+
+            monkeypatch.setattr(workers[rank].client.member, "receive", receive)
+        die(plane, workers[5])
+        plane.until(lambda: len(plane.events("failure")) == 4)
+        for rank in heard:  # once they are told so, they have heard all before it
+            workers[rank].client.confirm()
+        for found in heard.values():
+            assert [each.generation for each in found] == sorted(each.generation for each in found)
+            assert found[-1].roster == (1, 4)
 
 
 # ---------------------------------------------------------------------- who is given up

@@ -671,6 +671,9 @@ class Coordinator:
         while self._to_evict:
             command = self._to_evict.pop(0)
             self._evict(command.rank, command.cause)
+        for rank in self._unconfirmed.keys() & self._state.roster.live:  # it was parked when it asked
+            if (asked := self._unconfirmed.pop(rank, None)) is not None:  # else it is lost, as one before it was
+                self._on_message(rank, asked)
         self._workers.lose_unreachable()
 
     def _send_to_all(self, message: Any) -> None:
@@ -686,8 +689,6 @@ class Coordinator:
             return
         self._state = state
         self._write_down()
-        for rank in self._unconfirmed.keys() & state.roster.live:  # it was parked when it asked
-            self._on_message(rank, self._unconfirmed.pop(rank))
         for command in commands:
             if isinstance(command, protocol.Send):
                 self._send(command)
