@@ -18,6 +18,7 @@ from lightning_recycle.session.background_saves import (
     HolderGroup,
     StateCopies,
 )
+from lightning_recycle.session.configuration import CheckpointOptions, Options
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
@@ -126,8 +127,9 @@ class Followed:
     """A worker's :class:`BackgroundSaves` with a batch that is pending, and what followed from it."""
 
     def __init__(self) -> None:
-        unused: Any = SimpleNamespace()
-        self.saves = BackgroundSaves(unused, lambda: 1, leader_writes=True, patience=1.0)
+        options = Options(checkpoints=CheckpointOptions(signal_timeout=1.0))
+        context: Any = SimpleNamespace(options=options, collectives=None)
+        self.saves = BackgroundSaves(context, lambda: 1)
         self.saves.is_pending = True
         self.failures: list[Any] = []
         self.saves.actions["record"] = lambda failure: self.failures.append(failure and failure.text)
