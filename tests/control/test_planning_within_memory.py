@@ -15,6 +15,7 @@ from lightning_recycle.control.plans.plan_maker import PlanAnswer
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
     Costs,
     Grid,
@@ -155,6 +156,23 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
     assert plans.better() == []
     assert planner.plan(ALL, plans.operation_seconds).period == first < longer.period
     assert planner.source == "ahead"
+
+
+def test_a_plan_that_cannot_be_made_is_named_by_what_it_was_for(
+    planner: PlanProvider, plans: RunPlans, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> PlanAnswer:
+        raise PlanningError("no room")
+
+    monkeypatch.setattr(plan_maker, "make_plan", fail)
+    for rank in range(4):
+        plans.take(GRID.worker(rank), Measured(rank, footprint()))
+    three_steps(planner, plans)
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "No plan could be made ahead for the failure of (0, 0): no room",
+        "No plan could be made ahead for the failure of (0, 1): no room",
+        "No plan was found for what was measured: no room",
+    ]
 
 
 @pytest.mark.parametrize("recompute", [True, False])

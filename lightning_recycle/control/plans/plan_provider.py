@@ -134,7 +134,10 @@ class _PlansAhead:
             if found is None:
                 found = yield from self.maker.make(problem, self.assumed, "better" if offer else "ahead")
         except Exception as error:  # the plan that runs goes on, and a failure without a plan gets one at once
-            log.warning("No plan could be made ahead for the failure of %s: %s", names_of(problem.failed), error)
+            if offer:
+                log.warning("No plan was found for what was measured: %s", error)
+            else:
+                log.warning("No plan could be made ahead for the failure of %s: %s", names_of(problem.failed), error)
             return
         ready = self.ready.find(problem) if offer else None
         if ready is None or _replaces(found.schedule, ready.schedule, problem):
