@@ -128,7 +128,7 @@ class Followed:
 
     def __init__(self) -> None:
         options = Options(checkpoints=CheckpointOptions(signal_timeout=1.0))
-        context: Any = SimpleNamespace(options=options, collectives=None)
+        context: Any = SimpleNamespace(options=options, collectives=SimpleNamespace())
         self.saves = BackgroundSaves(context, lambda: 1)
         self.saves.is_pending = True
         self.failures: list[Any] = []
