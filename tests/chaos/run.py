@@ -117,8 +117,8 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
         run = _prepare(scenario, place, directory)
         ended = _fit(run, limit)
         if scenario.family == "signals" and ended.startswith("in SystemExit"):
-            _prepare_to_resume(run)
-            ended = _fit(run, limit, "hpc")
+            saved = next(directory.glob("hpc_ckpt_*.ckpt"), None)
+            ended = f"{ended}, and saved nothing" if saved is None else _resume(run, saved, limit)
         problems = _what_is_wrong(run, ended)
         if ended == _AS_IT_SHOULD:
             difference = distance(run.model.state_dict(), reference(scenario.recipe)["weights"])
@@ -198,14 +198,14 @@ def _join(scenario: Scenario, directory: Path, checkpoints: Path) -> None:
         trainer.fit(make_model(scenario.recipe), loader, validation)
 
 
-def _prepare_to_resume(run: _Run) -> None:
+def _resume(run: _Run, saved: Path, limit: float) -> str:
     """Whoever starts the same script again after a signal has a new Trainer; nothing more happens to it."""
     run.rows = rows_of(run.directory)
-    saved = next(run.directory.glob("hpc_ckpt_*.ckpt"))
     run.resumed_at = torch.load(saved, weights_only=False)["global_step"]
     run.model = make_model(run.scenario.recipe)
     calm = replace(run.scenario, faults=(), flips=(), late_faults=(), troubles=())
     run.trainer = _trainer(calm, run.directory, run.checkpoints, run.disks)
+    return _fit(run, limit, "hpc")
 
 
 def _fit(run: _Run, limit: float, checkpoint: str | None = None) -> str:

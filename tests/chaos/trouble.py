@@ -50,6 +50,8 @@ class Troubles(pl.Callback):
         position = (strategy.worker.pipeline, strategy.worker.stage)
         self._parent = os.getppid()
         self._waiting = [t for t in self._waiting if t.worker in (None, position) and strategy.incarnation == 0]
+        if (mesh := strategy.session.mesh) is not None and mesh.member:  # a second signal would end the run at once
+            self._waiting = [t for t in self._waiting if t.kind not in signal.Signals.__members__]
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
