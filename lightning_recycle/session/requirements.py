@@ -224,8 +224,8 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
         if all(name in now for name in tied) and len({id(now[name]) for name in tied}) > 1:
             raise ConfigurationError(
                 f"{type(module).__name__}.configure_model() separates the tied weights {' and '.join(tied)}:"
-                " parallelize_module() makes a parameter of each. Tie them again after it: self."
-                f"{tied[1]} = self.{tied[0]}."
+                f" parallelize_module() makes a parameter of each. Tie them again after it: self.{tied[1]} ="
+                f" self.{tied[0]}. Call fully_shard() for one module that has both."
             )
 
 
