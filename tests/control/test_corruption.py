@@ -209,7 +209,7 @@ def vote_under_way(policy: str = "evict") -> s.MembershipState:
 
 
 def voted(state: s.MembershipState, sums: dict[int, Any]) -> list[m.Voted]:
-    return [m.Voted(rank, state.generation.number, one, True, f"cuda:{rank}") for rank, one in sums.items()]
+    return [m.Voted(rank, state.generation.number, one, device=f"cuda:{rank}") for rank, one in sums.items()]
 
 
 def test_a_vote_evicts_who_was_wrong_and_its_loss_begins_the_next_generation() -> None:
@@ -271,6 +271,10 @@ def test_what_cannot_be_compared_is_not_compared_any_more_and_everybody_goes_on(
     assert len(records(commands, "incomparable")) == 1
     assert len(messages(commands, m.Regroup)) == 1
     assert (state.checks.comparable, state.outcome) == (False, None)
+    state = vote_under_way()
+    varying = [replace(vote, varies="layer 3") for vote in voted(state, {0: X, 2: Y})]
+    state, commands = feed(state, *varying, *voted(state, {4: X}))
+    assert records(commands, "incomparable")[0].details == {"cause": "layer 3 gives other bits each time"}
     state = running(Checks())
     state, commands = feed(state, m.Incomparable(1, "layer 3"), m.Incomparable(3, "layer 4"))
     assert len(records(commands, "incomparable")) == len(messages(commands, m.Regroup)) == 1
@@ -385,7 +389,7 @@ def test_a_worker_that_makes_it_of_finite_values_is_judged_by_its_peers() -> Non
     assert resume.vote == m.Vote(0, 2, (0, 2, 4))
     votes = {0: YES, 2: NO, 4: YES}
     state, commands = feed(
-        state, *(m.Voted(r, state.generation.number, one, True, f"cuda:{r}") for r, one in votes.items())
+        state, *(m.Voted(r, state.generation.number, one, device=f"cuda:{r}") for r, one in votes.items())
     )
     assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
     (record,) = records(commands, "corruption")
@@ -397,7 +401,7 @@ def test_a_worker_that_makes_it_of_finite_values_is_judged_by_its_peers() -> Non
 def test_what_its_peers_get_too_is_kept() -> None:
     state, _ = feed(inspecting(), own(inspecting()))
     state, _, _ = resumed(state)
-    state, commands = feed(state, *(m.Voted(rank, state.generation.number, NO, True) for rank in (0, 2, 4)))
+    state, commands = feed(state, *(m.Voted(rank, state.generation.number, NO) for rank in (0, 2, 4)))
     assert [record.details["then"] for record in records(commands, "not_finite")] == ["kept"]
     _, resume, _ = resumed(state)
     assert (resume.inspects, resume.excused, resume.vote) == (-1, 0, None)

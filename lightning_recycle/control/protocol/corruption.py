@@ -128,6 +128,7 @@ class Dispute:
         claims: what both got at first, by rank.
         votes: what each worker of the stage got when it was asked, and whether it got that twice.
         devices: the devices of those that told them, by rank.
+        varies: what had other bits the second time, as the newest vote of that kind says.
     """
 
     step: int
@@ -137,6 +138,7 @@ class Dispute:
     claims: Mapping[int, Sums]
     votes: Mapping[int, tuple[Sums, bool]] = field(default_factory=dict)
     devices: Mapping[int, str] = field(default_factory=dict)
+    varies: str = ""
 
 
 class Finding(Enum):

@@ -185,8 +185,9 @@ def on_voted(state: MembershipState, event: messages.Voted) -> Next:
     dispute = state.checks.dispute
     if not state.generation.runs(event.generation) or dispute is None:
         return state, ()
-    votes = {**dispute.votes, event.rank: (event.sums, event.repeats)}
-    dispute = replace(dispute, votes=votes, devices={**dispute.devices, event.rank: event.device})
+    votes = {**dispute.votes, event.rank: (event.sums, not event.varies)}
+    devices = {**dispute.devices, event.rank: event.device}
+    dispute = replace(dispute, votes=votes, devices=devices, varies=event.varies or dispute.varies)
     if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
         return state.with_checks(dispute=dispute), ()
     found = _settle(state.with_checks(dispute=None), dispute)
@@ -199,9 +200,8 @@ def _settle(state: MembershipState, dispute: Dispute) -> Next:
         return _settle_numbers(state, dispute)
     finding = decide(dispute)
     if finding is Finding.INCOMPARABLE:
-        return _give_up_comparing(
-            state, "the workers of a stage do not agree with themselves, or none with another one"
-        )
+        varies = f"{dispute.varies} gives other bits each time"
+        return _give_up_comparing(state, varies if dispute.varies else "no worker of a stage agrees with another one")
     if finding is Finding.UNDECIDED:
         return _nobody_computes_right(state, dispute)
     assert not isinstance(finding, Finding)

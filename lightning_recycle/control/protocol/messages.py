@@ -487,13 +487,13 @@ class Disputed:
 class Voted:
     """The worker has computed a disputed micro-batch (:class:`Vote`), twice. It goes on in a newer generation only.
 
-    ``sums``: what it got; ``repeats``: whether it got the same bits both times.
+    ``sums``: what it got; ``varies``: the layer or the results that had other bits the second time, empty if none had.
     """
 
     rank: int
     generation: int
     sums: Mapping[str, bytes]
-    repeats: bool
+    varies: str = ""
     device: str = ""
 
 

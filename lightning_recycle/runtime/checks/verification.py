@@ -4,7 +4,8 @@ Concept: in a step with checks each worker records one micro-batch, drawn from t
 checksums of the output, of the gradient of the input, and of the weight gradients, which are added to those of others
 only then. It sends the record to a peer, which computes the same at its CHECK and compares. If it gets other bits, it
 tells the coordinator and goes no further, so the step cannot be committed. Then all workers of the stage compute the
-record once more, and vote.
+record twice, and vote. If several get other bits each time, it is the layers that do, and nothing is compared any more;
+a single one has a broken device.
 Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
 its own once more instead, which shows errors that do not come again.
 
@@ -13,8 +14,6 @@ A result that is found wrong has been handed on to other stages. So all say when
 
 Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.checks.microbatch_records`). Nothing of
 the user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
-Before its first check a worker computes the record twice: if that gives different bits, computations cannot be
-compared.
 
 Knows the stage, but neither schedules nor why a step is run.
 """
@@ -98,7 +97,6 @@ class Verifier:
         self._recorder: MicrobatchRecorder | None = None
         self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
         self._disputed: MicrobatchRecord | None = None
-        self._is_tried = False
         self._open = -1  # the step that all must have passed
 
     # ------------------------------------------------------------------ being checked
@@ -207,12 +205,10 @@ class Verifier:
                 return
             record, other = self._own, self._client.rank
         sums = self._recompute(record)
-        if not self._is_tried or (sums != record.sums and other == self._client.rank):
-            self._is_tried = True
-            if (again := self._recompute(record)) != sums:
-                self._give_up(f"{self._what_differs(record, sums, again)} gives other bits each time")
-                return
         if sums != record.sums:
+            if other == self._client.rank and (varies := self._what_varies(record, sums)):
+                self._give_up(f"{varies} gives other bits each time")
+                return
             self.dispute(record, other, sums)
         self._pass()
 
@@ -252,8 +248,8 @@ class Verifier:
                 record = _to_device(record, self._communicator.device)
                 has_a_say = record.machine in ("", _machine())
                 sums = self._recompute(record) if has_a_say else {}
-                repeats = not has_a_say or self._recompute(record) == sums
-            self._client.send(messages.Voted(rank, self._client.generation, sums, repeats, self._device))
+                varies = self._what_varies(record, sums) if has_a_say else ""
+            self._client.send(messages.Voted(rank, self._client.generation, sums, varies, self._device))
         self._client.await_announcement(_VERDICT_TIMEOUT)
         raise Interrupted
 
@@ -262,8 +258,13 @@ class Verifier:
         log.warning("Computations cannot be compared: %s.", cause)
         self._client.send(messages.Incomparable(self._client.rank, cause))
 
-    def _what_differs(self, record: MicrobatchRecord, sums: Mapping[str, bytes], again: Mapping[str, bytes]) -> str:
-        """The first layer whose output differs between two forwards; else which results of two computations do."""
+    def _what_varies(self, record: MicrobatchRecord, sums: Mapping[str, bytes]) -> str:
+        """Nothing if ``record`` gives ``sums`` again; else the first layer whose output differs between two more
+        forwards, or the results that do.
+        """
+        again = self._recompute(record)
+        if again == sums:
+            return ""
         one, other = self._outputs(record), self._outputs(record)
         results = f"the {' and the '.join(name for name in sums if sums[name] != again[name])} of this stage"
         return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
@@ -272,8 +273,13 @@ class Verifier:
         """The checksum of what each layer without parts gives in a forward, with its name."""
         seen: list[tuple[str, bytes]] = []
 
+        def summed(output: Any) -> bytes:
+            return checksum(
+                [each for each in tensors_of(output) if type(each) is Tensor]
+            )  # what stands for others' not
+
         def watch(name: str, module: nn.Module) -> Any:
-            return module.register_forward_hook(lambda _, __, output: seen.append((name, checksum(tensors_of(output)))))
+            return module.register_forward_hook(lambda _, __, output: seen.append((name, summed(output))))
 
         handles = [watch(name, module) for name, module in self._stage.named_leaves()]
         try:
