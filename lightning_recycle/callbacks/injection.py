@@ -180,6 +180,7 @@ class _Injector:
         self._strategy = strategy
         self._rank = rank
         self._slowdowns: list[fault_effects.Slowdown] = []
+        self._waited = 0.0  # for siblings, before the operation that runs
         self._arithmetic: fault_effects.WrongArithmetic | None = None
         self._errs = False  # in the operation that runs
 
@@ -204,6 +205,7 @@ class _Injector:
             place: Worker = self._strategy.executor.worker
             self._strike(Fault(timed.kind, place.pipeline, place.stage, step), step, str(op))
         self._err(op.kind not in (OpKind.REDUCE, OpKind.STEP))
+        self._waited = self._strategy.executor.seconds_for_siblings
 
     def _err(self, errs: bool) -> None:
         """From now on arithmetic is wrong, or right, if this device is broken."""
@@ -216,9 +218,13 @@ class _Injector:
             self._arithmetic.__exit__(None, None, None)
 
     def stretch(self, seconds: float) -> None:
-        """Prolongs the operation that has just computed for ``seconds``."""
+        """Prolongs the operation that has just computed for ``seconds``, but for the wait for siblings: two slow ones
+        would slow each other down without end.
+        """
+        executor = self._strategy.executor
+        own = seconds - (executor.seconds_for_siblings - self._waited)
         for slowdown in self._slowdowns:
-            slowdown.sleep_after(self._strategy.executor.version, seconds)
+            slowdown.sleep_after(executor.version, max(0.0, own))
 
     def after_operation(self, step: int, op: Op) -> None:
         self._err(False)

@@ -64,6 +64,7 @@ class Connections:
         stage_name: the name of the stage's.
         small_allreduce: sums small tensors over the stage, if it has peers and not too many.
         generation: the one that is connected.
+        seconds_for_siblings: what collectives of the position have taken so far.
         translated: the context of an operation, in which errors of peers and of the network become a
             CommunicationError.
     """
@@ -92,6 +93,7 @@ class Connections:
         self.stage_name = ""
         self.small_allreduce: SmallAllreduce | None = None
         self.generation = -1
+        self.seconds_for_siblings = 0.0
         self.translated, self._in_hook = _Translated(self), _Translated(self, in_hook=True)
         self._host, self._rendezvous = host, rendezvous
         self.mesh = mesh
@@ -190,6 +192,7 @@ class Connections:
 
     def _await_members(self, group: Any, work: Any, in_hook: bool) -> None:
         """Waits for a collective of this worker's position; ``in_hook``: it goes on when the generation ends."""
+        started = time.monotonic()
         try:
             with self.waiting("the other members of its position"):
                 self.await_collective(group, work, in_hook)
@@ -197,6 +200,8 @@ class Connections:
             if in_hook:
                 self.lose_sibling(error)
             raise
+        finally:
+            self.seconds_for_siblings += time.monotonic() - started
         self.on_progress()
 
     def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:

@@ -121,6 +121,11 @@ class Executor:
         return self._runner.after_operation
 
     @property
+    def seconds_for_siblings(self) -> float:
+        """The time that collectives of the layers have taken so far."""
+        return self._communicator.connections.seconds_for_siblings
+
+    @property
     def stretch_operation(self) -> Callable[[float], None] | None:
         """Called with the seconds that an operation has computed: see StepRunner."""
         return self._runner.stretch_operation
