@@ -33,16 +33,18 @@ class FakeExecutor:
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
         self.stretch_operation: Callable[[float], None] | None = None
+        self.seconds_for_siblings = 0.0
         self.announced: list[FaultInjected] = []
 
     def announce_fault(self, fault: FaultInjected) -> None:
         self.announced.append(fault)
 
-    def run(self, steps: int = 1, seconds: float = 0.01) -> None:
+    def run(self, steps: int = 1, seconds: float = 0.01, for_siblings: float = 0.0) -> None:
         for _ in range(steps):
             for op in PROGRAM:
                 for before in self.before_operation:
                     before(self.version, op)
+                self.seconds_for_siblings += for_siblings
                 if self.stretch_operation is not None:
                     self.stretch_operation(seconds)
                 for after in self.after_operation:
@@ -190,6 +192,12 @@ def test_slow_sleeps_after_each_operation_from_its_point_on(sleeps: list[float])
     assert sleeps == [1.0] * 2  # REDUCE and STEP
     process.executor.run(3, seconds=0.25)
     assert sleeps == [1.0] * 2 + [0.5] * 4
+
+
+def test_slow_does_not_stretch_the_wait_for_siblings(sleeps: list[float]) -> None:
+    process = worker(Fault("slow", 0, 1, 1, at="reduce", factor=3.0, steps=1))
+    process.executor.run(2, seconds=0.5, for_siblings=0.25)
+    assert sleeps == [0.5] * 2
 
 
 def test_slow_after_an_operation_spares_that_operation(sleeps: list[float]) -> None:
