@@ -44,7 +44,7 @@ from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_
 from lightning_recycle.model.layers import stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
-from lightning_recycle.model.weights import Tie, set_weights
+from lightning_recycle.model.weights import Tie, names_by_parameter, set_weights
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of
@@ -286,17 +286,15 @@ class _StageShare:
 
     def __init__(self, module: nn.Module, chain: Chain, stages: Sequence[range]) -> None:
         self._chain, self.stages = chain, stages
-        self._names: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(parameter), []).append(name)
-        self.same_as = {name: names[0] for names in self._names.values() for name in names}
+        self._names = names_by_parameter(module.named_parameters(remove_duplicate=False))
+        self.same_as = {name: names[0] for names in self._names for name in names}
         self.outside = tuple(_outside(module, "", chain))
 
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
         """Groups of layers that share a weight; what is outside of the chain is on the first stage and the last."""
         last = self.stages[-1].stop - 1
         groups = []
-        for names in self._names.values():
+        for names in self._names:
             found = {self._chain.holds(name) for name in names}
             layers = {layer for layer in found if layer is not None}
             if None in found:
@@ -316,7 +314,7 @@ class _StageShare:
         those whose names begin with one of ``came``, if there is one.
         """
         there = tuple(came)
-        for names in self._names.values():
+        for names in self._names:
             here = [name for name in names if not module.get_parameter(name).is_meta]
             here.sort(key=lambda name: name.startswith(there))
             for name in here[1:]:
@@ -333,7 +331,7 @@ class _StageShare:
     def ties(self) -> tuple[Tie, ...]:
         """The parameters that several stages hold."""
         ties = []
-        for names in self._names.values():
+        for names in self._names:
             mine = {stage: [n for n in names if self.on(n, stage)] for stage in range(len(self.stages))}
             copies = tuple((stage, found[0]) for stage, found in mine.items() if found)
             if len(copies) > 1:

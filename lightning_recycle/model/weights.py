@@ -44,6 +44,7 @@ from lightning_recycle.tensor_memory import part_like
 __all__ = [
     "Tie",
     "merge_groups",
+    "names_by_parameter",
     "own_parts",
     "set_weights",
     "shared_parameters",
@@ -114,11 +115,20 @@ def split_name(name: str) -> tuple[int, str]:
 
 def shared_parameters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:
     """The names of parameters that are one object in several of ``layers``, in the order of the layers."""
+    named = (
+        (f"layers.{index}.{inner}", parameter)
+        for index, layer in enumerate(layers)
+        for inner, parameter in layer.named_parameters(remove_duplicate=False)
+    )
+    return [tuple(group) for group in names_by_parameter(named) if len({split_name(name)[0] for name in group}) > 1]
+
+
+def names_by_parameter(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """The names of each parameter of which ``named`` has one or several, in its order."""
     names: dict[int, list[str]] = {}
-    for index, layer in enumerate(layers):
-        for inner, parameter in layer.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(f"layers.{index}.{inner}")
-    return [tuple(group) for group in names.values() if len({split_name(name)[0] for name in group}) > 1]
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
 
 
 def merge_groups(groups: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:

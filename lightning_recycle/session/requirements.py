@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +29,7 @@ from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
+from lightning_recycle.model.weights import names_by_parameter
 from lightning_recycle.runtime.stage.fully_sharded import can_be_reset, fully_sharded_modules
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.interruption import saves_on_exception
@@ -206,7 +206,7 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
     """Raises ConfigurationError if plans of ``parallelize_module()`` name modules that do not exist, and no layer is
     made parallel in the block (torch warns of each such name and goes on), or if tied weights are separated there.
     """
-    ties = _ties(module)
+    names = names_by_parameter(module.named_parameters(remove_duplicate=False))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -220,21 +220,13 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
             " its named_modules()."
         )
     now = dict(module.named_parameters(remove_duplicate=False))
-    for tied in ties:
+    for tied in names:
         if all(name in now for name in tied) and len({id(now[name]) for name in tied}) > 1:
             raise ConfigurationError(
                 f"{type(module).__name__}.configure_model() separates the tied weights {' and '.join(tied)}:"
                 f" parallelize_module() makes a parameter of each. Tie them again after it: self.{tied[1]} ="
                 f" self.{tied[0]}. Call fully_shard() for one module that has both."
             )
-
-
-def _ties(module: pl.LightningModule) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [each for each in names.values() if len(each) > 1]
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:

@@ -274,9 +274,8 @@ class Verifier:
         seen: list[tuple[str, bytes]] = []
 
         def summed(output: Any) -> bytes:
-            return checksum(
-                [each for each in tensors_of(output) if type(each) is Tensor]
-            )  # what stands for others' not
+            # Not what stands for tensors of other stages.
+            return checksum([tensor for tensor in tensors_of(output) if type(tensor) is Tensor])
 
         def watch(name: str, module: nn.Module) -> Any:
             return module.register_forward_hook(lambda _, __, output: seen.append((name, summed(output))))

@@ -56,9 +56,8 @@ def storage_bytes(values: Iterable[Any], without: Iterable[int] = ()) -> int:
     excluded = frozenset(without)
     sizes: dict[int, int] = {}
     for tensor in values:
-        if (
-            isinstance(tensor, Tensor) and tensor.layout is torch.strided
-        ):  # others have several storages; dense ones are what networks save
+        # Other layouts have several storages; dense ones are what networks save.
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
             storage = _with_memory(tensor).untyped_storage()
             if storage.data_ptr() not in excluded:
                 sizes[storage.data_ptr()] = storage.nbytes()
