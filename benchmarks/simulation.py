@@ -104,7 +104,7 @@ def scenes() -> tuple[Scene, ...]:
 def ratio(model: TrainingModel, policy: Policy, scene: Scene) -> float:
     """Relative to fault-free 1F1B, per GPU of the cluster."""
     cluster = Cluster.of(model, extra_nodes=getattr(policy, "spares", 0))
-    return repeat(model, cluster, policy, scene.source, scene.duration, scene.seeds).ratio_per_gpu
+    return repeat(model, cluster, policy, scene.source, scene.duration, scene.seeds).mean("ratio_per_gpu")
 
 
 def policy_of(kind: type[Policy], schedule: str) -> Policy:
@@ -254,8 +254,8 @@ def spares_table() -> Iterable[Table]:
                     policy = Spares(spares, schedule=schedule)  # type: ignore[arg-type]
                     found[spares] = repeat(model, Cluster.of(model, extra_nodes=spares), policy, source, "3d", range(5))
                 equal = next((str(n) for n, result in found.items() if result.ratio >= goal - 0.001), "more than 8")
-                best = max(found, key=lambda n: found[n].ratio_per_gpu)
-                per_gpu = f"{found[best].ratio_per_gpu:.3f} ({best} spares)"
+                best = max(found, key=lambda n: found[n].mean("ratio_per_gpu"))
+                per_gpu = f"{found[best].mean('ratio_per_gpu'):.3f} ({best} spares)"
                 cells = (f"{found[n].ratio:.3f}" for n in (0, 1, 2, 4, 8))
                 table.add_row(name, interval, f"{goal:.3f}", *cells, equal, per_gpu)
         yield table

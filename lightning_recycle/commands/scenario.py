@@ -36,6 +36,7 @@ from lightning_recycle.simulation import (
     get_model,
     repeat,
 )
+from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.report.records import RESULT_SCHEMA
 
@@ -148,17 +149,10 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
         "schema": RESULT_SCHEMA,
         "command": command,
         **_asked(scenario),
-        "throughput": found.throughput,
+        **{name: found.mean(name) for name in FIGURES},
         "fault_free_throughput": first.fault_free_throughput,
-        "ratio": found.ratio,
-        "ratio_per_gpu": found.ratio_per_gpu,
         "deviation": found.deviation,
-        "fraction_of_ideal": found.fraction_of_ideal,
-        "goodput": statistics.fmean(result.goodput for result in found.results),
-        "ettr": statistics.fmean(result.ettr for result in found.results),
-        "mfu": statistics.fmean(result.mfu for result in found.results),
-        "node_failures": found.failures,
-        "cost": statistics.fmean(result.cost for result in found.results),
+        "node_failures": found.mean("failures"),
         "note": _note(found.results),
         "losses": _means(result.losses() for result in found.results),
         "fractions": _means(result.accounting.fractions() for result in found.results),

@@ -9,7 +9,7 @@ Must not know: how the run was simulated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_recycle.simulation.policies.policy import Configuration
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
 
 __all__ = [
+    "FIGURES",
     "Accounting",
     "Cause",
     "Interval",
@@ -111,6 +112,10 @@ class Accounting:
         return {cause.value: getattr(self, cause.value) / self.total if self.total else 0.0 for cause in Cause}
 
 
+FIGURES = ("throughput", "ratio", "ratio_per_gpu", "fraction_of_ideal", "goodput", "ettr", "mfu", "cost")
+"""The properties of a result that are numbers."""
+
+
 @dataclass(frozen=True)
 class SimulationResult:
     """One simulated run.
@@ -193,7 +198,7 @@ class SimulationResult:
         """Number of node failures; a node may fail more than once."""
         return sum(len(event.nodes) for event in self.events if event.kind == "failure")
 
-    def losses(self) -> Mapping[str, float]:
+    def losses(self) -> dict[str, float]:
         """Samples/s lost by cause, against fault-free 1F1B on as many GPUs as the cluster has; they add up.
 
         A GPU-second that is idle, redone, reconfiguring or failed loses what a GPU achieves in a second without
@@ -211,15 +216,7 @@ class SimulationResult:
         """Everything, ready for ``json.dump``."""
         data = asdict(self)
         data["intervals"] = [{**asdict(interval), "state": interval.state.value} for interval in self.intervals]
-        data["throughput"] = self.throughput
-        data["ratio"] = self.ratio
-        data["fraction_of_ideal"] = self.fraction_of_ideal
-        data["goodput"] = self.goodput
-        data["ettr"] = self.ettr
-        data["mfu"] = self.mfu
-        data["cost"] = self.cost
-        data["losses"] = dict(self.losses())
-        return data
+        return {**data, **{name: getattr(self, name) for name in FIGURES}, "losses": self.losses()}
 
 
 @dataclass(frozen=True, slots=True)

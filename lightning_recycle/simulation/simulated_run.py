@@ -15,7 +15,6 @@ a tenth of the throughput.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -377,39 +376,18 @@ class Repetitions:
     results: tuple[SimulationResult, ...]
 
     @property
-    def throughput(self) -> float:
-        """Mean samples/s."""
-        return statistics.fmean(result.throughput for result in self.results)
-
-    @property
     def ratio(self) -> float:
         """Mean throughput relative to fault-free 1F1B."""
-        return statistics.fmean(result.ratio for result in self.results)
+        return self.mean("ratio")
 
-    @property
-    def ratio_per_gpu(self) -> float:
-        """Mean of the same per GPU of the cluster."""
-        return statistics.fmean(result.ratio_per_gpu for result in self.results)
-
-    @property
-    def fraction_of_ideal(self) -> float:
-        """Mean throughput relative to what the live GPUs would achieve without bubbles and pauses."""
-        return statistics.fmean(result.fraction_of_ideal for result in self.results)
-
-    @property
-    def error(self) -> float:
-        """Half of the 95 % interval of the mean ratio (normal approximation); 0 for a single run."""
-        return 1.96 * self.deviation / math.sqrt(len(self.results))
+    def mean(self, figure: str) -> float:
+        """Mean of a property of the results, such as "ratio"."""
+        return statistics.fmean(getattr(result, figure) for result in self.results)
 
     @property
     def deviation(self) -> float:
         """Standard deviation of the ratio from run to run."""
         return statistics.stdev(result.ratio for result in self.results) if len(self.results) > 1 else 0.0
-
-    @property
-    def failures(self) -> float:
-        """Mean number of nodes that failed."""
-        return statistics.fmean(result.failures for result in self.results)
 
 
 def repeat(
