@@ -29,6 +29,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.processes import process_space
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "delete",
     "link",
     "put_in_place",
+    "read_json",
+    "refusing",
     "remove",
     "remove_leftovers",
     "replacing",
@@ -107,6 +110,40 @@ def write_atomically(path: str | PathLike[str], content: bytes | str) -> None:
 def write_json(path: str | PathLike[str], data: Any) -> None:
     """:func:`write_atomically` of ``data`` as one line of JSON."""
     write_atomically(path, json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n")
+
+
+@contextlib.contextmanager
+def refusing(action: str, kind: type[ReCycleError] = ConfigurationError) -> Iterator[None]:
+    """Within the block an error of the file system is one of this package.
+
+    Args:
+        action: what is done there, such as "write the plan to plan.json".
+        kind: the class of the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot {action}: {error.strerror or error}.") from error
+
+
+def read_json(path: str | PathLike[str], what: str, remedy: str, kind: type[ReCycleError] = ConfigurationError) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        path: the file.
+        what: what it is, for errors: "the plan".
+        remedy: what to do if it is damaged: "compute it again".
+        kind: the class of the errors.
+
+    Raises:
+        ReCycleError: of that kind, when the file cannot be read or is not JSON.
+    """
+    with refusing(f"read {what} {path}", kind):
+        content = Path(path).read_bytes()
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{what} {path} is damaged, it is not JSON ({error}): {remedy}.") from error
 
 
 def link(target: str | PathLike[str], path: str | PathLike[str]) -> None:

@@ -30,6 +30,7 @@ from rich.table import Table
 from lightning_recycle.commands.application import run_command
 from lightning_recycle.commands.plan_settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import refusing
 from lightning_recycle.planning import (
     Grid,
     PlanLibrary,
@@ -108,11 +109,8 @@ def _drawn(result: PlanResult, picture: Path | None, automatic: bool, unit: str)
     if picture is not None:
         title = f"{result.schedule.grid}, {len(result.schedule.failed)} failed, {result.backend} ({result.status})"
         iterations = 2 if result.schedule.problem.technique.staggered else 1
-        try:
-            picture.parent.mkdir(parents=True, exist_ok=True)
+        with refusing(f"write the picture to {picture}"):
             save_gantt(picture, result.schedule, [title], iterations=iterations, unit=unit)
-        except OSError as error:
-            raise ConfigurationError(f"cannot write the picture to {picture}: {error.strerror or error}.") from error
         return [str(picture)]
     return []
 

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.commands.application import bad_input_ends
-from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import write_atomically
+from lightning_recycle.files import refusing, write_atomically
 from lightning_recycle.visualize.report.page import render_report
 from lightning_recycle.visualize.report.records import load_results, missing_results
 
@@ -41,10 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = load_results(chosen.folder)
         missing = missing_results(chosen.folder)
         page = render_report(results, chosen.title, missing)
-        try:
+        with refusing(f"write {chosen.output}"):
             write_atomically(chosen.output, page)
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {chosen.output}: {error.strerror or error}.") from error
         size = len(page.encode()) / 1e3
         count = f"{len(results)} of {len(results) + missing}" if missing else f"{len(results)}"
         noun = "result" if len(results) + missing == 1 else "results"

@@ -36,7 +36,7 @@ from rich.table import Table
 from lightning_recycle.commands.application import run_command
 from lightning_recycle.commands.scenario import result_of, scenario_from
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import write_atomically
+from lightning_recycle.files import refusing, write_atomically, write_json
 from lightning_recycle.visualize.report.records import (
     EXPERIMENT_FILE,
     assumptions_text,
@@ -89,15 +89,12 @@ def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tu
     if settings["output"] is None:
         return result, []
     file = folder / "result.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with refusing(f"write to {folder}"):
         write_atomically(file, json.dumps(result, indent=1) + "\n")
         written = [file]
         if settings["timeline"]:
             written.append(folder / "timeline.json")
             write_atomically(written[-1], json.dumps(_timeline(result)))
-    except OSError as error:
-        raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}.") from error
     return result, list(map(str, written))
 
 
@@ -149,11 +146,8 @@ def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[
 def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Path, console: Console) -> float:
     """All points of an experiment, each in a folder of its own; returns their number."""
     points = points_of(experiment, given)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / EXPERIMENT_FILE, json.dumps({"results": len(points)}) + "\n")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}.") from error
+    with refusing(f"write to {folder}"):
+        write_json(folder / EXPERIMENT_FILE, {"results": len(points)})
     for number, point in enumerate(points):
         config = hydra.compose(_CONFIG, overrides=[*point.overrides, "timeline=false", "output=."])
         result, _ = _simulated(config, list(point.overrides), folder / point.name / f"{number:03d}")

@@ -16,7 +16,6 @@ Must not know: planners, the plan library's keys, torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ from typing import Any
 
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import PlanningError, ReCycleError
-from lightning_recycle.files import write_atomically, write_json
+from lightning_recycle.files import read_json, refusing, write_atomically, write_json
 from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
@@ -181,10 +180,8 @@ def save_plan(path: str | PathLike[str], result: PlanResult | Schedule) -> None:
     Raises:
         PlanningError: when the file cannot be written.
     """
-    try:
+    with refusing(f"write the plan to {path}", PlanningError):
         write_json(path, plan_to_json(result))
-    except OSError as error:
-        raise PlanningError(f"cannot write the plan to {path}: {error.strerror or error}.") from error
 
 
 def load_plan(path: str | PathLike[str]) -> PlanResult:
@@ -193,13 +190,7 @@ def load_plan(path: str | PathLike[str]) -> PlanResult:
     Raises:
         PlanningError: when the file cannot be read, is damaged, of a newer schema, or its schedule breaks a rule.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except OSError as error:
-        raise PlanningError(f"cannot read the plan {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise PlanningError(f"the plan {path} is damaged, it is not JSON ({error}): compute it again.") from error
+    data = read_json(path, "the plan", "compute it again", PlanningError)
     try:
         return read_plan(data)
     except InvalidScheduleError as error:
@@ -290,7 +281,5 @@ def save_torch_csv(path: str | PathLike[str], schedule: Schedule) -> None:
                     raise PlanningError(f"{op} of another pipeline runs in pipeline 0: write the plan as format=json.")
                 actions.append(f"{stage}{_TORCH_LETTERS[op.kind]}{op.microbatch.index}")
         lines.append(",".join(actions))
-    try:
+    with refusing(f"write the plan to {path}", PlanningError):
         write_atomically(path, "\n".join(lines) + "\n")
-    except OSError as error:
-        raise PlanningError(f"cannot write the plan to {path}: {error.strerror or error}.") from error

@@ -38,7 +38,7 @@ from rich.progress import track
 
 from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import PlanningError, ReCycleError
-from lightning_recycle.files import write_atomically
+from lightning_recycle.files import refusing, write_atomically
 from lightning_recycle.planning.child_process import Report, run_in_child
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_to_json, read_plan
@@ -129,11 +129,9 @@ class PlanLibrary:
             result = proven(result, type(self.planner).__name__)
         validate(result.schedule)
         path = self._path(result.schedule.problem)
-        try:
-            content = json.dumps(plan_to_json(result), separators=(",", ":"), allow_nan=False)
+        content = json.dumps(plan_to_json(result), separators=(",", ":"), allow_nan=False)
+        with refusing(f"store a plan in {path}", PlanningError):
             write_atomically(path, gzip.compress(content.encode(), _COMPRESSION, mtime=0))
-        except OSError as error:
-            raise PlanningError(f"cannot store a plan in {path}: {error.strerror or error}.") from error
         self._reported.discard(path)
         return path
 

@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 
 from lightning_recycle.arguments import at_least, is_integer, is_number, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import write_atomically
+from lightning_recycle.files import read_json, refusing, write_atomically
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 
@@ -137,10 +137,8 @@ def save_profile(path: str | PathLike[str], profile: Profile) -> None:
         "communication": {"latency": profile.latency, "bandwidth": profile.bandwidth},
         "stages": [asdict(stage) for stage in profile.stages],
     }
-    try:
-        write_atomically(path, (json.dumps(data, indent=2, allow_nan=False) + "\n").encode())
-    except OSError as error:
-        raise ConfigurationError(f"cannot write the profile to {path}: {error.strerror or error}.") from error
+    with refusing(f"write the profile to {path}"):
+        write_atomically(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 def load_profile(path: str | PathLike[str]) -> Profile:
@@ -149,13 +147,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
     Raises:
         ConfigurationError: when it cannot be read, is damaged, or of a newer schema.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the profile {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"the profile {path} is damaged, it is not JSON ({error}): measure again.") from error
+    data = read_json(path, "the profile", "measure again")
     schema = data.get("schema") if isinstance(data, Mapping) else None
     if schema != PROFILE_SCHEMA:
         raise ConfigurationError(
