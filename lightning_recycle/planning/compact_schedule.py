@@ -121,7 +121,7 @@ class Lane:
         columns = {Worker(0, stage): each for stage, each in enumerate(self.stages)}
         return schedule_of_columns(self.problem, columns, self.period)
 
-    def program(self, stage: int, names: Sequence[Microbatch]) -> tuple[Op, ...]:
+    def operations(self, stage: int, names: Sequence[Microbatch]) -> tuple[ScheduledOp, ...]:
         """The operations of the worker of ``stage``, in order.
 
         Args:
@@ -129,18 +129,12 @@ class Lane:
             names: the lane's micro-batches; if they are fewer than the lane's program has, the rest is left out.
         """
         columns, count = self.stages[stage], len(names)
+        rows = zip(columns.kinds, columns.indices, columns.starts, columns.ends, strict=True)
         return tuple(
-            Op(KINDS[kind], stage, None if index < 0 else names[index])
-            for kind, index in zip(columns.kinds, columns.indices, strict=True)
+            ScheduledOp(Op(KINDS[kind], stage, None if index < 0 else names[index]), start, end)
+            for kind, index, start, end in rows
             if index < count
         )
-
-    def scheduled(self, stage: int, names: Sequence[Microbatch]) -> tuple[ScheduledOp, ...]:
-        """Like :meth:`program`, with times."""
-        columns, count = self.stages[stage], len(names)
-        rows = zip(columns.indices, columns.starts, columns.ends, strict=True)
-        times = ((start, end) for index, start, end in rows if index < count)
-        return tuple(ScheduledOp(op, *time) for op, time in zip(self.program(stage, names), times, strict=True))
 
     @cached_property
     def period(self) -> float:
@@ -182,7 +176,7 @@ class LanePlaces:
         self.grid = grid
         self.lanes = lanes
         self._failed = frozenset(failed)
-        self._share, self._longer = divmod(grid.global_microbatches, lanes)
+        self._share, self.longer = divmod(grid.global_microbatches, lanes)
         self._extra = self._share - grid.microbatches  # of the micro-batches of the others, at least
 
     @cached_property
@@ -216,12 +210,12 @@ class LanePlaces:
 
     def count(self, lane: int) -> int:
         """Number of micro-batches of a lane."""
-        return self._share + (lane < self._longer)
+        return self._share + (lane < self.longer)
 
     def microbatches(self, lane: int) -> list[Microbatch]:
         """The micro-batches of a lane, in the order of their numbers within it."""
         own = self.grid.microbatches
-        first = lane * self._extra + min(lane, self._longer)
+        first = lane * self._extra + min(lane, self.longer)
         others = range(first, first + self.count(lane) - own)
         return [
             *(Microbatch(lane, index) for index in range(own)),
@@ -233,10 +227,10 @@ class LanePlaces:
         if microbatch.pipeline < self.lanes:
             return microbatch.pipeline
         number = (microbatch.pipeline - self.lanes) * self.grid.microbatches + microbatch.index
-        in_longer = self._longer * (self._extra + 1)
+        in_longer = self.longer * (self._extra + 1)
         if number < in_longer:
             return number // (self._extra + 1)
-        return self._longer + (number - in_longer) // self._extra
+        return self.longer + (number - in_longer) // self._extra
 
 
 class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
@@ -250,7 +244,8 @@ class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
     def __getitem__(self, worker: Worker) -> tuple[ScheduledOp, ...]:
         if worker not in self:
             raise KeyError(worker)
-        return self.lane.scheduled(worker.stage, self._microbatches(worker))
+        lane = self.places.lane(worker)
+        return self.lane.operations(worker.stage, [] if lane is None else self.places.microbatches(lane))
 
     def __contains__(self, worker: object) -> bool:
         return worker in self.places.grid and worker not in self._failed
@@ -268,14 +263,6 @@ class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def program(self, worker: Worker) -> tuple[Op, ...]:
-        """The operations of a live worker."""
-        return self.lane.program(worker.stage, self._microbatches(worker))
-
-    def _microbatches(self, worker: Worker) -> list[Microbatch]:
-        lane = self.places.lane(worker)
-        return [] if lane is None else self.places.microbatches(lane)
-
 
 @dataclass(frozen=True)
 class CompactSchedule(Schedule):
@@ -291,20 +278,20 @@ class CompactSchedule(Schedule):
     @property
     def num_operations(self) -> int:
         """The number of operations of all workers."""
-        total = 2 * len(self.workers)
-        for length, lanes in self._lengths():
-            total += lanes * sum(0 <= index < length for stage in self.lane.stages for index in stage.indices)
-        return total
+        places = self.workers.places
+        shortest = places.count(places.lanes - 1)
+        lanes = (
+            places.lanes if index < shortest else places.longer
+            for s in self.lane.stages
+            for index in s.indices
+            if index >= 0
+        )
+        return 2 * len(self.workers) + sum(lanes)
 
     @cached_property
     def makespan(self) -> float:
         """Time from the start of an iteration's first operation to the end of its last, from empty to empty."""
         return self.lane.makespan
-
-    def program(self, worker: Worker) -> tuple[Op, ...]:
-        """The operations of ``worker``, in order, without times."""
-        self._check(worker)
-        return self.workers.program(worker)
 
     def route(self, stage: int, microbatch: Microbatch) -> Worker:
         """The worker that executes ``microbatch`` at ``stage``."""
@@ -312,12 +299,13 @@ class CompactSchedule(Schedule):
         inside = 0 <= microbatch.pipeline < grid.pipelines and 0 <= microbatch.index < grid.microbatches
         if not (inside and 0 <= stage < grid.stages):
             raise PlanningError(f"the schedule has no forward of micro-batch {microbatch} at stage {stage}.")
-        return self._row(self.workers.places.lane_of(microbatch))[stage]
+        return self.workers.places.worker(self.workers.places.lane_of(microbatch), stage)
 
     def exchanges(self) -> Iterator[tuple[Worker, Worker]]:
         """The pairs of workers of consecutive stages that exchange messages in a step: neighbours in a lane."""
-        for lane in range(self.workers.places.lanes):
-            yield from pairwise(self._row(lane))
+        places, stages = self.workers.places, range(self.grid.stages)
+        for lane in range(places.lanes):
+            yield from pairwise(places.worker(lane, stage) for stage in stages)
 
     def idle_workers(self) -> frozenset[Worker]:
         """The live workers that run no micro-batch: those in no lane."""
@@ -362,33 +350,9 @@ class CompactSchedule(Schedule):
     def __reduce__(self) -> tuple[Any, ...]:
         return compact, (self.problem, self.lane)
 
-    def _row(self, lane: int) -> tuple[Worker, ...]:
-        """The workers of a lane, by stage."""
-        row = self._rows.get(lane)
-        if row is None:
-            stages = range(self.grid.stages)
-            row = self._rows[lane] = tuple(self.workers.places.worker(lane, stage) for stage in stages)
-        return row
-
-    @cached_property
-    def _rows(self) -> dict[int, tuple[Worker, ...]]:
-        return {}
-
     @cached_property
     def _peaks(self) -> dict[tuple[int, int], int]:
         return {}
-
-    def _lengths(self) -> list[tuple[int, int]]:
-        """Numbers of micro-batches in a lane, each with its number of lanes."""
-        places = self.workers.places
-        full = self.lane.microbatches
-        short = sum(places.count(lane) < full for lane in range(places.lanes))
-        return [(full, places.lanes - short), (full - 1, short)]
-
-    def _check(self, worker: Worker) -> None:
-        if worker not in self.workers:
-            state = "has failed" if worker in self.failed else "is not part"
-            raise PlanningError(f"worker {worker} {state} in this schedule, so it runs nothing.")
 
 
 def compact(problem: Problem, lane: Lane) -> CompactSchedule:

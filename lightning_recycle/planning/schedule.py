@@ -192,7 +192,8 @@ class Schedule:
 
     def program(self, worker: Worker) -> tuple[Op, ...]:
         """The operations of ``worker``, in order, without times."""
-        return tuple(scheduled.op for scheduled in self._ops(worker))
+        self._check(worker)
+        return tuple(scheduled.op for scheduled in self.workers[worker])
 
     def route(self, stage: int, microbatch: Microbatch) -> Worker:
         """The worker that executes ``microbatch`` at ``stage``."""
@@ -283,12 +284,10 @@ class Schedule:
         columns = {worker: OperationColumns.of(operations) for worker, operations in self.workers.items()}
         return schedule_of_columns, (self.problem, columns, self.period)
 
-    def _ops(self, worker: Worker) -> tuple[ScheduledOp, ...]:
-        try:
-            return self.workers[worker]
-        except KeyError:
+    def _check(self, worker: Worker) -> None:
+        if worker not in self.workers:
             state = "has failed" if worker in self.failed else "is not part"
-            raise PlanningError(f"worker {worker} {state} in this schedule, so it runs nothing.") from None
+            raise PlanningError(f"worker {worker} {state} in this schedule, so it runs nothing.")
 
     @cached_property
     def _routes(self) -> dict[tuple[int, Microbatch], Worker]:
