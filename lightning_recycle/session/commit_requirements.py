@@ -56,6 +56,7 @@ __all__ = [
     "overflow_of_all",
     "restore_scale",
     "scaler_of",
+    "sees_zeroing",
     "steps_alone",
 ]
 
@@ -156,6 +157,11 @@ def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> boo
     """
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
     return _overrides(trainer, module, hooks, _STEP_HOOKS[:2])
+
+
+def sees_zeroing(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether the user's code is called when gradients are zeroed."""
+    return _overrides(trainer, module, ("on_before_zero_grad",), ("optimizer_zero_grad",))
 
 
 def clip_factor(clip_val: float, norm: float) -> float:

@@ -211,22 +211,13 @@ def batches_so_far(trainer: pl.Trainer) -> _ProcessedTracker:
     return counts
 
 
-def rewind_to_batch(trainer: pl.Trainer, begins_step: bool) -> None:
-    """Lets a batch that has begun begin once more, in an epoch that has begun.
-
-    Args:
-        trainer: the Trainer.
-        begins_step: whether the batch is the first of a step of the optimizer: its gradients are zeroed once more.
-    """
+def rewind_to_batch(trainer: pl.Trainer) -> None:
+    """Lets a batch that has begun begin once more, in an epoch that has begun."""
     loop, connector = trainer.fit_loop, trainer._logger_connector
     batches = loop.epoch_loop.batch_progress
     for counts in (batches.total, batches.current):
         assert isinstance(counts, _ProcessedTracker)
         counts.ready = counts.started = counts.processed = counts.completed
-    if begins_step:
-        zero_grad = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
-        for zeroed in (zero_grad.total, zero_grad.current):
-            zeroed.ready = zeroed.completed = max(0, zeroed.completed - 1)
     batches.is_last_batch = False
     connector._first_loop_iter = None if connector._first_loop_iter else False
     loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH

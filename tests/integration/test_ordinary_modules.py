@@ -205,6 +205,38 @@ def test_the_users_backward_is_called() -> None:
     assert difference(ours.state_dict(), Classifier().double().state_dict()) > 1e-3
 
 
+class MeanTeacher(Classifier):
+    """Its steps learn from an average that moves between forward and backward, when the last gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        distance = (self(x) - self.teacher(self.body(x).detach())).pow(2).mean()
+        return super().training_step(batch, batch_idx)["loss"] + distance
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, _: Any) -> None:
+        gradient = self.head.bias.grad
+        self.seen.append(0.0 if gradient is None else float(gradient.norm()))
+        for average, parameter in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            average.lerp_(parameter, 0.1)
+
+
+def test_gradients_are_zeroed_between_the_forward_and_the_backward() -> None:
+    ours, theirs = MeanTeacher().double(), MeanTeacher().double()
+    options: Any = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2}
+    on_one_device(**options).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
+    run = on_grid(2, [Fault("kill", 1, 0, step=4)], **options)
+    run.fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
+    assert failures(run) == [(1, 0)]
+    assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
+    assert ours.seen == pytest.approx(theirs.seen)
+
+
 class WithBranches(Classifier):
     """Some parameters have no part in some steps, or in any."""
 
