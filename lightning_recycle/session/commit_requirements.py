@@ -39,6 +39,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.session.optimizer_states import OptimizerState
 from lightning_recycle.tensor_memory import local_part, sharded_like
@@ -47,6 +48,7 @@ from lightning_recycle.torch_internals import foreach_mul
 __all__ = [
     "CommitRequirements",
     "OptimizerStep",
+    "called_once",
     "clip_factor",
     "commit_requirements",
     "complete_norms",
@@ -162,6 +164,27 @@ def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> boo
 def sees_zeroing(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether the user's code is called when gradients are zeroed."""
     return _overrides(trainer, module, ("on_before_zero_grad",), ("optimizer_zero_grad",))
+
+
+def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> Callable[[], Any]:
+    """``closure`` for an optimizer, which may call it once: its gradients are there already.
+
+    Args:
+        closure: returns the loss.
+        what: the step, for the error.
+        otherwise: another remedy.
+    """
+    left = [closure]
+
+    def once() -> Any:
+        if not left:
+            raise UnsupportedFeatureError(
+                f"In {what}, the optimizer calls its closure several times: the gradients of all workers would have to"
+                f" be reduced in each. Use an optimizer that calls it once{otherwise and ', ' + otherwise}."
+            )
+        return left.pop()()
+
+    return once
 
 
 def clip_factor(clip_val: float, norm: float) -> float:

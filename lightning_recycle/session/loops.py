@@ -41,7 +41,7 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
-from lightning_recycle.session.commit_requirements import sees_zeroing
+from lightning_recycle.session.commit_requirements import called_once, sees_zeroing
 from lightning_recycle.session.lightning_internals import lightning_optimizers, loaders_of, rewind_to_batch
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class PipelineOptimization(_AutomaticOptimization):
                 backward_is_done()
                 return
             self.optim_progress.optimizer.step.increment_ready()
-            arguments = (trainer.current_epoch, batch_idx, lightning_optimizers(trainer)[0], backward_is_done)
+            closure = called_once(backward_is_done, f"a step of {type(optimizer).__name__}", _EVALUATES_AGAIN)
+            arguments = (trainer.current_epoch, batch_idx, lightning_optimizers(trainer)[0], closure)
             call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             self.optim_progress.optimizer.step.increment_completed()
 
@@ -112,6 +113,11 @@ class PipelineOptimization(_AutomaticOptimization):
             arguments = (self.trainer.current_epoch, batch_idx, optimizer)
             call._call_lightning_module_hook(self.trainer, "optimizer_zero_grad", *arguments)
         self.optim_progress.optimizer.zero_grad.increment_completed()
+
+
+_EVALUATES_AGAIN = (
+    "or one like SAM with automatic_optimization = False and self.manual_backward() for each evaluation of the loss"
+)
 
 
 def _gradients_for_hooks(trainer: pl.Trainer) -> list[tuple[nn.Parameter, torch.Tensor | None]]:

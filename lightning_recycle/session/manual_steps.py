@@ -31,6 +31,7 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
 from lightning_recycle.session.collectives import WorkerContext
+from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
 from lightning_recycle.session.training_steps import TrainingSteps
@@ -217,7 +218,7 @@ class ManualSteps:
         if callable(closure):
             with torch.enable_grad():
                 result = closure()
-            closure = _once(result, what)
+            closure = called_once(lambda: result, what)
 
         def together(_: list[Any]) -> Any:
             returned = original(closure, **kwargs) if closure is not None else original(**kwargs)
@@ -255,21 +256,6 @@ class ManualSteps:
                 f"training_step() stepped an optimizer ({name}) {why}. Return all optimizers from"
                 " configure_optimizers(), and step what self.optimizers() gives."
             )
-
-
-def _once(result: Any, what: str) -> Callable[[], Any]:
-    """Stands for a closure that has been called and returned ``result``."""
-    results = [result]
-
-    def again() -> Any:
-        if not results:
-            raise UnsupportedFeatureError(
-                f"In {what}, the optimizer calls its closure several times: the gradients of all workers would have to"
-                " be reduced in each. Use an optimizer that calls it once."
-            )
-        return results.pop()
-
-    return again
 
 
 def _replaced(stack: ExitStack, owner: Any, name: str, value: partial[Any]) -> None:

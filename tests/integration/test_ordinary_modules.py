@@ -444,6 +444,11 @@ class Gathers(Classifier):
         return self.all_gather(self(batch[0])).mean()
 
 
+class Searches(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
 class ReadsItself(Classifier):
     def training_step(self, dataloader_iter: Any) -> Any:
         return next(dataloader_iter)
@@ -461,6 +466,7 @@ class ValidatesByItself(Classifier):
         (LossByName, ["LossByName.training_step()", "a dict without a loss", "'loss'"]),
         (VectorLoss, ["training_step() returned", "shape (8, 3)", ".mean()"]),
         (Gathers, ["all_gather", "on_train_batch_end"]),
+        (Searches, ["LBFGS", "several times", "automatic_optimization = False"]),
         (ReadsItself, ["dataloader_iter", "(batch, batch_idx)"]),
         (ValidatesByItself, ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
     ],
