@@ -149,6 +149,7 @@ def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCost
     )
 
 
+@lru_cache(maxsize=4096)
 def step_judgement(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     """A step of the planner's schedule, or of 1F1B where that is faster and nothing has failed.
 
@@ -158,16 +159,9 @@ def step_judgement(problem: Problem, variation: MicrobatchVariation | None, effo
         effort: of the planner.
     """
     if variation is not None:
-        return _with_variation(problem, variation, effort)
+        schedule = planned_schedule(problem, effort)
+        return replace(with_variation(Judgement(schedule.period, schedule=schedule), variation, effort), schedule=None)
     step = planned_step(problem, effort)
-    if not problem.failed and problem.technique == Technique():
-        usual = one_f_one_b_seconds(problem.costs, problem.grid.microbatches)
-        if usual < step.period:
-            return Judgement(usual)
-    return replace(step, schedule=planned_schedule(problem, effort))
-
-
-@lru_cache(maxsize=4096)
-def _with_variation(problem: Problem, variation: MicrobatchVariation, effort: int) -> Judgement:
-    schedule = planned_schedule(problem, effort)
-    return replace(with_variation(Judgement(schedule.period, schedule=schedule), variation, effort), schedule=None)
+    if problem.failed or problem.technique != Technique():
+        return step
+    return min(step, Judgement(one_f_one_b_seconds(problem.costs, problem.grid.microbatches)))

@@ -169,13 +169,10 @@ def test_moving_workers_copy_from_peers_in_parallel() -> None:
     everybody = fresh(grid, range(32), (0, 0, 0, 0))
     alive = set(range(32)) - {grid.rank(Worker(d, 0)) for d in range(4)}
     after = place(grid, everybody, alive, (1, 1, 1, 1))
-    assert after is not None
     assert after.failures(grid) == (1, 1, 1, 1)
     assert after.copies == 1
     kept = place(grid, everybody, alive)
-    assert kept is not None
     assert (kept.failures(grid), kept.copies) == ((4, 0, 0, 0), 0)
-    assert place(grid, everybody, set(range(32)) - {grid.rank(Worker(d, 2)) for d in range(8)}) is None
     assert Placement(()).failures(grid) == (8, 8, 8, 8)
 
 

@@ -46,7 +46,6 @@ from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
-    Loss,
     Policy,
     Reaction,
     Trigger,
@@ -138,9 +137,9 @@ class Auto(Policy):
         state = _PolicyState(before.way, before.held, record, trigger.time)
         if not held or not is_covered(alive.values(), layer_costs(context.model).layers):
             found = self._fresh(context, state, workers)
-            if not found.running:
-                return Reaction(found, lost=Loss.CHECKPOINT) if held else None
-            return Reaction(found, self.restarting(context, broken=broken), Loss.CHECKPOINT if held else Loss.NOTHING)
+            if not found.running and not held:
+                return None
+            return self.restarted(context, found, broken=broken, trained=bool(held))
         pauses = self.regrouping(len(workers), broken=broken)
         standing = sum(pause.seconds for pause in pauses)
         until = record.next_change(len(workers))
@@ -161,8 +160,7 @@ class Auto(Policy):
         found = self._configuration(
             context, _PolicyState(chosen, tuple(sorted(assigned.items())), record, trigger.time)
         )
-        steps = self.regrouping(len(workers), broken=broken, transfer=copying)
-        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+        return self.regrouped(found, len(workers), broken=broken, transfer=copying)
 
     def _restart_seconds(self, context: Context) -> float:
         """Seconds that the loss of a layer costs: the pauses, and half of the time between two checkpoints."""
@@ -307,8 +305,7 @@ def _planned(
             stages = list(zip(held, layout.workers, strict=True))
             # As ranks are numbered, so that the workers of a node belong to different stages.
             slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
-            step = replace(candidate.judgement, schedule=None)
-            found.append(_Way(candidate.way, slots, step, layout.cuts, layout.workers))
+            found.append(_Way(candidate.way, slots, candidate.judgement, layout.cuts, layout.workers))
     best = min(range(len(found)), key=lambda number: found[number].step.period)
     for number in {0, best}:
         chosen = found[number]
@@ -316,9 +313,7 @@ def _planned(
         exact = replace(problem, memory=costs.memory(chosen.cuts))
         variation = costs.variation(chosen.cuts, model.grid, split_backward=technique.split_backward)
         step = step_judgement(exact, variation, effort)
-        found[number] = replace(
-            chosen, step=min(chosen.step, replace(step, schedule=None), key=lambda each: each.period)
-        )
+        found[number] = replace(chosen, step=min(chosen.step, step, key=lambda each: each.period))
     return tuple(found)
 
 

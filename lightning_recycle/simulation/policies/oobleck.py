@@ -21,7 +21,6 @@ from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
-    Loss,
     Policy,
     Reaction,
     Trigger,
@@ -74,10 +73,7 @@ def cut(units: int, stages: int) -> tuple[int, ...]:
 
 def stage_ranges(parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """First and last + 1 unit of each stage."""
-    ends = [0]
-    for part in parts:
-        ends.append(ends[-1] + part)
-    return tuple(pairwise(ends))
+    return tuple(pairwise(accumulate(parts, initial=0)))
 
 
 def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -196,9 +192,9 @@ class Oobleck(Policy):
         held = _held(model.units, before)
         if not before or not is_covered((held[worker] for worker in used & alive), model.units):
             found = self._configuration(context, self._anew(context, workers))
-            if not found.running:
-                return Reaction(found, lost=Loss.CHECKPOINT) if before else None
-            return Reaction(found, self.restarting(context, broken=bool(trigger.down)), Loss.CHECKPOINT)
+            if not found.running and not before:
+                return None
+            return self.restarted(context, found, broken=bool(trigger.down))
         broken = not used.issubset(alive)
         if not broken and not trigger.up:
             return None
@@ -209,8 +205,7 @@ class Oobleck(Policy):
         found = self._configuration(context, after)
         missing = _missing(model.units, before, after)
         transfer = model.transfer_seconds(max(missing.values(), default=0.0))
-        steps = self.regrouping(len(workers), broken=broken, transfer=transfer)
-        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+        return self.regrouped(found, len(workers), broken=broken, transfer=transfer)
 
     def _anew(self, context: Context, workers: tuple[int, ...]) -> Teams:
         """The fastest of a few instantiations: even pipelines near the fault-free depth, or that depth and a rest."""

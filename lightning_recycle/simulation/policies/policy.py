@@ -408,6 +408,23 @@ class Policy(ABC):
         loading = self.checkpoint_costs(context).loading
         return pauses(detect=detect, restart=float(self.restart), load=loading)
 
+    def regrouped(self, found: Configuration, workers: int, *, broken: bool, transfer: float = 0.0) -> Reaction:
+        """A change of the roster: if ``broken``, at once, without the step in progress; else at the end of a step."""
+        steps = self.regrouping(workers, broken=broken, transfer=transfer)
+        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+
+    def restarted(self, context: Context, found: Configuration, *, broken: bool, trained: bool = True) -> Reaction:
+        """A restart from the newest checkpoint, where there are workers for it.
+
+        Args:
+            context: the model and the cluster.
+            found: the configuration after it.
+            broken: whether somebody failed, so that it must be detected first.
+            trained: whether there was training before, which is undone.
+        """
+        steps = self.restarting(context, broken=broken) if found.running else ()
+        return Reaction(found, steps, Loss.CHECKPOINT if trained else Loss.NOTHING)
+
     def growing(self, context: Context, found: Configuration) -> Reaction:
         """A checkpoint at the end of the step, and a restart from it with more workers."""
         costs = self.checkpoint_costs(context)

@@ -230,8 +230,7 @@ class Varuna(Policy):
         workers = context.workers(trigger.live)
         if not used.issubset(workers):
             found = self._configuration(context, workers)
-            steps = self.restarting(context, broken=True)
-            return Reaction(found, steps if found.running else (), Loss.CHECKPOINT)
+            return self.restarted(context, found, broken=True)
         found = self._configuration(context, workers)
         if not trigger.up or not found.running or found.throughput <= current.throughput:
             return None

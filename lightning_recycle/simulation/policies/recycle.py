@@ -18,7 +18,6 @@ from lightning_recycle.planning.layouts.layout_candidates import Judgement
 from lightning_recycle.simulation.policies.policy import (
     Configuration,
     Context,
-    Loss,
     Policy,
     Reaction,
     Trigger,
@@ -76,8 +75,8 @@ def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[
 
 def place(
     grid: Grid, before: Placement, workers: Collection[int], distribution: tuple[int, ...] | None = None
-) -> Placement | None:
-    """The new placement of ``workers``; None when a stage has lost all its replicas.
+) -> Placement:
+    """The new placement of ``workers``, of which each stage has one.
 
     Args:
         grid: the grid.
@@ -86,8 +85,6 @@ def place(
         distribution: failures of each stage after normalization; None leaves the failures where they are.
     """
     held, vacant = keep(grid, before, workers)
-    if any(all(Worker(d, stage) in vacant for d in range(grid.lanes)) for stage in range(grid.stages)):
-        return None
     known = {worker for worker, _ in before.positions}
     senders: Counter[Worker] = Counter()
     for worker, position in held.items():
@@ -176,22 +173,16 @@ class Recycle(Policy):
         if before.positions and held == dict(before.positions):
             return None  # idle nodes only
         broken = not {worker for worker, _ in before.positions}.issubset(workers)
-        if not before.positions or len(held) < grid.stages or self._stage_lost(context, held):
+        if not before.positions or len({position.stage for position in held.values()}) < grid.stages:
             found = self._from_checkpoint(context, trigger.live)
-            steps = self.restarting(context, broken=broken) if found.running else ()
-            return Reaction(found, steps, Loss.CHECKPOINT if before.positions else Loss.NOTHING)
+            return self.restarted(context, found, broken=broken, trained=bool(before.positions))
         goal = self._distribution(context, len(vacant)) if self.normalization else None
         after = place(grid, before, workers, goal)
-        assert after is not None  # no stage is lost
         found = self.configuration(context, after)
         transfer = after.copies * context.model.transfer_seconds(1 / grid.stages)
-        if broken:
-            return Reaction(found, self.regrouping(len(workers), broken=True, transfer=transfer), Loss.STEP)
-        if self.rejoin is None:
-            steps = self.regrouping(len(workers), broken=False, transfer=transfer)
-        else:
-            steps = pauses(rejoin=float(self.rejoin), transfer=transfer)
-        return Reaction(found, steps, at_boundary=True)
+        if broken or self.rejoin is None:
+            return self.regrouped(found, len(workers), broken=broken, transfer=transfer)
+        return Reaction(found, pauses(rejoin=float(self.rejoin), transfer=transfer), at_boundary=True)
 
     def configuration(self, context: Context, placement: Placement) -> Configuration:
         """How training runs with this placement."""
@@ -243,9 +234,6 @@ class Recycle(Policy):
             return stopped("too few workers for all stages", Placement(()))
         goal = self._distribution(context, grid.num_workers - len(workers))
         return self.configuration(context, fresh(grid, workers, goal))
-
-    def _stage_lost(self, context: Context, held: dict) -> bool:
-        return len({position.stage for position in held.values()}) < context.model.stages
 
 
 _SWITCH = 2.0  # seconds that all wait when layers have moved

@@ -187,11 +187,9 @@ class Merge(WholePipelines):
         found = self._configuration(context, teams)
         broken = not all(alive.issuperset(team) for team in before)
         if any(all(team[stage] not in alive for team in before) for stage in range(model.stages)):
-            steps = self.restarting(context, broken=broken) if found.running else ()
-            return Reaction(found, steps, Loss.CHECKPOINT if before else Loss.NOTHING)
+            return self.restarted(context, found, broken=broken, trained=bool(before))
         transfer = model.transfer_seconds(1 / model.stages) if copied else 0.0
-        steps = self.regrouping(len(alive), broken=broken, transfer=transfer)
-        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+        return self.regrouped(found, len(alive), broken=broken, transfer=transfer)
 
 
 @dataclass(frozen=True)
@@ -252,7 +250,7 @@ class Restart(WholePipelines):
         teams = self._teams(context, before, trigger.live)
         found = self._configuration(context, teams)
         if not all(alive.issuperset(team) for team in before):
-            return Reaction(found, self.restarting(context, broken=True) if found.running else (), Loss.CHECKPOINT)
+            return self.restarted(context, found, broken=True)
         if len(teams) <= len(before):
             return None
         return self.growing(context, found) if before else Reaction(found, self.restarting(context, broken=False))
@@ -305,6 +303,5 @@ class DropReplica(WholePipelines):
             if not whole:
                 return Reaction(found, self.restarting(context, broken=False))
             transfer = context.model.transfer_seconds(1 / context.model.stages)
-            steps = self.regrouping(len(more) * context.model.stages, broken=False, transfer=transfer)
-            return Reaction(found, steps, at_boundary=True)
+            return self.regrouped(found, len(more) * context.model.stages, broken=False, transfer=transfer)
         return Reaction(current, wake=wait)
