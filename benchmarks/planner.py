@@ -58,7 +58,7 @@ from lightning_recycle.planning import (
     solve,
     validate,
 )
-from lightning_recycle.planning.layouts.layout_candidates import _judged
+from lightning_recycle.planning.layouts.layout_candidates import judged as judged_layout
 from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
@@ -396,7 +396,7 @@ class LayoutCase:
         cuts = even_cuts(self.layers, self.grid.stages)
         limit = (2 * self.grid.stages - 1,) * self.grid.stages if self.limit else None
         problem = Problem(self.grid, layers.costs(cuts), self.failed, in_flight_limit=limit)
-        _judged.cache_clear()
+        judged_layout.cache_clear()
         started = time.process_time()
         found = plan_layout(problem, layers, cuts, next_change=3600.0, switch=2.0)
         return found, time.process_time() - started

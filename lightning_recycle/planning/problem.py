@@ -30,7 +30,7 @@ flight.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heapreplace
@@ -40,7 +40,15 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
-__all__ = ["Costs", "Problem", "Technique", "lower_bound", "makespan_lower_bound", "stage_lower_bounds"]
+__all__ = [
+    "Costs",
+    "Problem",
+    "Technique",
+    "least_maximum",
+    "lower_bound",
+    "makespan_lower_bound",
+    "stage_lower_bounds",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,14 +342,19 @@ class _Bounds:
 
     def _least(self, time: Callable[[int, float], float], stage: int) -> float:
         """The smallest possible maximum of ``time(count, factor)`` over the stage's workers."""
-        factors, total = self.factors[stage], self.problem.grid.global_microbatches
-        if min(factors) == max(factors):
-            return time(-(-total // len(factors)), factors[0])
-        # Each micro-batch goes where it hurts least: optimal, because times only grow with the count.
-        queue = [(time(1, factor), 1, factor) for factor in factors]
-        heapify(queue)
-        worst = 0.0
-        for _ in range(total):
-            worst, count, factor = queue[0]
-            heapreplace(queue, (time(count + 1, factor), count + 1, factor))
-        return worst
+        return least_maximum(time, self.problem.grid.global_microbatches, self.factors[stage])
+
+
+def least_maximum(time: Callable[[int, float], float], microbatches: int, factors: Sequence[float]) -> float:
+    """The smallest possible maximum of ``time(count, factor)`` over workers with these factors that share so many
+    micro-batches; no time is longer for a lower count.
+    """
+    if min(factors) == max(factors):
+        return time(-(-microbatches // len(factors)), factors[0])
+    queue = [(time(1, factor), 1, factor) for factor in factors]
+    heapify(queue)
+    worst = 0.0
+    for _ in range(microbatches):  # each goes where it hurts least
+        worst, count, factor = queue[0]
+        heapreplace(queue, (time(count + 1, factor), count + 1, factor))
+    return worst

@@ -40,16 +40,17 @@ Units: seconds.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.problem import least_maximum
 
 __all__ = [
     "Bounds",
@@ -357,20 +358,8 @@ def shares(microbatches: int, factors: Sequence[float]) -> tuple[float, ...]:
         microbatches: all micro-batches of a step.
         factors: by how much longer each worker takes than its stage's costs, those that stay longest first.
     """
-    found = [math.inf]
-    equal = not factors or min(factors) == max(factors)
-    for count in range(1, len(factors) + 1):
-        if equal:
-            found.append(-(-microbatches // count) * factors[0])
-            continue
-        queue = [(factor, 1, factor) for factor in factors[:count]]
-        heapify(queue)
-        worst = 0.0
-        for _ in range(microbatches):
-            worst, held, factor = queue[0]
-            heapreplace(queue, ((held + 1) * factor, held + 1, factor))
-        found.append(worst)
-    return tuple(found)
+    counts = range(1, len(factors) + 1)
+    return (math.inf, *(least_maximum(operator.mul, microbatches, factors[:count]) for count in counts))
 
 
 def smooth_counts(table: Sequence[float], stages: int, workers: int) -> tuple[tuple[int, ...], ...]:

@@ -66,7 +66,6 @@ __all__ = [
     "judged",
     "judgement_of",
     "shown",
-    "weighed",
     "with_variation",
 ]
 
@@ -158,6 +157,7 @@ class Judgement:
 Judge: TypeAlias = Callable[[Problem, MicrobatchVariation | None], Judgement]
 
 
+@lru_cache(maxsize=256)
 def judged(problem: Problem, variation: MicrobatchVariation | None = None) -> Judgement:
     """A step of ``problem``.
 
@@ -169,13 +169,8 @@ def judged(problem: Problem, variation: MicrobatchVariation | None = None) -> Ju
     Raises:
         PlanningError: when there is no plan.
     """
-    return _judged(problem, variation, _EFFORT)
-
-
-@lru_cache(maxsize=256)
-def _judged(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     if not worth_compacting(problem, COMPACT_FROM):
-        return with_variation(judgement_of(heuristic(problem, effort)), variation, effort)
+        return with_variation(judgement_of(heuristic(problem, _EFFORT)), variation, _EFFORT)
     lane, bound = lane_problem(problem), lower_bound(problem)
     if lower_bound(lane) <= _GOOD * bound:
         return replace(judgement_of(heuristic(lane, _LARGE_EFFORT)), schedule=None)
@@ -337,21 +332,6 @@ def is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
         least = sharing_gain * (1 if shared[0] > shared[1] else -1)
         return one.period < other.period * (1 - least)
     return (one.saved, -one.bytes) > (other.saved, -other.bytes)
-
-
-def weighed(candidate: Candidate, first: Candidate, next_change: float, least_gain: float) -> Candidate:
-    """The candidate with what it saves compared with ``first``; refused if that is nothing."""
-    gain = 1.0 - candidate.period / first.period
-    saved = gain * next_change - candidate.stall
-    reason = ""
-    if gain < least_gain:
-        reason = f"its step of {shown(candidate.period)} is not shorter than {shown(first.period)}"
-    elif saved <= 0:
-        reason = (
-            f"a step is {100 * gain:.1f} % shorter, which in {shown(next_change)} does not pay for a stall "
-            f"of {shown(candidate.stall)}"
-        )
-    return replace(candidate, saved=saved, refused=reason)
 
 
 def shown(seconds: float) -> str:

@@ -56,7 +56,6 @@ from lightning_recycle.planning.layouts.layout_candidates import (
     is_better,
     judged,
     shown,
-    weighed,
 )
 from lightning_recycle.planning.normalization import (
     distribution_of,
@@ -109,11 +108,10 @@ def plan_layout(
     """
     change = next_change, at_least("", "switch", switch), at_least("", "least_gain", least_gain)
     search = _LayoutSearch(problem, layers, check_cuts(cuts, layers.layers), *change, judge, not whole)
-    first = search.reroute()
-    found = [first]
+    found = [search.first]
     for way in ways:
         try:
-            found.append(search.weighed(search.cut(way, fixed)))
+            found.append(search.cut(way, fixed))
         except PlanningError as error:
             found.append(search.refused(way, str(error)))
     return LayoutPlan(chosen_of(found), tuple(found), next_change)
@@ -137,21 +135,15 @@ class _LayoutSearch:
         self.next_change, self.switch, self.least_gain, self.judge = next_change, switch, least_gain, judge
         self.grid, self.live = problem.grid, problem.live_counts()
         self.split_backward = problem.technique.split_backward
-        self.first: Candidate | None = None  # re-routing
         if len(cuts) != self.grid.stages + 1:
             raise ConfigurationError(f"cuts={cuts!r}: the grid {self.grid} has {self.grid.stages} stages.")
+        stays = self.at(cuts, problem.failed)
+        step = self.judged(cuts, stays)
+        layout = Layout(cuts, self.live)
+        self.first = Candidate("reroute", layout, stays.failed, step.period, judgement=step, problem=stays)
+        """Nothing moves."""
 
     # -- candidates -----------------------------------------------------------------------------------------------
-
-    def reroute(self) -> Candidate:
-        """Nothing moves."""
-        problem = self.at(self.cuts, self.problem.failed)
-        judgement = self.judged(self.cuts, problem)
-        layout = Layout(self.cuts, self.live)
-        self.first = Candidate(
-            "reroute", layout, problem.failed, judgement.period, judgement=judgement, problem=problem
-        )
-        return self.first
 
     def cut(self, way: Way, fixed: str) -> Candidate:
         """Layers move; with ``both``, workers too."""
@@ -229,7 +221,6 @@ class _LayoutSearch:
 
     def best(self, way: Way, rivals: list[tuple[Bounds, tuple[int, ...]]]) -> Candidate:
         """The one that saves most, of the few with the least bounds."""
-        assert self.first is not None
         ranked = []
         refused = ""
         for cuts, distribution in rivals:
@@ -252,7 +243,7 @@ class _LayoutSearch:
             if best is not None and bound > best.period:
                 continue
             try:
-                found = self.weighed(self.candidate(way, cuts, distribution))
+                found = self.candidate(way, cuts, distribution)
             except PlanningError as error:
                 refused = str(error)
                 continue
@@ -265,13 +256,23 @@ class _LayoutSearch:
         return self.judge(problem, self.layers.variation(cuts, self.grid, split_backward=self.split_backward))
 
     def candidate(self, way: Way, cuts: Bounds, distribution: tuple[int, ...]) -> Candidate:
-        """A layout with its plan, and what has to be sent for it."""
+        """A layout with its plan, what has to be sent for it and what it saves; refused if that is nothing."""
         taken = self.roles(distribution)
         problem = self.at(cuts, self.failed(distribution), distribution)
         judgement = self.judged(cuts, problem)
         state = self.layers.state_bytes
         sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
-        copying = sent.seconds(self.layers.bandwidth, self.layers.latency)
+        stall = self.switch + judgement.fill + sent.seconds(self.layers.bandwidth, self.layers.latency)
+        gain = 1.0 - judgement.period / self.first.period
+        saved = gain * self.next_change - stall
+        refused = ""
+        if gain < self.least_gain:
+            refused = f"its step of {shown(judgement.period)} is not shorter than {shown(self.first.period)}"
+        elif saved <= 0:
+            refused = (
+                f"a step is {100 * gain:.1f} % shorter, which in {shown(self.next_change)} does not pay for a stall "
+                f"of {shown(stall)}"
+            )
         return Candidate(
             way,
             Layout(cuts, self.without(distribution)),
@@ -280,7 +281,9 @@ class _LayoutSearch:
             tuple(sorted((worker, place) for worker, place in taken.items() if worker != place)),
             sent.total,
             sent.busiest,
-            self.switch + judgement.fill + copying,
+            stall,
+            saved,
+            refused,
             judgement=judgement,
             problem=problem,
         )
@@ -288,13 +291,6 @@ class _LayoutSearch:
     def refused(self, way: Way, reason: str) -> Candidate:
         """A way that is not gone."""
         return Candidate(way, Layout(self.cuts, self.live), self.problem.failed, 0.0, refused=reason)
-
-    def weighed(self, candidate: Candidate) -> Candidate:
-        """The candidate with what it saves; refused if that is nothing."""
-        assert self.first is not None
-        if candidate.refused:
-            return candidate
-        return weighed(candidate, self.first, self.next_change, self.least_gain)
 
     # -- what they are made of -------------------------------------------------------------------------------------
 
