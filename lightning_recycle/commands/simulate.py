@@ -164,34 +164,28 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
 
 def _timeline(result: Result) -> dict[str, Any]:
     """The first run in Google's "Trace Event Format", ready for ``json.dump``; times there are in microseconds."""
-    intervals, end = result["timeline"]["intervals"], result["duration"]
-    events: list[dict[str, Any]] = [_named(0, "run"), _named(1, "nodes that are down"), _named(0, "what happens", 0)]
-    for interval in intervals:
-        args = {"state": interval["state"], "gpus": interval["gpus"], "live_gpus": interval["live_gpus"]}
-        events.append(_slice(0, 0, interval["label"], interval["state"], interval["begin"], interval["end"], args))
+
+    def event(phase: str, name: str, at: float, process: int = 0, thread: int = 0, **more: Any) -> dict[str, Any]:
+        return {"ph": phase, "name": name, "ts": at * 1e6, "pid": process, "tid": thread, **more}
+
+    rows = ((0, "process_name", "run"), (1, "process_name", "nodes that are down"), (0, "thread_name", "what happens"))
+    events = [event("M", kind, 0.0, process, args={"name": name}) for process, kind, name in rows]
+    for each in result["timeline"]["intervals"]:
+        begin, length = each["begin"], (each["end"] - each["begin"]) * 1e6
+        args = {name: each[name] for name in ("state", "gpus", "live_gpus")}
+        events.append(event("X", each["label"], begin, cat=each["state"], dur=length, args=args))
         for name, unit, key in (("available", "GPUs", "live_gpus"), ("throughput", "samples/s", "throughput")):
-            events.append(
-                {"ph": "C", "name": name, "pid": 0, "ts": interval["begin"] * 1e6, "args": {unit: interval[key]}}
-            )
-    for event in result["timeline"]["events"]:
-        events.append(
-            {
-                "ph": "i",
-                "s": "p",
-                "name": event["kind"],
-                "pid": 0,
-                "tid": 0,
-                "ts": event["time"] * 1e6,
-                "args": {"nodes": list(event["nodes"])},
-            }
-        )
-    for node, begin, until in _outages(result):
-        events.append(_slice(1, node, "down", "failed", begin, end if until is None else until, {"node": node}))
+            events.append(event("C", name, begin, args={unit: each[key]}))
+    for each in result["timeline"]["events"]:
+        events.append(event("i", each["kind"], each["time"], s="p", args={"nodes": list(each["nodes"])}))
+    for node, begin, end in _outages(result):
+        length = (end - begin) * 1e6
+        events.append(event("X", "down", begin, 1, node, cat="failed", dur=length, args={"node": node}))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _outages(result: Result) -> Iterator[tuple[int, float, float | None]]:
-    """(node, begin, end) of each outage; None if it lasts until the end."""
+def _outages(result: Result) -> Iterator[tuple[int, float, float]]:
+    """(node, begin, end) of each outage; one that lasts ends with the run."""
     since: dict[int, float] = {}
     for event in result["timeline"]["events"]:
         for node in event["nodes"]:
@@ -200,27 +194,7 @@ def _outages(result: Result) -> Iterator[tuple[int, float, float | None]]:
             elif event["kind"] == "repair":
                 yield node, since.pop(node), event["time"]
     for node, begin in since.items():
-        yield node, begin, None
-
-
-def _named(process: int, name: str, thread: int | None = None) -> dict[str, Any]:
-    event = {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    return event if thread is None else {**event, "name": "thread_name", "tid": thread}
-
-
-def _slice(
-    process: int, thread: int, name: str, category: str, begin: float, end: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": process,
-        "tid": thread,
-        "ts": begin * 1e6,
-        "dur": (end - begin) * 1e6,
-        "args": args,
-    }
+        yield node, begin, result["duration"]
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
