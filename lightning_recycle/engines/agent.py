@@ -30,7 +30,6 @@ from typing import IO, Any, BinaryIO
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.engines.restarts import (
     FinalStatus,
-    ProcessEnd,
     RestartAfter,
     RestartLimits,
     RestartRecord,
@@ -236,7 +235,7 @@ class Agent:
         self._grace = grace
         self._hosted = None if coordinator is None else _Running(coordinator)
         self._failure: int | None = None  # of the coordinator, for good
-        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._asked: int | None = None
         self._is_ending = False
         self._finished = False
@@ -249,19 +248,19 @@ class Agent:
 
     def child_ended(self, child: Child, status: int) -> None:
         """A process ended."""
-        self._events.put(("ended", (child, status)))
+        self._events.put(lambda: self._ended(child, status))
 
     def ask_to_end(self, number: int) -> None:
         """A signal asks for the end of the run; the second one at once."""
-        self._events.put(("asked", number))
+        self._events.put(lambda: self._be_asked(number))
 
     def finished_elsewhere(self) -> None:
         """A process of another agent has finished, so the run has."""
-        self._events.put(("finished", None))
+        self._events.put(self._finish)
 
     def scale(self, count: int) -> None:
         """From now on ``count`` processes are wanted."""
-        self._events.put(("scale", count))
+        self._events.put(lambda: self._scale(count))
 
     # ------------------------------------------------------------------ the main thread
 
@@ -286,9 +285,7 @@ class Agent:
             self._printer.finish(_PRINT_SECONDS)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        ends = [
-            ProcessEnd(running.final, running.slot.restarts == 0) for running in self._running.values() if running.final
-        ]
+        ends = [(r.final.status, r.slot.restarts == 0) for r in self._running.values() if r.final]
         status = verdict(ends, self._asked, self._finished)
         return status if self._failure is None or status == 0 else self._failure
 
@@ -309,29 +306,19 @@ class Agent:
         waits = [running.start_at for running in everybody if not running.child and not running.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
-            kind, what = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+            event = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
         except queue.Empty:
             return
-        if kind == "asked":
-            self._be_asked(what)
-            return
-        if kind == "finished":
-            self._finish()
-            return
-        if kind == "scale":
-            self._scale(what)
-            return
-        child, status = what
-        if self._hosted is not None and child is self._hosted.child:
-            self._coordinator_ended(self._hosted, status)
-            return
-        for running in list(self._running.values()):
-            if running.child is child:
-                self._ended(running, status)
+        event()
 
-    def _ended(self, running: _Running, status: int) -> None:
-        assert running.child is not None
-        lasted = time.monotonic() - running.child.began
+    def _ended(self, child: Child, status: int) -> None:
+        lasted = time.monotonic() - child.began
+        if self._hosted is not None and child is self._hosted.child:
+            self._coordinator_ended(self._hosted, status, lasted)
+            return
+        running = next((each for each in self._running.values() if each.child is child), None)
+        if running is None:
+            return
         running.child, running.status = None, status
         if running.leaves:  # however it ended: the others go on without it
             del self._running[running.task.name]
@@ -432,9 +419,7 @@ class Agent:
 
     # ------------------------------------------------------------------ the coordinator
 
-    def _coordinator_ended(self, hosted: _Running, status: int) -> None:
-        assert hosted.child is not None
-        lasted = time.monotonic() - hosted.child.began
+    def _coordinator_ended(self, hosted: _Running, status: int, lasted: float) -> None:
         hosted.child = None
         if self._is_ending:
             hosted.final = FinalStatus(status)
@@ -455,15 +440,10 @@ class Agent:
             return
         child = self._hosted.child
         child.say(END)
-        deadline = time.monotonic() + _COORDINATOR_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                kind, what = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                break
-            if kind == "ended" and what[0] is child:
-                return
-        child.kill()
+        try:
+            child.process.wait(_COORDINATOR_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 def _ended_how(status: int) -> str:

@@ -18,7 +18,6 @@ from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_L
 
 __all__ = [
     "FinalStatus",
-    "ProcessEnd",
     "RestartAfter",
     "RestartLimits",
     "RestartRecord",
@@ -73,14 +72,6 @@ class FinalStatus:
     given_up: str = ""
 
 
-@dataclass(frozen=True)
-class ProcessEnd:
-    """How a process ended for good, and whether it was the first of its slot."""
-
-    final: FinalStatus
-    was_first: bool
-
-
 def ended(
     slot: RestartRecord, status: int, lasted: float, is_ending: bool, policy: RestartLimits
 ) -> RestartAfter | FinalStatus:
@@ -114,20 +105,20 @@ def is_error(status: int) -> bool:
     return status not in (0, EXIT_STOPPED, EXIT_LEFT, EXIT_INTERRUPTED) and not is_lost(status)
 
 
-def verdict(ends: Sequence[ProcessEnd], asked: int | None, finished: bool = False) -> int:
+def verdict(ends: Sequence[tuple[int, bool]], asked: int | None, finished: bool = False) -> int:
     """The exit status for all of them together.
 
     A run in which one process finished has finished, whatever was lost on the way; but an error of the program is one,
     also after the training. Of a replacement it is not: the others went on without it.
 
     Args:
-        ends: of all processes.
+        ends: the final status of each process, and whether it was the first of its slot.
         asked: the number of the signal that was to end the run, if one came.
         finished: whether the run is known to have finished, with other processes.
     """
-    statuses = [end.final.status for end in ends]
+    statuses = [status for status, _ in ends]
     finished = finished or 0 in statuses
-    errors = [end.final.status for end in ends if is_error(end.final.status) and (end.was_first or not finished)]
+    errors = [status for status, was_first in ends if is_error(status) and (was_first or not finished)]
     if errors:
         return errors[0]
     if finished:

@@ -4,7 +4,6 @@ import pytest
 
 from lightning_recycle.engines.restarts import (
     FinalStatus,
-    ProcessEnd,
     RestartAfter,
     RestartLimits,
     RestartRecord,
@@ -90,13 +89,12 @@ def test_restarts_have_a_bound() -> None:
     ],
 )
 def test_the_exit_status_of_all_tells_the_truth(statuses: list[int], asked: int | None, expected: int) -> None:
-    assert verdict([ProcessEnd(FinalStatus(status), was_first=True) for status in statuses], asked) == expected
+    assert verdict([(status, True) for status in statuses], asked) == expected
 
 
 def test_a_replacement_that_fails_costs_nothing_if_the_others_finish() -> None:
-    finished, failed = ProcessEnd(FinalStatus(0), was_first=True), ProcessEnd(FinalStatus(1), was_first=False)
-    assert verdict([finished, failed], None) == 0
-    assert verdict([ProcessEnd(FinalStatus(69), was_first=True), failed], None) == 1
+    assert verdict([(0, True), (1, False)], None) == 0
+    assert verdict([(69, True), (1, False)], None) == 1
 
 
 @pytest.mark.parametrize(
