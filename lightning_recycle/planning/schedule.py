@@ -233,14 +233,7 @@ class Schedule:
 
     def peak_in_flight(self, worker: Worker) -> int:
         """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""
-        count = peak = 0
-        for op in self.program(worker):
-            if op.kind is OpKind.FORWARD:
-                count += 1
-                peak = max(peak, count)
-            elif op.kind in (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD):
-                count -= 1
-        return peak
+        return int(self.peak(worker, Memory.counting((1,) * self.grid.stages)))
 
     def fits(self, problem: Problem) -> bool:
         """Whether no worker holds more than the memory of ``problem`` and its in-flight limits allow."""
