@@ -211,9 +211,6 @@ def test_a_solver_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
 
 BAD = [
     (["failures=[[0,1],[1,1],[2,1]]"], "all 3 replicas of stage 1 have failed"),
-    (["failures=[[9,9]]"], "failed worker (9, 9) is outside the grid 3 x 4 x 6: its pipeline must be in 0..2"),
-    (["failures=9"], "at most 8 can be planned for"),
-    (["failures=-1"], "failures=-1"),
     (["failures=[[1]]"], "list of [pipeline,stage]"),
     (["failures=some"], "failures='some'"),
     (["failures=true"], "failures=True"),
@@ -223,18 +220,13 @@ BAD = [
     (["costs.forward=-1"], "costs.forward=-1: give a finite number"),
     (["costs.backward_input=null"], "costs.backward_input is missing"),
     (["costs.forward=[1,2]"], "costs.forward has 2 values, the grid 3 x 4 x 6 has 4 stages"),
-    (["costs.forward=inf"], "finite number"),
     (["costs.communication=fast"], "costs.communication='fast'"),
     (["~costs.reduce"], "costs.reduce is missing"),
     (["costs=profile"], "costs.path is missing"),
     (["costs=profile", "costs.path=none.json"], "cannot read the profile none.json"),
-    (["costs=profile", "costs.path=bad.json"], "not JSON"),
-    (["costs=profile", "costs.path=new.json"], "schema 7"),
     (["costs=measured"], "unknown costs 'measured': choose one of profile, uniform"),
     (["planner=magic"], "unknown planner 'magic': choose one of cbc, cpsat, gurobi, heuristic, highs"),
     (["planner=highs", "planner.time_limit=-1"], "time_limit=-1"),
-    (["planner.effort=-1"], "effort=-1"),
-    (["grid.stages=0"], "stages=0"),
     (["grid.stages=four"], "stages='four'"),
     (["grid.pipeline=3"], "grid.pipeline"),
     (["technique.staggered=maybe"], "technique.staggered='maybe': give true or false"),
@@ -250,7 +242,6 @@ BAD = [
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
-    (tmp_path / "new.json").write_text('{"schema": 7}')
     check_refused("recycle-plan", tmp_path, BAD)
 
 

@@ -22,6 +22,7 @@ PAGE = HERE.parents[1] / "docs" / "operations.md"
 KEY = "a secret of 16 bytes or more"
 COLUMNS = ("worker", "coordinator", "launcher", "run")
 PATIENCE = 300.0  # seconds; many starts of Python on a busy machine
+AGENT = [sys.executable, "-m", "lightning_recycle.engines.recycle_run"]
 WAITING = ["sh", "-c", "echo ready; exec sleep 100"]
 Statuses = dict[str, int]
 
@@ -100,8 +101,7 @@ class Run:
 
     def coordinator(self, *options: str, listen: str = "127.0.0.1:0", key: str = KEY) -> Process:
         program = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", listen]
-        process = self.start(*program, "--runs", "1", *options, RECYCLE_KEY=key)
-        return process
+        return self.start(*program, "--runs", "1", *options, RECYCLE_KEY=key)
 
     def listening(self, *options: str, key: str = KEY) -> Process:
         process = self.coordinator(*options, key=key)
@@ -121,11 +121,16 @@ class Run:
         script = ["ending_script.py", str(stages), str(steps), str(seconds), *words]
         return self.start(sys.executable, *script, **environment)
 
+    def agent(self, *words: str) -> Process:
+        """A recycle-run, once its worker says that it is ready."""
+        process = self.start(*AGENT, *words, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
+        process.until("ready")
+        return process
+
     def of_workers(self, *ends: str, options: tuple[str, ...] = ()) -> int:
         """How recycle-run ends whose workers end like that: commands of a shell."""
         choice = "; ".join(f'[ "$LOCAL_RANK" = {n} ] && {end}' for n, end in enumerate(ends))
-        program = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", *options]
-        command = [*program, "--nproc-per-node", str(len(ends)), "--", "sh", "-c", f"{choice}; true"]
+        command = [*AGENT, *options, "--nproc-per-node", str(len(ends)), "--", "sh", "-c", f"{choice}; true"]
         return self.start(*command, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY).status()
 
     def end(self) -> None:
@@ -228,9 +233,7 @@ def killed(run: Run) -> Statuses:
     coordinator.until("begins with")
     for process in (worker, coordinator):
         process.popen.kill()
-    command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", "--", *WAITING]
-    agent = run.start(*command, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
-    agent.until("ready")
+    agent = run.agent("--", *WAITING)
     agent.popen.kill()
     launcher = run.launcher(1, 50, 0.2)
     launcher.until("step 0")
@@ -285,17 +288,7 @@ def told_to_end(number: int) -> Callable[[Run], Statuses]:
         launcher = run.launcher(1, 50, 0.2)
         launcher.until("step 1")
         launcher.popen.send_signal(number)
-        command = [
-            sys.executable,
-            "-m",
-            "lightning_recycle.engines.recycle_run",
-            "--",
-            "sh",
-            "-c",
-            "echo ready; exec sleep 100",
-        ]
-        agent = run.start(*command, RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY)
-        agent.until("ready")
+        agent = run.agent("--", *WAITING)
         agent.popen.send_signal(number)
         return {
             "worker": status,
@@ -310,20 +303,10 @@ def told_to_end(number: int) -> Callable[[Run], Statuses]:
 def port_in_use(run: Run) -> Statuses:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
-        program = [
-            sys.executable,
-            "-m",
-            "lightning_recycle.engines.recycle_run",
-            "--coordinator",
-            at,
-            "--",
-            "sleep",
-            "100",
-        ]
         return {
             "coordinator": run.coordinator(listen=at).status(),
             "launcher": run.launcher(1, 3, 0.0, RECYCLE_LISTEN=at, RECYCLE_KEY=KEY).status(),
-            "run": run.start(*program).status(),
+            "run": run.start(*AGENT, "--coordinator", at, "--", *WAITING).status(),
         }
 
 
@@ -361,11 +344,7 @@ def others_missing(run: Run) -> Statuses:
 
 
 def does_not_end(run: Run) -> Statuses:
-    program = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", "--grace", "0.5", "--"]
-    agent = run.start(
-        *program, "sh", "-c", "trap '' TERM; echo ready; sleep 100", RECYCLE_COORDINATOR="127.0.0.1:9", RECYCLE_KEY=KEY
-    )
-    agent.until("ready")
+    agent = run.agent("--grace", "0.5", "--", "sh", "-c", "trap '' TERM; echo ready; sleep 100")
     agent.popen.send_signal(signal.SIGTERM)
     return {"run": agent.status()}
 
