@@ -375,7 +375,6 @@ def proven(
     bound: float | None = None,
     *,
     seconds: float = 0.0,
-    warning: str | None = None,
     found_by: str | None = None,
     solver: SolverUse = NOT_ASKED,
 ) -> PlanResult:
@@ -388,7 +387,7 @@ def proven(
     if known > period - TOLERANCE * period:
         known = period  # equal but for rounding
     status = "optimal" if known == period else "feasible"
-    return PlanResult(schedule, backend, status, known, seconds, warning, found_by or backend, solver)
+    return PlanResult(schedule, backend, status, known, seconds, found_by=found_by or backend, solver=solver)
 
 
 EQUALLY_FAST = 1e-3

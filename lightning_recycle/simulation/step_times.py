@@ -130,10 +130,10 @@ def unmovable(model: TrainingModel) -> str:
 
 
 @lru_cache(maxsize=256)
-def layer_costs(model: TrainingModel, pipelines: int | None = None) -> LayerCosts:
-    """Costs of each unit of ``model`` with that many replicas, by default those of the fault-free grid."""
+def layer_costs(model: TrainingModel) -> LayerCosts:
+    """Costs of each unit of ``model`` with the replicas of the fault-free grid."""
     count = model.stages if unmovable(model) else model.units
-    costs = model.costs() if unmovable(model) else model.costs((1,) * count, pipelines)
+    costs = model.costs() if unmovable(model) else model.costs((1,) * count)
     return LayerCosts(
         forward=costs.forward,
         backward_input=costs.backward_input,

@@ -259,11 +259,9 @@ class TrainingModel:
         """Time to copy the state of ``part`` of the model to one worker (its GPUs copy in parallel)."""
         return self.network_latency + self.state_bytes(part) / self.network_bandwidth if part else 0.0
 
-    def even(self, stages: int | None = None) -> tuple[int, ...]:
-        """Units of each stage, spread as evenly as possible, the larger parts first."""
-        count = self.stages if stages is None else stages
-        least, rest = divmod(self.units, count)
-        return tuple(least + (stage < rest) for stage in range(count))
+    def even(self) -> tuple[int, ...]:
+        """Units of each stage of the fault-free grid."""
+        return (self.units // self.stages,) * self.stages
 
     def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
         """Durations in seconds for stages of that many units (by default the fault-free split).
