@@ -12,7 +12,7 @@ A stub is a layer of a chain only while a tracer is active. Otherwise it is an a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Chain
 from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.model.side_values import LARGEST, SideValue, active_recorder
 from lightning_recycle.randomness import draw_for_layer
 from lightning_recycle.torch_internals import buffers_of, make_subclass, modules_of, parameters_of, tree_leaves
 
@@ -147,6 +148,8 @@ class ChainTracer:
         edge: the first layer of the next stage, or on the last stage the first of its own.
         received: on the last stage, what enters there, and the shape of what the layer before returned. Elsewhere the
             step ends where it calls the last layer.
+        module: on the last stage, the user's module.
+        side_values: on the last stage, those of earlier stages, by the index of the layer.
 
     Attributes:
         sent: what leaves the stage, and the shape of what its last layer returned.
@@ -157,12 +160,15 @@ class ChainTracer:
     step: str
     edge: int = 0
     received: tuple[Any, ReturnShape] | None = None
+    module: nn.Module | None = None
+    side_values: Mapping[int, Sequence[SideValue]] = field(default_factory=dict)
     sent: tuple[Any, ReturnShape] | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     _caches: dict[int, Any] = field(default_factory=dict)  # by id, as they were when the first layer was called
     _output: Any = _NOTHING
     _shape: ReturnShape = field(default_factory=ReturnShape)
     _next: int = 0
+    _stand_ins: list[tuple[Any, RemoteTensor]] = field(default_factory=list)  # and the list or dict of each
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -173,6 +179,8 @@ class ChainTracer:
             yield
         finally:
             _tracer = previous
+            for holder, stand_in in self._stand_ins:
+                _remove(holder, stand_in)
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The step calls the layer ``index``; returns what the layer before returned.
@@ -223,6 +231,8 @@ class ChainTracer:
         if self.received is not None:
             entering, shape = self.received
             value = entering if index == self.edge - 1 else value
+            for side_value in self.side_values.get(index, ()):
+                self._deliver(side_value)
         else:
             if index == self.edge:
                 self.sent = hidden, self._shape
@@ -231,6 +241,21 @@ class ChainTracer:
         output = shape.around(value, path)
         self.leave(index, output)
         return output
+
+    def _deliver(self, side: SideValue) -> None:
+        """Puts a side value of another stage where the layer has put it there."""
+        assert self.module is not None
+        module = self.module.get_submodule(side.path)
+        holder: Any = vars(module) if side.key is None else getattr(module, side.name)
+        key = side.name if side.key is None else side.key
+        value: Tensor | RemoteTensor | None = side.value
+        if value is None:
+            value = RemoteTensor.of(f"{side}, of more than {LARGEST:,} bytes")
+            self._stand_ins.append((holder, value))
+        if side.is_appended:
+            holder.append(value)
+        else:
+            holder[key] = value
 
     def finish(self, output: Any = None) -> None:
         """The step is over, and returned ``output``.
@@ -267,28 +292,37 @@ def is_cache(value: Any) -> bool:
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in bases)
 
 
-def watch(layer: nn.Module, index: int, last: bool) -> tuple[RemovableHandle, RemovableHandle]:
-    """Lets walks see the calls of ``layer``, which is here, and its randomness be that of its place in the chain: the
-    part of the step before the chain has the index 0, its layers 1, 2, ..., and what follows the next. The handles end
-    that.
+def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[RemovableHandle, RemovableHandle]:
+    """Lets tracers and recorders see the calls of ``layer``, which is here at ``path``, and its randomness be that of
+    its place in the chain: the part of the step before the chain has the index 0, its layers 1, 2, ..., and what
+    follows the next. The handles end that.
     """
 
     # Functions and not methods: they stay what they are when a callback copies the module.
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _tracer is not None:
             _tracer.enter(index, args, kwargs)
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.begin(layer, path)
+            last_hooks: Any = handles[1].hooks_dict_ref()
+            last_hooks.move_to_end(handles[1].id)  # behind hooks that came later, whose side values count
         draw_for_layer(index + 1)
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if _tracer is not None:
             _tracer.leave(index, output)
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.end(layer, path, index)
         if last:
             draw_for_layer(index + 2)
 
-    return (
+    handles = (
         layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         layer.register_forward_hook(after),
     )
+    return handles
 
 
 # ---------------------------------------------------------------------- what is not here
@@ -313,6 +347,27 @@ class _Elsewhere(dict[str, Any]):
         return [(name, RemoteTensor.of(name, tensor)) for name, tensor in self.tensors.items()]
 
 
+class _AbsentModules(dict[str, Any]):
+    """The children of a module that is not here: none. In a step they show, as what looks for modules of a kind finds
+    their side values.
+
+    Args:
+        parts: what stands for each child.
+    """
+
+    def __init__(self, parts: dict[str, AbsentPart | None]) -> None:
+        super().__init__()
+        self.parts = parts
+
+    @override
+    def items(self) -> Any:
+        return super().items() if _tracer is None else self.parts.items()
+
+    @override
+    def values(self) -> Any:
+        return super().values() if _tracer is None else self.parts.values()
+
+
 class AbsentPart(AbsentLayer):
     """Stands for a submodule of which other stages hold the parameters: it has the attributes of that module which are
     no parameters, buffers or modules.
@@ -330,17 +385,26 @@ class AbsentPart(AbsentLayer):
         bare = vars(nn.Module())
         self._plain = {name: value for name, value in vars(original).items() if name not in bare}
         self._missing = frozenset(
-            {*parameters_of(original), *buffers_of(original), *modules_of(original), *dir(type(original))}
-            - {*dir(nn.Module)}
+            {*parameters_of(original), *buffers_of(original), *dir(type(original))} - {*dir(nn.Module)}
         )
-        self.__dict__["_parameters"] = _Elsewhere(_emptied(path, original.named_parameters()))
-        self.__dict__["_buffers"] = _Elsewhere(_emptied(path, original.named_buffers()))
+        self.__dict__["_parameters"] = _Elsewhere(_emptied(path, parameters_of(original)))
+        self.__dict__["_buffers"] = _Elsewhere(_emptied(path, buffers_of(original)))
+        self.__dict__["_modules"] = _AbsentModules(
+            {
+                name: None if child is None else AbsentPart(f"{path}.{name}", child)
+                for name, child in modules_of(original).items()
+            }
+        )
 
     @override
     def _apply(self, fn: Any, recurse: bool = True) -> AbsentPart:
         for kind in (self._parameters, self._buffers):
             assert isinstance(kind, _Elsewhere)
             kind.tensors = {name: fn(tensor) for name, tensor in kind.tensors.items()}
+        assert isinstance(self._modules, _AbsentModules)
+        for part in self._modules.parts.values():
+            if part is not None:
+                part._apply(fn)
         return self
 
     @property  # type: ignore[misc]
@@ -353,7 +417,11 @@ class AbsentPart(AbsentLayer):
         own = self.__dict__
         if name in own.get("_plain", ()):
             return own["_plain"][name]
-        if name not in own.get("_missing", ()):
+        children = own.get("_modules")
+        if isinstance(children, _AbsentModules) and name in children.parts:
+            if _tracer is not None:
+                return children.parts[name]
+        elif name not in own.get("_missing", ()):
             return super().__getattr__(name)
         if _tracer is not None:  # no AttributeError, which hasattr() would take for an answer
             raise _tracer.error(f"uses {self.path}.{name}, which is on another stage")
@@ -377,11 +445,21 @@ class AbsentPart(AbsentLayer):
         return f"{self.path}, on another stage"
 
 
-def _emptied(path: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _emptied(path: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Tensors without elements; of what was released, on the CPU."""
     return {
-        f"{path}.{name}": torch.empty(0, dtype=t.dtype, device="cpu" if t.is_meta else t.device) for name, t in tensors
+        f"{path}.{name}": torch.empty(0, dtype=t.dtype, device="cpu" if t.is_meta else t.device)
+        for name, t in tensors.items()
+        if t is not None
     }
+
+
+def _remove(holder: Any, value: Any) -> None:
+    """Removes ``value`` from a list, deque or dict."""
+    for key, item in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if item is value:
+            del holder[key]
+            return
 
 
 class RemoteLayer(AbsentPart):

@@ -44,6 +44,7 @@ from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_
 from lightning_recycle.model.layers import stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
+from lightning_recycle.model.side_values import SideRecorder, SideValue
 from lightning_recycle.model.weights import Tie, names_by_parameter, set_weights
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
@@ -136,7 +137,7 @@ class ChainParts(ModelParts):
             for part in set(original.modules()) - kept:
                 _release(part)
         last = len(layers) - 1
-        self._watched = {index: watch(layers[index], index, last=index == last) for index in owned}
+        self._watched = {index: watch(layers[index], chain.paths[index], index, last=index == last) for index in owned}
         ask_instead(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
 
     @property
@@ -162,7 +163,8 @@ class ChainParts(ModelParts):
             yield modules
         finally:
             for index, layer in zip(layers, modules, strict=True):
-                self._watched[index] = watch(layer, index, last=index == len(self._chain.paths) - 1)
+                path, is_last = self._chain.paths[index], index == len(self._chain.paths) - 1
+                self._watched[index] = watch(layer, path, index, last=is_last)
 
     def _look_away(self, index: int) -> None:
         for handle in self._watched.pop(index):
@@ -230,10 +232,14 @@ class ChainParts(ModelParts):
             return f"{type(self.module).__name__}.{name()}()"
 
         if self._is_first:
-            return _FirstStage(step, full_name, self._chain, self._owned.stop, self._middle)
+            return _FirstStage(step, full_name, self._chain, self._owned.stop, self._middle, self._around)
         if self._is_last:
-            return _LastStage(step, full_name, self._chain, self._owned.start)
-        return _MiddleStage([self._layers()[index] for index in self._owned], self._chain, self._owned)
+            return _LastStage(step, full_name, self._chain, self._owned.start, self.module)
+        return _MiddleStage([self._layers()[index] for index in self._owned], self._chain, self._owned, self._around)
+
+    def _around(self) -> Mapping[str, nn.Module]:
+        """The modules around the layers, by path."""
+        return {path: part for path, part in self.module.named_modules() if self._chain.holds(path) is None}
 
     @override
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
@@ -371,71 +377,94 @@ class _FirstStage(nn.Module):
         chain: the layers.
         edge: the first layer of the next stage.
         middle: the layers of middle stages.
+        around: finds the modules around the layers, by path.
     """
 
-    def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int, middle: range) -> None:
+    def __init__(
+        self,
+        step: nn.Module,
+        name: Callable[[], str],
+        chain: Chain,
+        edge: int,
+        middle: range,
+        around: Callable[[], Mapping[str, nn.Module]],
+    ) -> None:
         super().__init__()
         self.step = step
-        self._name, self._chain, self._edge, self._middle = name, chain, edge, middle
+        self._name, self._chain, self._edge, self._middle, self._around = name, chain, edge, middle, around
 
     @override
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        tracer = ChainTracer(self._chain, self._name(), self._edge)
+        tracer, recorder = ChainTracer(self._chain, self._name(), self._edge), SideRecorder(self._around())
         try:
-            with tracer.on():
+            with recorder.on(), tracer.on():
                 self.step(*arguments)
             tracer.finish()  # raises: the end of the chain was not reached
         except ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
             pass
         assert tracer.sent is not None
         calls = {index: tracer.calls[index] for index in self._middle}
-        return _message(tracer, *tracer.sent, calls)
+        return _message(tracer, *tracer.sent, calls, recorder.found)
 
 
 class _MiddleStage(nn.Module):
-    """Some layers, called as the step calls them."""
+    """Some layers, called as the step calls them; arguments as for :class:`_FirstStage`."""
 
-    def __init__(self, layers: Sequence[nn.Module], chain: Chain, owned: range) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        chain: Chain,
+        owned: range,
+        around: Callable[[], Mapping[str, nn.Module]],
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._chain, self._owned = chain, owned
+        self._chain, self._owned, self._around = chain, owned, around
 
     @override
     def forward(self, skeleton: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        hidden, shape, calls = _value(skeleton, *tensors)
-        for index, layer in zip(self._owned, self.layers, strict=True):
-            args, kwargs = calls.pop(index).with_hidden(hidden)
-            hidden, shape = ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
+        hidden, shape, calls, side_values = _value(skeleton, *tensors)
+        recorder = SideRecorder(self._around())
+        with recorder.on():
+            for index, layer in zip(self._owned, self.layers, strict=True):
+                args, kwargs = calls.pop(index).with_hidden(hidden)
+                hidden, shape = ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
         tracer = ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
-        return _message(tracer, hidden, shape, calls)
+        return _message(tracer, hidden, shape, calls, {**side_values, **recorder.found})
 
 
 class _LastStage(nn.Module):
     """The whole step, with what was received in the place of what earlier layers return; arguments as for
-    :class:`_FirstStage`, and ``edge``, the first layer of the stage.
+    :class:`_FirstStage`, ``edge``, the first layer of the stage, and ``module``, that of the user.
     """
 
-    def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int) -> None:
+    def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int, module: nn.Module) -> None:
         super().__init__()
         self.step = step
-        self._name, self._chain, self._edge = name, chain, edge
+        self._name, self._chain, self._edge, self._whole = name, chain, edge, (module,)
 
     @override
     def forward(self, message: tuple[Tensor, ...], *arguments: Any) -> Any:
-        hidden, shape, _ = _value(*message)
-        tracer = ChainTracer(self._chain, self._name(), self._edge, (hidden, shape))
+        hidden, shape, _, side_values = _value(*message)
+        tracer = ChainTracer(self._chain, self._name(), self._edge, (hidden, shape), *self._whole, side_values)
         with tracer.on():
             output = self.step(*arguments)
         tracer.finish(output)
         return output
 
 
-def _message(tracer: ChainTracer, hidden: Any, shape: ReturnShape, calls: Mapping[int, Call]) -> tuple[Tensor, ...]:
-    """Message to the next stage, as tensors: the value that goes on, and how the layers of middle stages are
-    called.
+def _message(
+    tracer: ChainTracer,
+    hidden: Any,
+    shape: ReturnShape,
+    calls: Mapping[int, Call],
+    side_values: Mapping[int, Sequence[SideValue]],
+) -> tuple[Tensor, ...]:
+    """Message to the next stage, as tensors: the value that goes on, how the layers of middle stages are called, and
+    what earlier ones keep.
     """
     try:
-        skeleton, tensors = take_apart((hidden, shape, dict(calls)))
+        skeleton, tensors = take_apart((hidden, shape, dict(calls), dict(side_values)))
     except Exception as error:  # whatever the user's objects raise
         raise tracer.error(
             f"passes something to a layer on another stage that cannot be sent there ({type(error).__name__}: {error});"

@@ -7,6 +7,7 @@ import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle import ConfigurationError
+from lightning_recycle.model import side_values
 from lightning_recycle.model.chain_parts import ChainParts
 from lightning_recycle.model.full_forward import ask_instead, ask_no_more
 from lightning_recycle.model.recording import as_it_was, recorded
@@ -212,6 +214,63 @@ class Drawn(Checkpointed):
         return block(h)  # type: ignore[no-any-return]
 
 
+class Expert(nn.Module):
+    """Keeps a loss in an attribute, and another one in a list that all share."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.losses = nn.Linear(WIDTH, WIDTH), losses
+        self.balance: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.balance = y.square().mean()
+        self.losses.append(y.mean(0).norm())
+        return y
+
+
+class ExpertBlock(Block):
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.expert = Expert(losses)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, gain: float = 1.0) -> Tensor:
+        return self.expert(super().forward(x, mask, gain=gain)) + x
+
+
+class KeepsBeside(Transformer):
+    """The loss adds what layers and hooks keep beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.features: dict[str, Tensor] = {}
+        self.last: Any = None
+        self.blocks = nn.ModuleList(ExpertBlock(self.losses) for _ in range(4))
+        for index in (0, 2):
+            self.blocks[index].register_forward_hook(partial(self.keep, index))
+
+    def keep(self, index: int, block: nn.Module, args: Any, output: Tensor) -> None:
+        self.features[f"block {index}"] = self.last = output
+
+    def beside(self) -> Tensor:
+        first: Any = self.blocks[0]
+        balances = [part.balance for part in self.modules() if isinstance(part, Expert)]
+        assert (len(balances), len(self.losses), list(self.features)) == (4, 4, ["block 0", "block 2"])
+        return sum(balances) + sum(self.losses) + self.last.norm() + first.expert.balance  # type: ignore[no-any-return]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        loss = super().loss(output, batch) + self.beside()
+        self.losses.clear()
+        self.features.clear()
+        return loss
+
+
+class UsesFeatures(KeepsBeside):
+    def beside(self) -> Tensor:
+        return self.features["block 0"].norm()
+
+
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=generator)
@@ -279,7 +338,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("model", [Plain, Transformer, AroundTheChain, Tuples, WholeTuples, Scaled, Shared])
+@pytest.mark.parametrize(
+    "model", [Plain, Transformer, AroundTheChain, Tuples, WholeTuples, Scaled, Shared, KeepsBeside]
+)
 def test_loss_and_gradients_are_those_of_the_whole(model: type[Model], num_stages: int, split_backward: bool) -> None:
     assert_equal(gradients(made(model), num_stages, split_backward), whole(made(model)))
 
@@ -467,8 +528,8 @@ class FarSkip(Transformer):
         (ReturnsMore, ["returns more than the first item of what layer 'layers.0' returned, which is on another"]),
         (Regularised, ["uses blocks.0.linear.weight (square), which is on another stage"]),
         (LooksAtKinds, ["uses what layer 'net.2' returned (tanh)"]),
-        (Named, ["uses blocks.0.linear, which is on another stage"]),
-        (AsksFirst, ["uses blocks.0.linear, which is on another stage"]),
+        (Named, ["uses blocks.0.linear.weight, which is on another stage"]),
+        (AsksFirst, ["uses blocks.0.linear.weight, which is on another stage"]),
         (FarSkip, ["uses what layer 'blocks.0' returned", "which is on another stage"]),
     ],
 )
@@ -479,6 +540,17 @@ def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(
         gradients(made(model), num_stages)
     told = str(caught.value)
     assert all(word in told for word in [*words, f"{model.__name__}.training_step()", "pipeline_parallel_size=1"]), told
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_large_tensor_beside_the_output_is_an_error_only_where_it_is_used(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_values, "LARGEST", 100)
+    with pytest.raises(ConfigurationError, match=r"uses features\['block 0'\], of more than 65,536 bytes"):
+        gradients(made(UsesFeatures), num_stages)
+    monkeypatch.setattr(UsesFeatures, "beside", lambda self: sum(self.losses))
+    assert_equal(gradients(made(UsesFeatures), num_stages), whole(made(UsesFeatures)))
 
 
 class AsksForDevice(Transformer):

@@ -1,0 +1,134 @@
+"""Tensors that layers of a chain keep beside what they return: a loss in an attribute, features that a hook collects.
+
+Concept: on one device the user's step finds them where a layer, or a hook of it, has put them: in an attribute of the
+layer, of a submodule or of a module around the chain, or in a list or dict there. With several stages the layer may run
+on one worker and the loss on another. So a :class:`SideRecorder` looks at these places before and after each layer, and
+what is new there is sent with the layer's output; the last stage puts it into the same place when the step calls the
+layer. Gradients come back as those of any tensor that a stage sends.
+
+Contract: in training only what autograd follows is sent: numbers and detached tensors do not change the loss, and may
+depend on the worker. Tensors of more than :data:`LARGEST` bytes are not sent, only their places.
+
+Must not know: stages, messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LARGEST", "SideRecorder", "SideValue", "active_recorder"]
+
+LARGEST = 1 << 16
+_MOST_ITEMS = 256  # a longer list or dict holds data
+_OF_MODULES = frozenset(vars(nn.Module()))
+_Place: TypeAlias = tuple[str, str, Any]
+_recorder: SideRecorder | None = None
+
+
+@dataclass(frozen=True)
+class SideValue:
+    """A tensor and its place.
+
+    Args:
+        path: of the module that has the attribute, in the user's module.
+        name: of the attribute.
+        key: of the item, where the attribute is a list or dict; None for the attribute itself.
+        is_appended: whether the item is new in a list.
+        value: None if it is too large to be sent.
+    """
+
+    path: str
+    name: str
+    key: Any
+    is_appended: bool
+    value: Tensor | None
+
+    def __str__(self) -> str:
+        attribute = f"{self.path}.{self.name}" if self.path else self.name
+        return attribute if self.key is None else f"{attribute}[{self.key!r}]"
+
+
+class SideRecorder:
+    """Side values of the layers that a stage runs for one micro-batch.
+
+    Args:
+        around: the modules around the chain, by path.
+
+    Attributes:
+        found: by index of the layer.
+    """
+
+    def __init__(self, around: Mapping[str, nn.Module]) -> None:
+        self.found: dict[int, list[SideValue]] = {}
+        self._around = around
+        self._before: dict[_Place, Tensor] = {}
+        self._lengths: dict[int, int] = {}
+        self._appended: list[tuple[Any, Tensor]] = []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within the block layers report to this recorder. Afterwards lists are without what layers appended, as the
+        step of a later stage does not clear them here.
+        """
+        global _recorder
+        previous, _recorder = _recorder, self
+        try:
+            yield
+        finally:
+            _recorder = previous
+            for items, tensor in self._appended:
+                kept = [item for item in items if item is not tensor]
+                items.clear()
+                items.extend(kept)
+
+    def begin(self, layer: nn.Module, path: str) -> None:
+        """The ``layer`` is about to run."""
+        self._before, self._lengths = {}, {}
+        for place, container, tensor in self._tensors(layer, path):
+            self._before[place] = tensor
+            if container is not None:
+                self._lengths[id(container)] = len(container)
+
+    def end(self, layer: nn.Module, path: str, index: int) -> None:
+        """The ``layer`` has run; ``index``: its place in the chain."""
+        seen = set()
+        for place, container, tensor in self._tensors(layer, path):
+            is_known = self._before.get(place) is tensor or (id(container), place[2]) in seen
+            if is_known or not (tensor.grad_fn is not None or _is_evaluated(tensor)):
+                continue
+            if container is not None:  # which several modules may share
+                seen.add((id(container), place[2]))
+            is_appended = isinstance(container, (list, deque)) and place[2] >= self._lengths.get(id(container), 0)
+            if is_appended:
+                self._appended.append((container, tensor))
+            fits = tensor.numel() * tensor.element_size() <= LARGEST
+            self.found.setdefault(index, []).append(SideValue(*place, is_appended, tensor if fits else None))
+        self._before, self._lengths = {}, {}
+
+    def _tensors(self, layer: nn.Module, path: str) -> Iterator[tuple[_Place, Any, Tensor]]:
+        """Places, the list or dict that each is in, and the tensors there."""
+        for where, module in [*self._around.items(), *layer.named_modules(prefix=path)]:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Tensor):
+                    yield (where, name, None), None, value
+                elif isinstance(value, (list, deque, dict)) and name not in _OF_MODULES and len(value) <= _MOST_ITEMS:
+                    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                        if isinstance(item, Tensor):
+                            yield (where, name, key), value, item
+
+
+def active_recorder() -> SideRecorder | None:
+    """The recorder to which layers report."""
+    return _recorder
+
+
+def _is_evaluated(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was computed where autograd does not follow, so that it cannot be told from others."""
+    return not torch.is_grad_enabled() and tensor.is_floating_point()
