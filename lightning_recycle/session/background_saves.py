@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import tempfile
 import threading
@@ -47,6 +48,8 @@ from lightning_recycle.tensor_memory import has_plain_memory
 from lightning_recycle.torch_internals import version_of
 
 __all__ = ["Action", "BackgroundSaves", "Batch", "HolderGroup", "SaveRequest", "StateCopies"]
+
+log = logging.getLogger(__name__)
 
 _PIECE = 1 << 20  # bytes that are copied at once, or sent in one message: what else the connection carries waits
 _LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
@@ -491,6 +494,7 @@ class BackgroundSaves:
         on_facts: called on all workers with what those measured that took part in a batch.
         actions: what may follow when a checkpoint is complete, by name. Called on all workers with why it is not, or
             None, and :attr:`Action.arguments`.
+        by_writer: what the writer does of them where a run ends before all know the outcome, by name.
         is_pending: whether a batch was begun whose outcome is not known yet; the same on all workers.
         names: of folders with checkpoints, the names in them; the same on all workers.
     """
@@ -502,6 +506,7 @@ class BackgroundSaves:
         self.measure: Callable[[float], Any] = lambda seconds: None
         self.on_facts: Callable[[list[Any]], None] = lambda facts: None
         self.actions: dict[str, Callable[..., None]] = {}
+        self.by_writer: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
         self.is_pending = False
         self.names: dict[str, set[str]] = {}
@@ -621,10 +626,21 @@ class BackgroundSaves:
             batch.group.is_wanted = batch.is_written
 
     def await_thread(self) -> None:
-        """The run is over: waits until this worker has done its part, as long as the next checkpoint would."""
+        """The run is over: waits until this worker has done its part, as long as the next checkpoint would. The writer
+        takes up what follows for the files.
+        """
         deadline = time.monotonic() + self._patience
-        while self.batch is not None and not self.batch.is_written and time.monotonic() < deadline:
+        while (batch := self.batch) is not None and not batch.is_written and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
+        if batch is None or not (batch.group.is_leader and batch.is_written):
+            return
+        written = {request.path for request in batch.requests if request.failure is None}
+        for action in batch.actions:
+            if action.name in self.by_writer and written.issuperset(action.paths):
+                try:
+                    self.by_writer[action.name](*action.arguments)
+                except OSError as error:
+                    log.warning("After the last checkpoint of the run a file is not as it should be: %s.", error)
 
     def _agree(self, patience: float | None) -> tuple[int, ...]:
         """At a boundary, if a batch is pending: waits for it, for ``patience`` seconds or without limit, and for all

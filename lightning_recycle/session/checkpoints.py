@@ -162,6 +162,7 @@ class Checkpoints:
                 self.background.measure, self.background.on_facts = self._measured, self._follow
             self.background.actions["link"] = lambda failure, *paths: None if failure else self.link(*paths)
             self.background.actions["remove"] = lambda failure, path: None if failure else self.remove(path)
+            self.background.by_writer.update(link=link, remove=self._delete)
 
     @property
     def module(self) -> pl.LightningModule:
@@ -354,14 +355,17 @@ class Checkpoints:
         if not self.collectives.is_leader:
             return
         try:
-            if self.sharded and (local := local_path(path)) is not None:
-                remove(local)
-            else:
-                self.module.trainer.strategy.checkpoint_io.remove_checkpoint(path)
+            self._delete(path)
         except OSError as error:
             if self.raises:
                 raise CheckpointError(f"The old checkpoint {path} could not be deleted: {error}.") from error
             log.warning("The old checkpoint %s could not be deleted and stays: %s.", path, error)
+
+    def _delete(self, path: Any) -> None:
+        if self.sharded and (local := local_path(path)) is not None:
+            remove(local)
+        else:
+            self.module.trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
     @contextmanager
     def noticed(self) -> Iterator[None]:

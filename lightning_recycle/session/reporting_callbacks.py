@@ -45,6 +45,7 @@ __all__ = [
     "keep_monitors_going",
     "keep_reports_apart",
     "leave_saves_alone",
+    "remember_save",
     "show_cursor",
     "show_progress_bar",
     "show_whole_run",
@@ -285,6 +286,16 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
         checkpoints.ask_again = partial(_ask_again, trainer, callbacks, given_up)
         checkpoints.background.actions["record"] = partial(_take_up, callbacks, given_up)
         checkpoints.background.actions["notify"] = partial(_notify, trainer, callbacks)
+
+
+def remember_save(trainer: pl.Trainer) -> None:
+    """The callbacks that wrote the checkpoint from which the run begins again remember that: their state in it is that
+    of the moment before.
+    """
+    path = str(trainer.ckpt_path)
+    for callback in _model_checkpoints(trainer):
+        if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
+            callback._last_checkpoint_saved, callback._last_global_step_saved = path, trainer.global_step
 
 
 def leave_saves_alone(trainer: pl.Trainer) -> None:

@@ -33,6 +33,7 @@ from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
+from lightning_recycle.session.reporting_callbacks import remember_save
 from lightning_recycle.session.slot_values import untrained_marks
 from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
@@ -133,6 +134,8 @@ class TrainingSteps:
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
         self.transfer.begin_training(self.checkpoints.restored_objects)
+        if self.checkpoints.restored_objects is not None:
+            remember_save(self._trainer)
         if self._client.joining:
             self.executor.join()
         elif restored:

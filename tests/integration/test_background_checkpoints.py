@@ -418,22 +418,23 @@ def test_loggers_are_told_of_complete_checkpoints(tmp_path: Path) -> None:
 
 
 class AtTheEnd(WholeCheckpointIO):
-    """Writes a checkpoint when the run is over, because a stage was lost; makes ``begun`` before."""
+    """Writes the checkpoint of step 6 when the run is over, because a stage was lost; makes ``begun`` before."""
 
     def __init__(self, begun: Path) -> None:
         self._begun = begun
 
     @override
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        self._begun.touch()
-        deadline = time.monotonic() + PATIENCE
-        while not NotesClient.client._completes and time.monotonic() < deadline:
-            time.sleep(0.01)
-        super().save_checkpoint(*arguments, **options)
+    def save_checkpoint(self, checkpoint: Any, *arguments: Any, **options: Any) -> None:
+        if checkpoint["global_step"] == 6:
+            self._begun.touch()
+            deadline = time.monotonic() + PATIENCE
+            while not NotesClient.client._completes and time.monotonic() < deadline:
+                time.sleep(0.01)
+        super().save_checkpoint(checkpoint, *arguments, **options)
 
 
 class NotesClient(L.Callback):
-    """Lets :class:`AtTheEnd` know its client. When that has begun, the training goes on to step 6, which may raise."""
+    """Lets :class:`AtTheEnd` know its client. When that has begun, the training goes on to step 7, which may raise."""
 
     client: Any
 
@@ -444,9 +445,9 @@ class NotesClient(L.Callback):
         strategy: Any = trainer.strategy
         type(self).client = strategy.session.client
         deadline = time.monotonic() + PATIENCE
-        while trainer.global_step == 6 and not self._begun.exists() and time.monotonic() < deadline:
+        while trainer.global_step == 7 and not self._begun.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        if trainer.global_step == 6 and self._raises:
+        if trainer.global_step == 7 and self._raises:
             raise UserError
 
 
@@ -457,17 +458,19 @@ class UserError(Exception):
 @pytest.mark.parametrize("end", [*sampled(["lost", "restarted"], 1), "raised"])
 def test_a_checkpoint_that_is_being_written_is_completed_however_the_run_ends(end: str, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_last="link")
     options: dict[str, Any] = {"background": True, "checkpoint_io": AtTheEnd(begun), "signal_timeout": PATIENCE}
-    faults = [] if end == "raised" else [Fault("kill", pipeline=0, stage=0, step=6)]
+    faults = [] if end == "raised" else [Fault("kill", pipeline=0, stage=0, step=7)]
     run = trainer(
-        1, 2, faults, max_steps=7, enable_checkpointing=True, callbacks=[saving, NotesClient(begun, end == "raised")],
+        1, 2, faults, max_steps=8, enable_checkpointing=True, callbacks=[saving, NotesClient(begun, end == "raised")],
         strategy={**options, "on_stage_lost": "restart" if end == "restarted" else "raise"},
     )  # fmt: skip
     loader = DataLoader(dataset(GLOBAL_BATCH * LENGTH), batch_size=GLOBAL_BATCH)
     errors = {"lost": pytest.raises(StageLostError), "raised": pytest.raises(UserError)}
     with errors.get(end, contextlib.nullcontext()):
         run.fit(Regression().double(), loader)
-    assert damage(tmp_path / "step=4.ckpt") is None
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=6.ckpt"]
+    assert damage(tmp_path / "step=6.ckpt") is None
+    assert os.readlink(tmp_path / "last.ckpt") == "step=6.ckpt"
     if end == "restarted":
-        assert [event.step for event in happened(run, "step")] == [0, 1, 2, 3, 4, 5, 4, 5, 6]
+        assert [event.step for event in happened(run, "step")] == [0, 1, 2, 3, 4, 5, 6, 6, 7]
