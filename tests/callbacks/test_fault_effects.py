@@ -179,7 +179,7 @@ def test_partition_drops_everything_both_ways_and_keeps_connections_open() -> No
         old, _ = server.accept()
         in_background(chat, old, old_lines)
         port = heard(ours)
-        assert old_lines, "nothing was said before the partition"
+        assert wait_for(lambda: old_lines), "nothing was said before the partition"
         old_lines.clear()
         new, _ = server.accept()
         in_background(chat, new, new_lines)
