@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.launch.local_workers import process_context
@@ -196,11 +196,10 @@ class Run:
         planner.prepare()
         if expected:
             planner.plan(frozenset(map(job.grid.worker, expected)), {})
-        patient = dict.fromkeys(("report_timeout", "last_holder_timeout"), _PATIENCE)
         options = CoordinatorOptions(
-            heartbeat_timeout=job.heartbeat_timeout,
+            heartbeat=HeartbeatTimeouts(job.heartbeat_timeout, _PATIENCE),
             recovery=RecoveryOptions(rebalance="never", start_timeout=_PATIENCE),
-            **patient,
+            report_timeout=_PATIENCE,
         )
         self.coordinator = Coordinator(job.grid, planner, options, staggered=job.staggered)
         self.coordinator._plans.plan_ahead = lambda: None  # type: ignore[method-assign] # takes processor time

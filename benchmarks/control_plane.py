@@ -31,7 +31,7 @@ from typing import Any
 from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.connection import MessageConnection, connect
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
@@ -241,11 +241,12 @@ def measure(workers: int, profile: bool) -> dict[str, tuple[float, float]]:
     planner.prepare()
     victim = grid.num_workers // 2 + 1
     planner.plan(frozenset({grid.worker(victim)}), {})  # as if made ahead
-    patient = dict.fromkeys(("heartbeat_timeout", "report_timeout", "last_holder_timeout"), _PATIENCE)
+    timeouts = HeartbeatTimeouts(_PATIENCE, _PATIENCE)
+    recovery = RecoveryOptions(rebalance="never", start_timeout=_PATIENCE)
     coordinator = Coordinator(
         grid,
         planner,
-        CoordinatorOptions(**patient, recovery=RecoveryOptions(rebalance="never", start_timeout=_PATIENCE)),
+        CoordinatorOptions(timeouts, report_timeout=_PATIENCE, recovery=recovery),
         authkey=_KEY,
     )
     profiler = cProfile.Profile()

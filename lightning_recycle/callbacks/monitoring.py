@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
 
@@ -67,9 +68,7 @@ class HeartbeatCallback(pl.Callback):
                 " 1 second, or a busy coordinator loses all workers."
             )
         self.interval = interval
-        self.timeout = timeout
-        self.last_holder_timeout = last_holder_timeout
-        self.coordinator_timeout = coordinator_timeout
+        self.timeouts = HeartbeatTimeouts(float(timeout), float(last_holder_timeout), float(coordinator_timeout))
         self._logged: Mapping[str, float] = {}
 
     @override

@@ -28,7 +28,6 @@ from lightning_recycle.control.joining.run_config import settings_of
 from lightning_recycle.control.monitoring.json_logs import describe_process
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.handshake import Refused, VersionMismatch
-from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Assign, RunRequest, Setting
 from lightning_recycle.engines.discovery import Discovered
@@ -155,21 +154,18 @@ def _own_setup(setup: RunSetup, assignment: Assign) -> RunSetup:
 
 def _run_request(run: PreparedRun) -> RunRequest:
     """The run that the script asks for; the coordinator refuses what it cannot do."""
-    trainer, options, heartbeat = run.call.trainer, run.options, run.heartbeat
+    trainer, options = run.call.trainer, run.options
     assert trainer.state.fn is not None
     named = isinstance(options.planning.planner, str)
     planning = replace(
         options.planning, staggered=run.setup.staggered, planner=options.planning.planner if named else "heuristic"
-    )
-    timeouts = HeartbeatTimeouts(
-        float(heartbeat.timeout), float(heartbeat.last_holder_timeout), float(heartbeat.coordinator_timeout)
     )
     drift = PlanMonitor.options_of(trainer)
     settings: dict[str, Setting] = {
         **settings_of("planning", planning),
         **settings_of("recovery", options.recovery),
         **settings_of("verification", options.verification),
-        **settings_of("heartbeat", timeouts),
+        **settings_of("heartbeat", run.heartbeat.timeouts),
         **({} if drift is None else settings_of("monitor", drift)),
     }
     objects = [] if named else ["PlanningOptions(planner=<an object>)"]

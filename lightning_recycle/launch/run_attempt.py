@@ -176,14 +176,12 @@ class RunAttempt:
         )
 
     def _coordinator_options(self) -> CoordinatorOptions:
-        options, heartbeat, fits = self._run.options, self._run.heartbeat, self._run.call.fits
+        options, fits = self._run.options, self._run.call.fits
         recovery = options.recovery if fits else options.recovery.without_changes()
         if options.members > 1:
             recovery = replace(recovery, rebalance="never")  # layers of several processes stay where they are
         return CoordinatorOptions(  # without training there are no step boundaries to enter at
-            heartbeat_timeout=heartbeat.timeout,
-            last_holder_timeout=heartbeat.last_holder_timeout,
-            coordinator_timeout=heartbeat.coordinator_timeout,
+            heartbeat=self._run.heartbeat.timeouts,
             recovery=recovery,
             verification=options.verification,
             drift=PlanMonitor.options_of(self._run.call.trainer) if fits else None,

@@ -10,6 +10,7 @@ from control_plane import SILENCE, ControlPlane
 from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator import failure_detector
+from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planning_options import PlanningOptions
@@ -25,7 +26,7 @@ def plane() -> Iterator[ControlPlane]:
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlPlane]:
     """One that evicts a worker after a second of silence, also while it starts."""
     monkeypatch.setattr(failure_detector, "_LEAST_START_TIMEOUT", SILENCE)
-    with ControlPlane(heartbeat_timeout=SILENCE) as plane:
+    with ControlPlane(heartbeat=HeartbeatTimeouts(SILENCE)) as plane:
         yield plane
 
 

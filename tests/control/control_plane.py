@@ -22,7 +22,7 @@ from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.network.addresses import address_from
 from lightning_recycle.control.network.connection import MessageConnection, connect
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.assumptions import Assumptions
 from lightning_recycle.control.plans.plan_maker import PlanMaker
@@ -123,11 +123,11 @@ class ControlPlane:
         self, grid: Grid = GRID, planner: Any = None, of_position: int = 1, grows: bool = False, **options: Any
     ) -> None:
         self.processes = {rank: FakeProcess() for rank in range(grid.num_workers * of_position)}
-        patient = dict.fromkeys(("heartbeat_timeout", "report_timeout"), PATIENCE)
         self.planner = FakePlanner(grid) if planner is None else planner
         all_options: Any = CoordinatorOptions(
             **{
-                **patient,
+                "heartbeat": HeartbeatTimeouts(PATIENCE),
+                "report_timeout": PATIENCE,
                 "grace": 0.1,
                 "recovery": RecoveryOptions(rebalance="never", start_timeout=PATIENCE),
                 **options,

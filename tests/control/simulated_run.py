@@ -44,7 +44,7 @@ from simulated_workers import (
 from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.journal import Process
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol import coordinator_restart, membership, messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.fault_attribution import Pair
@@ -225,8 +225,7 @@ class Run:
         self._paper = Paper()
         self._parked: set[int] = set()
         self._options = CoordinatorOptions(
-            heartbeat_timeout=SILENCE,
-            last_holder_timeout=LAST_HOLDER_SILENCE,
+            heartbeat=HeartbeatTimeouts(SILENCE, LAST_HOLDER_SILENCE),
             recovery=RecoveryOptions(machine_error_retries=random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2))),
         )
         self._readmission: Any = None

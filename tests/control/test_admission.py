@@ -19,7 +19,7 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
 
 GRID = Grid(2, 2, 1)
-OPTIONS = CoordinatorOptions(heartbeat_timeout=5.0, last_holder_timeout=300.0)
+OPTIONS = CoordinatorOptions()
 
 
 def revived(folder: Path, kept: JournaledState | None, **processes: Process) -> tuple[Readmission, Journal]:

@@ -16,7 +16,7 @@ from control_worker import Member
 from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.messages import Alive, Broken, Crash, Hello, Regroup, Stop
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.planning.grid import Worker
@@ -161,7 +161,7 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
 
 
 def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_record_says_why() -> None:
-    with ControlPlane(heartbeat_timeout=SILENCE, last_holder_timeout=3 * SILENCE) as plane:
+    with ControlPlane(heartbeat=HeartbeatTimeouts(SILENCE, 3 * SILENCE)) as plane:
         members = plane.members()
         silent = [members[rank].client for rank in (1, 3)]
         for client in silent:
@@ -220,7 +220,7 @@ def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(pla
 
 def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes() -> None:
     # A process that starves on a busy machine is not silent for so long.
-    with ControlPlane(heartbeat_timeout=4.0) as plane:
+    with ControlPlane(heartbeat=HeartbeatTimeouts(4.0)) as plane:
         children = [plane.child(rank, steps=5, pause=0.1) for rank in range(4)]
         assert [line(children[3]) for _ in range(2)] == ["hello", "step 1"]
         children[3].send_signal(signal.SIGSTOP)

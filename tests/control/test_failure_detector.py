@@ -7,7 +7,7 @@ import pytest
 
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.detection import (
     PATIENCE,
     Observation,
@@ -114,8 +114,7 @@ def test_everybody_may_wait_for_the_longest_operation_of_any_kind(kind: str) -> 
 GRID = Grid(2, 2, 1)
 ALL = frozenset(range(4))
 OPTIONS = CoordinatorOptions(
-    heartbeat_timeout=TIMEOUT,
-    last_holder_timeout=60.0,
+    heartbeat=HeartbeatTimeouts(TIMEOUT, 60.0),
     report_timeout=50.0,
     patience=200.0,
     recovery=RecoveryOptions(start_timeout=100.0),

@@ -18,6 +18,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator import coordinator as coordinator_module
 from lightning_recycle.control.network.connection import Inbox, MessageConnection, NonBlockingConnection
+from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.recovery import WorkerStatus
@@ -102,7 +103,7 @@ def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and
 
 @pytest.mark.parametrize("introduced", [False, True], ids=["before its hello", "as a spare"])
 def test_who_stops_in_the_middle_of_a_message_holds_up_nobody(introduced: bool) -> None:
-    with ControlPlane(heartbeat_timeout=600.0) as plane:
+    with ControlPlane(heartbeat=HeartbeatTimeouts(600.0)) as plane:
         slow = plane.connection()
         if introduced:
             slow.send(m.Hello(None, 1))
@@ -130,7 +131,7 @@ def test_a_message_that_comes_in_pieces_arrives(plane: ControlPlane) -> None:
 
 
 def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -> None:
-    with ControlPlane(heartbeat_timeout=8.0) as plane:
+    with ControlPlane(heartbeat=HeartbeatTimeouts(8.0)) as plane:
         deaf = plane.connection()
         deaf.send(m.Hello(3, os.getpid()))
         joining = [in_thread(Member(plane.client(rank), 2).join) for rank in range(3)]
@@ -197,7 +198,9 @@ def test_the_coordinator_shows_life_to_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent() -> None:
-    with ControlPlane(coordinator_timeout=1000.0) as plane:  # the next sign of life comes in 10 s
+    with ControlPlane(
+        heartbeat=HeartbeatTimeouts(coordinator_timeout=1000.0)
+    ) as plane:  # the next sign of life comes in 10 s
         plane.connection().send(m.Hello(0, os.getpid()))
         time.sleep(0.5)
         connection = plane.connection()

@@ -30,7 +30,7 @@ from lightning_recycle.control.monitoring.monitor import Monitor, Views
 from lightning_recycle.control.monitoring.status import PositionState, Status
 from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.network import addresses
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
@@ -90,7 +90,7 @@ def test_a_lost_worker_its_cause_and_the_plan_without_it_are_seen(plane: Control
 
 
 def test_a_silent_worker_that_nobody_can_stand_in_for_is_seen_as_suspected() -> None:
-    with ControlPlane(heartbeat_timeout=0.5) as plane:
+    with ControlPlane(heartbeat=HeartbeatTimeouts(0.5)) as plane:
         members = plane.members()
         for rank in (0, 2):  # both of stage 0, so neither is given up
             members[rank].client.heartbeat_interval = 1000.0

@@ -59,8 +59,8 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
     assert terms.wants == wants
     assert terms.overruled == ()
     options = terms.options()
-    assert (options.heartbeat_timeout, options.last_holder_timeout) == (2.0, 60.0)
-    assert options.coordinator_timeout == 20.0
+    assert (options.heartbeat.timeout, options.heartbeat.last_holder_timeout) == (2.0, 60.0)
+    assert options.heartbeat.coordinator_timeout == 20.0
     expected = RecoveryOptions(rebalance="never", start_timeout=30.0, min_pipelines=1, machine_error_retries=0)
     assert options.recovery == expected
     assert options.verification == VerificationOptions("raise", 7, 0.01)
@@ -70,7 +70,7 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
 def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
     given = {"heartbeat.timeout": 7.0, "planning.staggered": False, "planning.planner": "heuristic"}
     terms = settle(Overrides(settings=given), wanting(heartbeat__timeout=2.0))
-    assert terms.options().heartbeat_timeout == 7.0
+    assert terms.options().heartbeat.timeout == 7.0
     assert not terms.planning.technique.staggered
     said = " ".join(terms.overruled)
     assert "HeartbeatCallback(timeout=...) is 2.0 in the script, and 7.0 by the command line" in said

@@ -158,7 +158,7 @@ class Coordinator:
         self._fills = False  # whether a vacancy may be filled, or a spare be placed
         self._filled = self._state.roster.live  # the workers when that was last tried
         self._order = sorted(range(workers), key=lambda rank: (self._state.stage_of(rank), rank))
-        self._sign_seconds = min(SIGN_SECONDS, self.options.coordinator_timeout / _SIGNS)
+        self._sign_seconds = min(SIGN_SECONDS, self.options.heartbeat.coordinator_timeout / _SIGNS)
         self._next_sign = 0.0
         self._views = Views(self._view, self._loop.wake)
         self._done = threading.Event()
@@ -322,7 +322,7 @@ class Coordinator:
             return
         if now >= self._next_sign:
             self._next_sign = now + self._sign_seconds
-            self._send_to_all(messages.Alive(self.options.coordinator_timeout))
+            self._send_to_all(messages.Alive(self.options.heartbeat.coordinator_timeout))
         if self._state.returned is not None:
             self._await_return(now)
             return
@@ -448,7 +448,7 @@ class Coordinator:
             self._watch.begin_start(time.monotonic())
             self._last_call = time.monotonic() + _LAST_CALL_SECONDS
         # The sign of life has the limit of the coordinator's silence.
-        self._workers.connect(rank, connection, process, messages.Alive(self.options.coordinator_timeout))
+        self._workers.connect(rank, connection, process, messages.Alive(self.options.heartbeat.coordinator_timeout))
         if returned is not None and self._state.returned is not None and rank in self._state.heard:
             self._handle(returned)
             if self._state.returned is None:  # what they have said meanwhile

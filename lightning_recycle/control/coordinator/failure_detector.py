@@ -171,7 +171,7 @@ class FailureDetector:
                 return False
         observations = {rank: self._observe(now, rank, state) for rank in state.roster.live}
         return everybody_waits(
-            observations, lambda rank, kind: self._usual(rank, kind, seconds), self._options.heartbeat_timeout
+            observations, lambda rank, kind: self._usual(rank, kind, seconds), self._options.heartbeat.timeout
         )
 
     def late_candidates(self, now: float) -> dict[int, str]:
@@ -193,11 +193,13 @@ class FailureDetector:
         return dict.fromkeys(sorted(self._have_reported & state.roster.live - state.generation.reports.keys()), cause)
 
     def _silence(self, now: float, rank: int) -> Sign:
-        timeout = self._options.heartbeat_timeout
+        timeout = self._options.heartbeat.timeout
         if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
             timeout = max(timeout, _LEAST_START_TIMEOUT)
         seconds = now - self._heard.get(rank, now)
-        return Sign(f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.last_holder_timeout)
+        return Sign(
+            f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.heartbeat.last_holder_timeout
+        )
 
     def _computes(self, now: float, rank: int, is_quiet: bool) -> bool:
         """Whether the process of a worker that is quiet computes or waits for a disk. A stopped one does not, nor one
@@ -209,13 +211,13 @@ class FailureDetector:
         looks = self._looks.setdefault(rank, [])
         states = self._thread_states(rank)
         looks.append((now, "R" in states or "D" in states))
-        looks[:] = [(at, busy) for at, busy in looks if now - at <= self._options.heartbeat_timeout]
+        looks[:] = [(at, busy) for at, busy in looks if now - at <= self._options.heartbeat.timeout]
         return "T" not in states and sum(busy for _, busy in looks) >= _BUSY_SHARE * len(looks)
 
     def _stalled(self, seconds: float) -> Sign:
-        timeout = max(_LEAST_STALL_SECONDS, self._options.heartbeat_timeout)
+        timeout = max(_LEAST_STALL_SECONDS, self._options.heartbeat.timeout)
         cause = f"it took no message for more than {timeout:g} s"
-        return Sign(cause, seconds, timeout, self._options.last_holder_timeout)
+        return Sign(cause, seconds, timeout, self._options.heartbeat.last_holder_timeout)
 
     def _observe(self, now: float, rank: int, state: MembershipState) -> Observation:
         beat, received = self._beats[rank]
@@ -242,7 +244,7 @@ class FailureDetector:
             if deaf is not None and all(self._beats[sibling][0].activity.waiting_for for sibling in siblings):
                 return deaf
         usual = self._usual(rank, seen.kind, seconds) if seen.kind else None
-        return sign_of_work(seen, usual, self._options.heartbeat_timeout, self._options.patience)
+        return sign_of_work(seen, usual, self._options.heartbeat.timeout, self._options.patience)
 
     def _deaf(self, rank: int) -> Sign | None:
         """Whether it still waits although a generation was announced, which ends any wait within milliseconds."""
@@ -250,7 +252,7 @@ class FailureDetector:
         passed = received - self._regroup_began
         if not beat.activity.waiting_for or beat.seconds <= passed:
             return None
-        limit = max(self._options.heartbeat_timeout, _LEAST_DEAF_SECONDS)
+        limit = max(self._options.heartbeat.timeout, _LEAST_DEAF_SECONDS)
         cause = (
             f"it has been waiting for {beat.activity.waiting_for} since before the others regrouped,"
             f" more than {limit:g} s ago"

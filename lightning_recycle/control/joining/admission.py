@@ -256,7 +256,7 @@ class Readmission:
     def may_place(self, now: float) -> bool:
         """Whether spares may be given positions: at first those that have one say so."""
         if self._holds_until == float("inf"):
-            self._holds_until = now + self._options.heartbeat_timeout
+            self._holds_until = now + self._options.heartbeat.timeout
         return now >= self._holds_until
 
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
@@ -268,7 +268,7 @@ class Readmission:
         stages = {one.stage for one in state.positions.whole(there)}
         for rank in sorted(state.roster.live - state.returned.keys()):
             has_peer = state.stage_of(rank) in stages
-            limit = options.heartbeat_timeout if has_peer else options.last_holder_timeout
+            limit = options.heartbeat.timeout if has_peer else options.heartbeat.last_holder_timeout
             process = self._written.get(rank)
             if process is not None and has_ended(process.pid, process.space):
                 late[rank] = "its process ended while the coordinator was gone"

@@ -132,9 +132,7 @@ class RunConfig:
         heartbeat, recovery = _group(HeartbeatTimeouts, self.wants), _group(RecoveryOptions, self.wants)
         monitored = any(name.startswith(f"{_OPTIONAL}.") for name in self.wants.settings)
         return CoordinatorOptions(
-            heartbeat_timeout=heartbeat.timeout,
-            last_holder_timeout=max(heartbeat.timeout, heartbeat.last_holder_timeout),
-            coordinator_timeout=heartbeat.coordinator_timeout,
+            heartbeat=replace(heartbeat, last_holder_timeout=max(heartbeat.timeout, heartbeat.last_holder_timeout)),
             recovery=recovery if self.wants.entry == "fit" else recovery.without_changes(),
             verification=_group(VerificationOptions, self.wants),
             drift=_group(DriftOptions, self.wants) if monitored else None,
@@ -287,10 +285,7 @@ class CoordinatorOptions:
     """Time bounds of the control plane, in seconds, and the options that it carries out.
 
     Args:
-        heartbeat_timeout: silence after which a worker is declared dead if a peer is well; no operation counts as
-            stuck before it, either.
-        last_holder_timeout: silence after which a worker is declared dead whoever else there is.
-        coordinator_timeout: silence of the coordinator after which its workers give it up.
+        heartbeat: what silence means; no operation counts as stuck before its ``timeout``, either.
         report_timeout: time for all survivors to stop and report; longer than any single operation.
         grace: time between a broken connection and a regroup of workers that are all alive.
         patience: time for operations whose usual duration is not known, and for any if no peer is well.
@@ -299,9 +294,7 @@ class CoordinatorOptions:
         drift: when to change the plan because operations do not take the times it assumes; None for never.
     """
 
-    heartbeat_timeout: float = 5.0
-    last_holder_timeout: float = 300.0
-    coordinator_timeout: float = 60.0
+    heartbeat: HeartbeatTimeouts = HeartbeatTimeouts()
     report_timeout: float = PATIENCE
     grace: float = 0.5
     patience: float = PATIENCE
