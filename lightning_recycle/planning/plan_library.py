@@ -245,19 +245,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
-    received: list[tuple[str, Any]] = []
-    failure = run_in_child(f"{__name__}:_solve", (problem, planner), lambda *message: received.append(message))
-    for kind, value in received:
-        if kind == "result":
-            return value  # type: ignore[no-any-return]
-        raise PlanningError(str(value))
-    # A user's own planner may not be transferable to another process; then it plans here.
+    received: list[PlanResult] = []
+    failure = run_in_child(f"{__name__}:_solve", (problem, planner), lambda _, result: received.append(result))
+    if received:
+        return received[0]
+    # A user's own planner may not be transferable to another process; then it plans here. So an error shows here, too.
     log.info("Planning in a separate process failed (%s); planning here.", failure)
     return solve(problem, planner)
 
 
 def _solve(task: tuple[Problem, Planner], report: Report) -> None:
-    try:
-        report("result", solve(*task))
-    except ReCycleError as error:
-        report("error", _one_line(error))
+    report("result", solve(*task))
