@@ -39,7 +39,7 @@ from lightning_recycle.planning.heuristic.list_scheduling import NO_EXPRESS, Exp
 from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
-__all__ = ["Solution", "goal_of", "search"]
+__all__ = ["Solution", "search"]
 
 _SEED = 1
 _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
@@ -125,20 +125,14 @@ def search(
     return _RuleSearch(codes, effort, goal).run(starts, first)
 
 
-def goal_of(codes: Codes) -> float:
-    """A length that is good enough: the lower bound. Where micro-batches differ, that of the mean one without a limit
-    on memory, as fewer or more of them fit into it.
-    """
-    problem = codes.problem if codes.variation is None else replace(codes.problem, memory=None)
-    return lower_bound(problem) * (1 + 1e-9)
-
-
 class _RuleSearch:
     def __init__(self, codes: Codes, effort: int, goal: Sequence[float] | None) -> None:
         problem, grid = codes.problem, codes.problem.grid
         self.codes = codes
         self.stages = grid.stages
-        self.goal = goal or (goal_of(codes), inf)
+        # Where micro-batches differ, fewer or more of them fit into memory than of the mean one.
+        bounded = problem if codes.variation is None else replace(problem, memory=None)
+        self.goal = goal or (lower_bound(bounded) * (1 + 1e-9), inf)
         operations = (2 if codes.fused else 3) * grid.stages * grid.global_microbatches
         self.few = 0 < effort < 10 * operations
         self.fruitless = 0
