@@ -242,7 +242,7 @@ def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
 
 
-_LINK, _WRITE, _EXISTS = "_link_checkpoint", "_save_checkpoint", "file_exists"
+_LINK, _WRITE, _EXISTS, _STATE = "_link_checkpoint", "_save_checkpoint", "file_exists", "state_dict"
 
 
 _RECORD = (  # what ModelCheckpoint changes while it saves
@@ -277,6 +277,7 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
             save = getattr(callback, name)
             setattr(callback, name, partial(_save_or_undo, callback, (number, name), checkpoints, save))
         setattr(callback, _LINK, link)
+        setattr(callback, _STATE, partial(_state, callback, number, checkpoints))
         if checkpoints.background is not None and not _writes_itself(callback):
             setattr(callback, _WRITE, partial(_ask, callback, number, checkpoints))
             setattr(callback, _EXISTS, partial(_exists, callback, checkpoints))
@@ -301,7 +302,7 @@ def remember_save(trainer: pl.Trainer) -> None:
 def leave_saves_alone(trainer: pl.Trainer) -> None:
     """Takes back :func:`undo_failed_saves`."""
     for callback in _model_checkpoints(trainer):
-        for name in (*_SAVES, _LINK, _WRITE, _EXISTS):
+        for name in (*_SAVES, _LINK, _WRITE, _EXISTS, _STATE):
             vars(callback).pop(name, None)
 
 
@@ -373,6 +374,19 @@ def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, train
     trainer.save_checkpoint(path, callback.save_weights_only)
     callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
     background.follow_first("notify", number)
+
+
+def _state(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints) -> dict[str, Any]:
+    """The state for a checkpoint, with those of this step that are asked for before it, as if they were written."""
+    now, background = _record(callback), checkpoints.background
+    batch = None if background is None else background.batch
+    for action in () if batch is None else batch.actions:
+        if action.name == "record" and action.arguments[0][0] == number:
+            vars(callback).update(action.arguments[2])
+    try:
+        return type(callback).state_dict(callback)
+    finally:
+        vars(callback).update(now)
 
 
 def _exists(callback: ModelCheckpoint, checkpoints: Checkpoints, path: str, trainer: pl.Trainer) -> bool:

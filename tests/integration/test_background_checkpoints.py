@@ -87,6 +87,9 @@ def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_ru
             assert list(found) == list(known)
             assert difference(found["state_dict"], known["state_dict"]) < TOLERANCE
             assert str(found["loops"]) == str(known["loops"])
+            assert str(found["callbacks"]) == str(known["callbacks"]).replace(
+                str(tmp_path / "False"), str(tmp_path / "True")
+            )
             states = [content["optimizer_states"][0]["state"] for content in (known, found)]
             assert states[0].keys() == states[1].keys()
             assert all(difference(states[0][key], states[1][key]) < TOLERANCE for key in states[0])
