@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import sub
 
-from lightning_recycle.arguments import is_integer, whole
-from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.arguments import whole
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.compact_schedule import (
     COMPACT_FROM,
     CompactSchedule,
@@ -71,10 +71,7 @@ class HeuristicPlanner:
 
     def __post_init__(self) -> None:
         whole("HeuristicPlanner", "compact_from", self.compact_from)
-        if not is_integer(self.effort, 0):
-            raise ConfigurationError(
-                f"HeuristicPlanner(effort={self.effort!r}): give a number of operations of at least 0."
-            )
+        whole("HeuristicPlanner", "effort", self.effort)
 
     def plan(self, problem: Problem) -> Schedule:
         """See :func:`heuristic`."""
