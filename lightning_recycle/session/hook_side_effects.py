@@ -77,8 +77,10 @@ class Assignment:
 
 Effect: TypeAlias = Append | Assignment | Write
 
-SideEffectState: TypeAlias = tuple[list[str], dict[str, dict[int, Any]], WrittenState | None]
-"""Names of attributes with lists that steps extended; their values by slot; the state of written tensors."""
+SideEffectState: TypeAlias = tuple[list[str], list[str], dict[str, dict[int, Any]], WrittenState | None]
+"""Names of attributes with lists that steps extended, and of those whose tensors they changed; values by slot; the
+state of written tensors.
+"""
 
 
 class HookSideEffects:
@@ -93,6 +95,8 @@ class HookSideEffects:
     Attributes:
         names: the attributes whose lists steps have extended.
         keeps_shares: whether steps have changed a number or tensor that stays on the worker.
+        changed: with several stages, the attributes whose tensors steps have changed; others are the work of hooks,
+            which run on all stages.
         slots: the values of attributes by slot; None if there are none.
         written: tensors that training steps write; None if they may not.
         slot: the micro-batch whose training step is about to run; None for other code.
@@ -109,6 +113,8 @@ class HookSideEffects:
         self.slot: int | None = None
         self.names: set[str] = set()
         self.keeps_shares = False
+        self.changed: set[str] = set()
+        self._whole = whole
         self._internal = {*INTERNAL_ATTRIBUTES, *dir(RecordedModule)}
         self._told: set[str] = set()
         self._plain: dict[str, Any] | None = None  # numbers and texts when the step began
@@ -139,6 +145,7 @@ class HookSideEffects:
             self._plain = self._numbers()
         self._runs_again = False
         before = None if self.keeps_shares else self._marks()
+        tensors = self._tensor_marks()
         if slot is None or self.slots is None:
             with self._appending(effects, False):
                 yield effects
@@ -150,6 +157,7 @@ class HookSideEffects:
                     with self.written.in_place(slot, effects):
                         yield effects
         self.keeps_shares = self.keeps_shares or self._marks() != before
+        self.changed.update(name for name, mark in self._tensor_marks().items() if mark != tensors.get(name))
 
     @contextmanager
     def _slot_in_place(self, slot: int) -> Iterator[None]:
@@ -179,6 +187,16 @@ class HookSideEffects:
                 found[name] = mark_of(value)
             elif type(value) in _CONTAINERS and isinstance(value, dict) and len(value) <= _MARKED_ITEMS:
                 found[name] = [Same(item) for item in value.values() if isinstance(item, (int, float))]
+        return found
+
+    def _tensor_marks(self) -> dict[str, Any]:
+        """Of each attribute with tensors that no step is known to change; differ when a step changes them."""
+        found = {}
+        for name, value in {} if self._whole else self._attributes().items():
+            if name not in self.changed and _has_tensors(value):
+                tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+                cannot_tell = any(tensor.is_inference() for tensor in tensors)
+                found[name] = object() if cannot_tell else mark_of(tensors)
         return found
 
     @contextmanager
@@ -310,11 +328,14 @@ class HookSideEffects:
     # ------------------------------------------------------------------ what stages and pipelines have in common
 
     def shares(self) -> dict[str, bytes]:
-        """Numbers, tensors, and small containers of them in attributes, packed: what this worker has for itself."""
+        """Numbers, tensors, and small containers of them in attributes, packed: what this worker has for itself. Of
+        tensors those that steps have changed: hooks may keep some for each parameter of their stage.
+        """
         found = {}
         views = self._views()
         for name, value in self._attributes().items():
             is_share = name not in {*self.names, *views} and not self._has_slots(name) and _is_data(value)
+            is_share = is_share and (name in self.changed or not _has_tensors(value))
             if is_share and (packed := self._packed((name,), value)) is not None:
                 found[name] = packed
         return {name: packed for name, packed in found.items() if len(packed) <= _SHARED_BYTES}
@@ -338,11 +359,13 @@ class HookSideEffects:
     def state(self) -> SideEffectState:
         """For a worker that joins, which has the module's attributes from elsewhere."""
         slots = {} if self.slots is None else self.slots.state()
-        return sorted(self.names), slots, None if self.written is None else self.written.state()
+        written = None if self.written is None else self.written.state()
+        return sorted(self.names), sorted(self.changed), slots, written
 
     def load_state(self, state: SideEffectState) -> None:
-        names, slots, written = state
+        names, changed, slots, written = state
         self.names.update(names)
+        self.changed.update(changed)
         if self.slots is not None:
             self.slots.load_state(slots, self._module.device)
         if self.written is not None and written is not None:
@@ -356,6 +379,13 @@ def _lists(attributes: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any
             yield (name,), value
         elif type(value) in _DICTS:
             yield from (((name, key), item) for key, item in list(value.items()) if _is_list(item))
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a tensor, or a container that begins with one or with one that does."""
+    while type(value) in _CONTAINERS and value:
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
 
 
 def _is_data(value: Any, depth: int = 4) -> bool:

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +123,36 @@ def test_the_rest_stays_on_its_worker() -> None:
         assert found == []
     assert attributes(module) == attributes(alone)
     assert effects.keeps_shares
+
+
+class Totals(L.LightningModule):
+    confusion: Tensor
+    by_kind: dict[str, list[Tensor]]
+    average: list[Tensor]
+    seen = 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: bool) -> None:
+    last, first = Totals(), Totals()
+    effects, others = (HookSideEffects(module, whole=False) for module in (last, first))
+    for module in (last, first):
+        with torch.inference_mode(inference):  # as hooks of an evaluation run
+            module.confusion = torch.zeros(2)
+            module.by_kind = {"a": [torch.zeros(2)]}
+        module.average = [parameter.clone() for parameter in (torch.ones(3), torch.ones(2))]
+    for i in range(2):
+        with effects.noticed(), torch.inference_mode(inference):
+            last.confusion += 1.0
+            last.by_kind["a"][0] += i
+            last.seen += 3
+        last.average[0] += 1.0
+    joined = HookSideEffects(last, whole=False)
+    joined.load_state(effects.state())
+    assert joined.shares() == effects.shares()
+    others.load_shares(effects.shares())
+    assert (first.confusion.tolist(), first.by_kind["a"][0].tolist(), first.seen) == ([2.0, 2.0], [1.0, 1.0], 6)
+    assert first.average[0].tolist() == [1.0, 1.0, 1.0], "hooks run on all stages"
 
 
 def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn: pytest.WarningsRecorder) -> None:
