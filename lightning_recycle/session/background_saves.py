@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory
 from lightning_recycle.torch_internals import version_of
 
-__all__ = ["Action", "BackgroundSaves", "Batch", "HolderGroup", "SaveRequest", "StateCopies"]
+__all__ = ["Action", "BackgroundSaves", "Batch", "CommonState", "HolderGroup", "SaveRequest", "StateCopies"]
 
 log = logging.getLogger(__name__)
 
@@ -481,6 +481,10 @@ class BatchReport:
     facts: Any = None
 
 
+CommonState: TypeAlias = tuple[bool, Mapping[int, int], dict[str, set[str]]]
+"""Whether a batch is pending, how busy each worker is, and the names in folders: the same on all workers."""
+
+
 class BackgroundSaves:
     """This worker's part in checkpoints that are written in the background.
 
@@ -602,13 +606,13 @@ class BackgroundSaves:
             posted, self._posted = self._posted, None
             self._hear(posted())
 
-    def state(self) -> tuple[bool, dict[str, set[str]]]:
+    def state(self) -> CommonState:
         """The state that all workers have in common."""
-        return self.is_pending, self.names
+        return self.is_pending, self._loads, self.names
 
-    def enter(self, state: tuple[bool, dict[str, set[str]]]) -> None:
+    def enter(self, state: CommonState) -> None:
         """This worker enters a running training; ``state``: of its donor."""
-        (self.is_pending, self.names), self._posted = state, None
+        (self.is_pending, self._loads, self.names), self._posted = state, None
 
     def complete(self) -> None:
         """Waits for the batch, and takes up what follows from it; all workers call it."""

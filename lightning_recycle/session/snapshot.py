@@ -24,7 +24,7 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.session.background_saves import BackgroundSaves
+from lightning_recycle.session.background_saves import BackgroundSaves, CommonState
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.lightning_internals import TrainerState
@@ -84,7 +84,7 @@ class WorkerSnapshot:
     stop_agreed: bool
     next_collective: int
     hooks: int
-    saves: tuple[bool, dict[str, set[str]]] | None
+    saves: CommonState | None
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]

@@ -151,6 +151,23 @@ def test_what_follows_is_known_to_a_worker_that_joined_meanwhile() -> None:
     assert worker.failures == [None]
 
 
+def test_a_worker_that_joined_chooses_the_same_holders() -> None:
+    """Also if no batch is pending, so that nobody is asked how busy it is."""
+    old, new, grid = Followed(), Followed(), Grid(2, 2, 2)
+    old.saves._hear({0: (5, None), 1: (1, None), 2: (1, None), 3: (1, None)})
+    new.saves.enter(old.saves.state())
+    client = SimpleNamespace(rank=0, returns=0, generation=1, member=SimpleNamespace(next_collective=9))
+    chosen = []
+    for worker in (old, new):
+        collectives: Any = worker.saves._collectives
+        vars(collectives).update(client=client, grid=grid, positions=Positions(grid), leader=1, settle=lambda: None)
+        collectives.live_workers = (0, 1, 2, 3)
+        batch = worker.saves.begin(6)
+        assert batch is not None
+        chosen.append(batch.group.ranks)
+    assert chosen == [(2, 1), (2, 1)]
+
+
 def test_a_batch_whose_holders_were_chosen_before_and_after_a_loss_is_given_up() -> None:
     worker = Followed()
     worker.hear(report((0, 1, 1)), report((0, 3, 3)), report((0, 3, 3), writes=True, is_written=False))
