@@ -326,8 +326,21 @@ class MicrobatchLoader(SampleLoader):
             "before": self._before,
             "restored": self._restored,
             "sampler": self._sampler_state.take(),
-            "probed": self._probed,
+            "probed": self._probed_now(),
         }
+
+    def _probed_now(self) -> tuple[list[Any], int] | None:
+        """The samples that were compared, as the dataset gives them now: hooks may have changed it."""
+        if self._probed is not None and not self._varies and not self._starts_slowly:
+            addresses, self._probed = self._probed[0], None
+            self._probe(addresses)
+        return None if self._varies else self._probed
+
+    @property
+    def _starts_slowly(self) -> bool:
+        """Whether a process that reads takes long to start."""
+        context = self.dataloader.multiprocessing_context or multiprocessing
+        return bool(self.dataloader.num_workers > 0 and context.get_start_method() != "fork")
 
     def take_over(self, order: dict[str, Any]) -> None:
         """Continues in the order of a donor.
@@ -338,13 +351,8 @@ class MicrobatchLoader(SampleLoader):
         self._orders, self._draws = dict(order["orders"]), order["draws"] if order["orders"] else None
         self._before, self._restored = order["before"], order["restored"]
         self._sampler_state.load(order["sampler"])
-        context = self.dataloader.multiprocessing_context or multiprocessing
-        slow = self.dataloader.num_workers > 0 and context.get_start_method() != "fork"  # the others wait meanwhile
-        if (
-            order["probed"] is not None
-            and not slow
-            and self._probe(order["probed"][0]) not in (None, order["probed"][1])
-        ):
+        probed = None if self._starts_slowly else order["probed"]  # the others wait meanwhile
+        if probed is not None and self._probe(probed[0]) not in (None, probed[1]):
             raise ConfigurationError(different(type(self.dataset).__name__, "samples in a replacement"))
 
     @property

@@ -172,6 +172,15 @@ def test_a_replacement_whose_samples_are_others_is_refused() -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
+def test_a_replacement_has_the_samples_of_a_dataset_that_hooks_have_changed(processes: int) -> None:
+    donor, joiner = (loader(Numbers(SIZE), num_workers=processes) for _ in range(2))
+    donor.facts()
+    for source in (donor, joiner):
+        source.dataset.first = 7
+    joiner.take_over(donor.order())
+
+
+@pytest.mark.parametrize("processes", [0, 1])
 def test_samples_that_differ_with_each_reading_are_not_compared_but_named(processes: int) -> None:
     with pytest.warns(UserWarning, match="OwnGenerator gives another sample"):
         facts = [[loader(OwnGenerator(), num_workers=processes).facts()] for _ in range(2)]
