@@ -1,7 +1,7 @@
 """Micro-batch data by address: any worker can fetch micro-batch (epoch, step, d, m) of the first or last stage.
 
 Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. Own micro-batches are
-prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched directly.
+prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched when they are needed.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class MicrobatchLoader(SampleLoader):
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
         self._prefetched_to: tuple[int, int, Microbatch] | None = None
         self._prefetched_end = 0
+        self._reader: tuple[int, list[Sequence[Address]], DataLoader[Any]] | None = None  # of an epoch
         num_samples = self._num_samples = self._count()
         self._num_steps = num_samples // self.global_batch_size
         if self.evaluation and not self._drops_last:
@@ -167,7 +168,7 @@ class MicrobatchLoader(SampleLoader):
     def reseed(self, seed: int) -> None:
         super().reseed(seed)
         self._addressed.seed = seed
-        self._draws = None
+        self._draws = self._reader = None
         self._orders.clear()
 
     # ------------------------------------------------------------------ what Lightning sees
@@ -218,9 +219,7 @@ class MicrobatchLoader(SampleLoader):
         return self._fetched.pop(key)  # it is read again for each call: the caller owns it
 
     def collated_whole(self, handle: StepHandle) -> Any:
-        addresses = self._addresses(handle.epoch, handle.index)
-        with seeded_everything() as reseed:
-            return self._collate.collect(self._addressed.read(addresses, reseed), reseed)
+        return self._collected(handle.epoch, [self._addresses(handle.epoch, handle.index)])[0]
 
     def samples_in(self, handle: StepHandle) -> int:
         return self._size(handle.index)
@@ -247,18 +246,31 @@ class MicrobatchLoader(SampleLoader):
         return min(first + self.global_batch_size, self._num_samples) - first
 
     def close(self) -> None:
-        self._prefetcher = None
+        self._prefetcher = self._reader = None
         self._fetched.clear()
 
     # ------------------------------------------------------------------ inside
 
     def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
-        """Reads micro-batches in this process; together, because saving the generators' state dominates."""
-        with self._seeded() as reseed:
-            for key in keys:
-                if key not in self._fetched and self._positions(*key):
-                    samples = self._addressed.read(self.addresses(*key), reseed)
-                    self._fetched[key] = self._collate.collect(samples, reseed)
+        """Reads micro-batches; together, because saving the generators' state dominates."""
+        missing = [key for key in keys if key not in self._fetched and self._positions(*key)]
+        if missing:
+            found = self._collected(missing[0][0], [self.addresses(*key) for key in missing])
+            self._fetched.update(zip(missing, found, strict=True))
+
+    def _collected(self, epoch: int, groups: Sequence[Sequence[Address]]) -> list[Any]:
+        """The samples of each of ``groups`` as a batch. They are read in this process, unless the user prepares those
+        that read: then in one that lives for the epoch.
+        """
+        if self.dataloader.num_workers == 0 or self.dataloader.worker_init_fn is None:
+            with self._seeded() as reseed:
+                return [self._collate.collect(self._addressed.read(group, reseed), reseed) for group in groups]
+        if self._reader is None or self._reader[0] != epoch:
+            wanted: list[Sequence[Address]] = []
+            self._reader = epoch, wanted, self._reading_processes(epoch, wanted, 1, persistent_workers=True)
+        _, wanted, reader = self._reader
+        wanted[:] = groups
+        return list(reader)
 
     def _round(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
         """The number of the round that ``step`` belongs to, by which its randomness is drawn, and the sampler's order
@@ -438,11 +450,17 @@ class MicrobatchLoader(SampleLoader):
         self._prefetched_end = (first_step // self._num_steps + 1) * self._num_steps
         steps = range(first_step, self._prefetched_end)
         keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(epoch, step, mb)]
+        loader = self._reading_processes(epoch, _Batches(self, keys), self.dataloader.num_workers)
+        self._prefetched_to = None
+        self._prefetcher = zip(keys, loader, strict=False)
+
+    def _reading_processes(self, epoch: int, batches: Any, number: int, **options: Any) -> DataLoader[Any]:
+        """Batches of ``batches``, the addresses of each, from processes like those of the user's DataLoader."""
         user = self.dataloader
-        loader = DataLoader(
+        return DataLoader(
             self._addressed,
-            batch_sampler=_Batches(self, keys),
-            num_workers=user.num_workers,
+            batch_sampler=batches,
+            num_workers=number,
             collate_fn=self._collate,
             timeout=user.timeout,
             worker_init_fn=WorkerInit(user.worker_init_fn, self.dataset),
@@ -451,9 +469,8 @@ class MicrobatchLoader(SampleLoader):
             # For the seeds of its processes. Drawn from the global generator, they would leave hooks with other draws
             # here than on workers that read nothing.
             generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch)),
+            **options,
         )
-        self._prefetched_to = None
-        self._prefetcher = zip(keys, loader, strict=False)
 
 
 class _Batches:

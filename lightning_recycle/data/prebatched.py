@@ -170,11 +170,7 @@ class GivenBatchLoader(MicrobatchLoader):
         """Collated as one; a list of the batches of the pipelines if each sample is a batch."""
         if self._composes:
             return super().collated_whole(handle)
-        with seeded_everything() as reseed:
-            batches = [
-                self._collate.collect(self._addressed.read([address], reseed), reseed)
-                for address in self._addresses(handle.epoch, handle.index)
-            ]
+        batches = self._collected(handle.epoch, [[at] for at in self._addresses(handle.epoch, handle.index)])
         return batches[0] if self.global_batch_size == 1 else batches
 
     @override

@@ -25,6 +25,7 @@ from torch.utils.data import (
     DistributedSampler,
     Sampler,
     SequentialSampler,
+    get_worker_info,
 )
 
 from lightning_recycle.data.batching import check_dataloader
@@ -110,6 +111,34 @@ GRIDS = [(Grid(1, 1, 1), 6), (Grid(2, 1, 3), 6), (Grid(3, 2, 2), 4), (Grid(1, 2,
 
 
 # ---------------------------------------------------------------------- who computes what
+
+
+class Prepared(Dataset[int]):
+    """Readable in processes that :func:`prepare` has prepared, such as by opening a file."""
+
+    factor: int | None = None
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        assert self.factor is not None
+        return index * self.factor
+
+
+def prepare(_: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.factor = 2
+
+
+def test_processes_that_the_user_prepares_read_what_others_would_have_read_too() -> None:
+    source = loader(Prepared(), Grid(2, 1, 2), 4, num_workers=2, worker_init_fn=prepare)
+    with closing(source):
+        for epoch in range(2):
+            for step in range(len(source)):
+                found = torch.cat(step_data(source, epoch, step)).tolist()
+                assert sorted(found) == [2 * index for index in range(8 * step, 8 * step + 8)]
+                assert sorted(source.collated_whole(StepHandle(source, epoch, step)).tolist()) == sorted(found)
 
 
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
