@@ -12,7 +12,8 @@ The code of a script without a guard runs in the launching process alone, unlike
 every device.
 
 Standard pickles lose a part of some values. torch leaves out the hooks of a parameter, and that two tensors share
-memory; it refuses modules with parametrizations, whose class it has made itself. NumPy writes a memory-mapped file into
+memory, and the dtype of a parameter without a shape; it refuses modules with parametrizations, whose class it has made
+itself. NumPy writes a memory-mapped file into
 the pickle; here each process maps the file.
 """
 
@@ -38,6 +39,7 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_recycle.tensor_memory import has_plain_memory
@@ -75,6 +77,8 @@ def reduction_of(value: Any) -> Any:
 
 
 def _reduced_tensor(tensor: Tensor) -> Any:
+    if is_lazy(tensor):
+        return type(tensor), (tensor.requires_grad, tensor.device, tensor.dtype)
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_leaf or not has_plain_memory(tensor):
         return NotImplemented
     memory = tensor.untyped_storage()  # the same object for all tensors that share it, so it is pickled once

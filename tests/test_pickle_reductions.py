@@ -63,6 +63,12 @@ def test_any_tensor_is_what_it_was(tensor: torch.Tensor) -> None:
     assert torch.equal(other.to_dense(), tensor.to_dense())
 
 
+def test_a_parameter_without_a_shape_keeps_its_dtype() -> None:
+    layer = _again(nn.LazyBatchNorm1d().double())
+    assert {tensor.dtype for tensor in (layer.weight, layer.running_mean)} == {torch.float64}
+    assert layer(torch.ones(2, 3, dtype=torch.float64)).shape == (2, 3)
+
+
 def test_hooks_of_parameters_come_along_and_can_be_removed() -> None:
     layer = nn.Linear(2, 1, bias=False)
     handle = layer.weight.register_hook(lambda gradient: gradient * 3)

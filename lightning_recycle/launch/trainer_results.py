@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_recycle.control.payload import unpack
@@ -257,8 +258,8 @@ def _add(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, t
             modules[owner].register_buffer(attribute, tensor.clone())
 
 
-def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: weight.shape for name, weight in weights.items()}
+def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size | None]:
+    return {name: None if is_lazy(weight) else weight.shape for name, weight in weights.items()}
 
 
 def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
@@ -43,7 +44,7 @@ def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict
     name and shape, those of ``state``.
     """
     given = {f"weight {name}": tensor for name, tensor in state.items()}
-    own = weights_by_name(module).items()
+    own = [(name, tensor) for name, tensor in weights_by_name(module).items() if not is_lazy(tensor)]
     return {**given, **{name: t for name, t in own if name not in given or given[name].shape == t.shape}}
 
 

@@ -214,6 +214,28 @@ class GrowsInSetup(Plain):
         return self.gain(self.net(batch)).square().mean()
 
 
+class ShapedInSetup(Plain):
+    """The workers find the shapes of lazy layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyLinear(2)).double().eval()
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(1)
+        self.net(torch.zeros(1, 4, dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.net.eval()(batch).square().mean()
+
+
+def test_lazy_layers_that_the_workers_have_shaped_come_home() -> None:
+    ours, theirs = ShapedInSetup(), ShapedInSetup()
+    on_one_device(max_epochs=1).fit(theirs, DataLoader(Curriculum(), batch_size=8))
+    grid_trainer(2, 1, max_epochs=1).fit(ours, DataLoader(Curriculum(), batch_size=4))
+    _assert_same(ours, theirs)
+
+
 def test_weights_that_do_not_fit_are_kept_in_a_file_that_the_error_names(tmp_path: Path) -> None:
     model = GrowsInSetup()
     trainer = grid_trainer(1, 2, max_epochs=EPOCHS, default_root_dir=tmp_path)
