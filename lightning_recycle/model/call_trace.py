@@ -12,7 +12,7 @@ A stub is a layer of a chain only while a tracer is active. Otherwise it is an a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,7 @@ __all__ = [
     "ReturnShape",
     "is_cache",
     "is_tracing",
+    "seeing_one_stage",
     "watch",
 ]
 
@@ -150,6 +151,7 @@ class ChainTracer:
             step ends where it calls the last layer.
         module: on the last stage, the user's module.
         side_values: on the last stage, those of earlier stages, by the index of the layer.
+        remedy: for errors.
 
     Attributes:
         sent: what leaves the stage, and the shape of what its last layer returned.
@@ -162,6 +164,7 @@ class ChainTracer:
     received: tuple[Any, ReturnShape] | None = None
     module: nn.Module | None = None
     side_values: Mapping[int, Sequence[SideValue]] = field(default_factory=dict)
+    remedy: str = _REMEDY
     sent: tuple[Any, ReturnShape] | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     _caches: dict[int, Any] = field(default_factory=dict)  # by id, as they were when the first layer was called
@@ -276,12 +279,30 @@ class ChainTracer:
         return f", before it calls layer {left[0]!r}" if left else ""
 
     def error(self, what: str) -> ConfigurationError:
-        return ConfigurationError(f"{self.step} {what}. {_REMEDY}")
+        return ConfigurationError(f"{self.step} {what}. {self.remedy}")
+
+
+@contextmanager
+def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, dtype: torch.dtype) -> Iterator[None]:
+    """Within the block the absent ones of ``layers`` show a stand-in for their parameters, of ``dtype``, and an error
+    of ``function`` meets what uses it or asks them for an attribute.
+    """
+    tracer = ChainTracer(Chain((), ()), function, remedy=remedy)
+    for layer in layers:
+        if isinstance(layer, AbsentLayer):
+            name = f"a parameter of {layer.name}"
+            layer.__dict__["_parameters"] = _Elsewhere({name: torch.empty(0, dtype=dtype)})
+    AbsentLayer.refusal = tracer.error
+    try:
+        with tracer.on():
+            yield
+    finally:
+        AbsentLayer.refusal = None
 
 
 def is_tracing() -> bool:
     """Whether a step is running, so that calls of the chain's layers are part of it."""
-    return _tracer is not None
+    return _tracer is not None and bool(_tracer.chain.paths)
 
 
 def is_cache(value: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,10 @@ class AbsentLayer(nn.Module):
         elsewhere: whether the layer belongs to another stage and must not be built here.
         dtype: the type requested by a conversion such as ``model.double()`` before the layer exists.
         kept: parameters of the layer, by name in it, to which unbuilt layers of this stage are tied.
+        refusal: while code runs that sees the layers of one stage where it may mean all, its error for an attribute.
     """
+
+    refusal: ClassVar[Callable[[str], Exception] | None] = None
 
     def __init__(self, spec: LayerSpec | None = None, name: str = "this layer") -> None:
         super().__init__()
@@ -101,6 +104,8 @@ class AbsentLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if AbsentLayer.refusal is not None:  # no AttributeError, which hasattr() would take for an answer
+                raise AbsentLayer.refusal(f"uses {self.name}.{name}, which is on another stage") from None
             place = "belongs to another stage" if self.elsewhere else "has not been built yet"
             raise AttributeError(
                 f"{self.name} has no {name!r} here, as it {place}: configure_optimizers() and hooks run on every worker"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.call_trace import seeing_one_stage
 from lightning_recycle.model.layers import AbsentLayer, stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recording import BatchPlace, call_at
@@ -271,6 +272,12 @@ class _StepTarget:
     place: BatchPlace
 
 
+_LOSS_REMEDY = (
+    "loss() runs on the last stage. Let the layers pass on what it needs of others, as an item of the tuple that they"
+    " return; a penalty on weights is the optimizer's weight_decay, or use pipeline_parallel_size=1."
+)
+
+
 class LayerParts(ModelParts):
     """One part per layer."""
 
@@ -404,7 +411,10 @@ class LayerParts(ModelParts):
 
     @override
     def loss(self, output: Any, target: _StepTarget) -> Tensor:
-        return call_at(target.place, self.module.loss, output, target.value)  # type: ignore[no-any-return]
+        module = self.module
+        name, dtype = f"{type(module).__name__}.loss()", next(module.parameters()).dtype
+        with seeing_one_stage(module.layers, name, _LOSS_REMEDY, dtype):
+            return call_at(target.place, module.loss, output, target.value)  # type: ignore[no-any-return]
 
     @property
     @override

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule, UnsupportedFeatureError
 from lightning_recycle.model.module import AbsentLayer
+from lightning_recycle.model.parts import LayerParts
 
 NAMES = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
 
@@ -296,3 +299,43 @@ def test_the_module_trains_on_one_device_as_plain_torch_does(kind: type[Small]) 
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], value)
     assert trainer.callback_metrics["train_loss"].item() == pytest.approx(loss.item())
+
+
+def penalty(module: Any) -> Any:
+    return sum(parameter.square().sum() for parameter in module.parameters())
+
+
+def kept_by_layers(module: Any) -> Any:
+    return sum(layer.balance for layer in module.layers if hasattr(layer, "balance"))
+
+
+def harmless(module: Any) -> Any:
+    return torch.zeros((), device=next(module.parameters()).device)
+
+
+@pytest.mark.parametrize(
+    ("term", "words"),
+    [
+        (penalty, "a parameter of self.layers[0] (square), which is on another stage"),
+        (kept_by_layers, "self.layers[0].balance, which is on another stage"),
+        (harmless, ""),
+    ],
+)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_loss_that_means_layers_of_other_stages_is_an_error(term: Any, words: str, num_stages: int) -> None:
+    class Model(Specified):
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return super().loss(output, target) + term(self)  # type: ignore[no-any-return]
+
+    parts = LayerParts(Model())
+    parts.keep(parts.cut(num_stages, "count"), num_stages - 1)
+    parts.build()
+    _, target = parts.split((torch.zeros(3, 4), torch.zeros(3, 2)), 0)
+    with (
+        pytest.raises(ConfigurationError, match=re.escape(f"Model.loss() uses {words}"))
+        if words and num_stages > 1
+        else nullcontext()
+    ):
+        assert parts.loss(torch.ones(3, 2), target) >= 1.0
+    assert not hasattr(parts.module, "balance")
+    assert not hasattr(parts.module.layers[0], "balance")
