@@ -35,6 +35,7 @@ from typing import Any
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, StopReason
+from lightning_recycle.control.protocol.parking import release
 from lightning_recycle.control.protocol.state import (
     CollectivesState,
     Command,
@@ -278,6 +279,10 @@ def rebuilt(state: MembershipState) -> Next:
     there = state.returned
     late = {rank for rank in state.roster.parked if rank not in there}
     state = state.updated(roster=state.roster.without_parked(late))  # they have missed something
+    next_collective = max(there[rank].next_collective for rank in state.heard)
+    answer = _newest_answer({rank: there[rank] for rank in state.heard}, next_collective)
+    oldest = next_collective if answer is None else answer.number  # that may still be answered
+    state, released = release(state, {r for r in state.roster.parked if there[r].next_collective < oldest})
     members, roster = {rank: there[rank] for rank in state.heard}, state.roster
     generation = max(state.generation.number, *(member.generation for member in members.values()))
     applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
@@ -307,7 +312,7 @@ def rebuilt(state: MembershipState) -> Next:
             summed=summed,
             unproven=summed if state.steps.unproven >= 0 else doubted,
         ),
-        collectives=state.collectives.updated(next=max(one.next_collective for one in members.values())),
+        collectives=state.collectives.updated(next=next_collective),
         faults=state.faults.updated(
             raised=tuple(one for one in state.faults.raised if (one.rank, one.generation) not in unanswered)
         ),
@@ -315,18 +320,25 @@ def rebuilt(state: MembershipState) -> Next:
     )
     counters = told[max(told)].counters if told else {}
     record = Record("revived", version, None, {"roster": state.roster.ranks, "counters": counters})
-    return state, (record, *_repeated(state, members, told))
+    return state, (record, *released, *_repeated(state, members, told, answer))
+
+
+def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
+    """The answer to the collective before ``next_collective``, if one of ``members`` keeps it."""
+    answers = (one.answer for one in members.values() if one.answer is not None)
+    return next((answer for answer in answers if answer.number == next_collective - 1), None)
 
 
 def _repeated(
-    state: MembershipState, members: Mapping[int, messages.Returned], told: Mapping[int, messages.StepLoss]
+    state: MembershipState,
+    members: Mapping[int, messages.Returned],
+    told: Mapping[int, messages.StepLoss],
+    answer: messages.Answer | None,
 ) -> Iterator[Command]:
     """Messages that an earlier coordinator has sent to some, for the others."""
-    answers = {one.answer.number: one.answer for one in members.values() if one.answer is not None}
-    newest = answers.get(state.collectives.next - 1)
-    if newest is not None:
-        lack = tuple(rank for rank, one in members.items() if one.next_collective <= newest.number)
-        yield Resend(lack, newest)
+    if answer is not None:
+        lack = tuple(rank for rank, one in members.items() if one.next_collective <= answer.number)
+        yield Resend(lack, answer)
     for step, loss in sorted(told.items()):
         lack = tuple(r for r, one in members.items() if one.applied < step and step not in {s.step for s in one.told})
         yield Resend(lack, loss)

@@ -12,8 +12,9 @@ parked stays parked: to enter it would have to take another state.
 
 That state is of use for a short time: no stage can go back more than a step. A parked worker that is two steps behind
 is released (:func:`release_outdated`), as is one that has missed what all did in one generation, such as a validation,
-or decided at one place: to stop early. Its place is then vacant like that of its lost sibling. New processes for both
-enter together at a step boundary, each with the state of its own column.
+what they decided at one place: to stop early, or what they heard from a coordinator that is gone. Its place is then
+vacant like that of its lost sibling. New processes for both enter together at a step boundary, each with the state of
+its own column.
 
 Must not know: why a worker was lost.
 """
