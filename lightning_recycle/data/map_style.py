@@ -295,6 +295,8 @@ class MicrobatchLoader(SampleLoader):
                 if again or not renewed:
                     self._sampler_state.load(state["before" if again else "after"])
             self._before = self._sampler_state.take()
+        if not self.dataloader.persistent_workers or epoch == rounds == 0:
+            self._draw_base_seed(sampler)
         for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
             if drawn is not None and hasattr(drawn, "set_epoch"):
                 drawn.set_epoch(epoch)
@@ -312,6 +314,12 @@ class MicrobatchLoader(SampleLoader):
                 order = compact(list(sampler))
         self._draws = epoch, rounds + 1
         self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), number: order}
+
+    def _draw_base_seed(self, sampler: Any) -> None:
+        """Draws what a DataLoader on one device draws when an epoch begins, if its sampler shares its generator."""
+        generator = self.dataloader.generator
+        if generator is not None and generator is getattr(sampler, "generator", None):
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     # ------------------------------------------------------------------ one order on all workers
 

@@ -4,6 +4,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ SAMPLERS: dict[str, Any] = {
     },
     "from the global generators": lambda: {"sampler": WeightedRandomSampler([1.0, 9.0] * 12, SIZE)},
     "shuffled": lambda: {"shuffle": True},
+    "of a loader with a generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
 }
 
 
@@ -91,6 +93,14 @@ def test_an_order_is_drawn_again_from_a_checkpoint_in_its_epoch_and_after_it(nam
         resumed = loader(**SAMPLERS[name]())
         resumed.load_order_state(state)
         assert [order(resumed, e) for e in range(epoch, 3)] == wanted[epoch:]
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("shuffled", "from the global generators")])
+def test_an_order_that_the_users_generators_draw_is_that_of_one_device(name: str) -> None:
+    source, alone = loader(**SAMPLERS[name]()), DataLoader(Numbers(SIZE), batch_size=8, **SAMPLERS[name]())
+    for epoch in range(3):
+        for step, batch in enumerate(islice(alone, STEPS)):  # Lightning asks for no more
+            assert [index for _, index in source._addresses(epoch, step)] == batch.tolist()
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -184,6 +184,9 @@ def shuffled(session: same.Session) -> Any:
 ORDERED: dict[str, Callable[[same.Session], Any]] = {
     "a sampler that counts": lambda s: DataLoader(same.samples(SIZE), s.data.batch_size, sampler=Counts(SIZE)),
     "a sampler with a generator": weighted,
+    "a loader with a generator": lambda s: s.data.loader(
+        SIZE, shuffle=True, generator=torch.Generator().manual_seed(7)
+    ),
 }
 DATA = {**COMBINED, **GIVEN, **ORDERED, "shuffled loaders": shuffled}
 
