@@ -5,6 +5,10 @@ optimizers' states of the workers of a stage are the same bits, since they step 
 compared now and then by checksums. Buffers are not compared: each worker has its own running statistics. All workers
 check after the same steps: the second of each generation (the first of a run), and those that the coordinator
 announces.
+
+Copies of a parameter on several stages are the same bits, too, unless a hook has changed one of them otherwise: hooks
+that go through ``self.parameters()`` find those of one stage, and may pair them wrongly. Copies are compared at the end
+of each epoch and evaluation.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.runtime.stage.stage_bundle import StageTies
 
-__all__ = ["FIRST_INTERVAL", "StateChecks", "optimizer_options", "stage_state"]
+__all__ = ["FIRST_INTERVAL", "StateChecks", "copies_differ", "optimizer_options", "stage_state", "sums_of_copies"]
 
 FIRST_INTERVAL = 50
 """Steps between two checks as long as it is not known what they cost."""
@@ -102,6 +107,42 @@ class StateChecks:
         if seconds <= 0:
             return FIRST_INTERVAL
         return min(_MOST_STEPS, max(1, math.ceil(self._seconds / (_SHARE * seconds))))
+
+
+# ---------------------------------------------------------------------- copies on several stages
+
+
+def sums_of_copies(ties: StageTies, parameters: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """The checksums of the copies that this stage holds of other stages' ``parameters``, by the name of the first."""
+    mine = [(tie.copies[0][1], name) for tie in ties.ties for stage, name in tie.copies if stage == ties.stage]
+    return {first: checksum([parameters[name].detach()]) for first, name in mine if name in parameters}
+
+
+def copies_differ(sums: Iterable[tuple[int, Mapping[str, bytes]]]) -> str:
+    """Warns of copies that differ between stages, in words; empty if all are equal. What differs within a stage has
+    another cause, and is left to :class:`StateChecks`.
+
+    Args:
+        sums: the stage of each worker, and its checksums.
+    """
+    found: dict[str, dict[int, set[bytes]]] = {}
+    for stage, own in sums:
+        for name, value in own.items():
+            found.setdefault(name, {}).setdefault(stage, set()).add(value)
+    names = [
+        name
+        for name, stages in found.items()
+        if all(len(values) == 1 for values in stages.values()) and len(set.union(*stages.values())) > 1
+    ]
+    if not names:
+        return ""
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"Several stages hold a copy of {which}, and these copies are no longer equal: a hook has changed one otherwise"
+        " than another, so the result is not that of one device. Hooks find the parameters of their own stage in"
+        " self.parameters(): do not pair them with others by their order or draw numbers for one after another. Use"
+        " names, do it in __init__() or setup(), where the model is whole, or use pipeline_parallel_size=1."
+    )
 
 
 # ---------------------------------------------------------------------- options of optimizers

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_recycle.control.protocol.messages import LayoutWanted
 from lightning_recycle.data.steps import StepHandle
@@ -38,6 +39,7 @@ from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.replica_checks import copies_differ, sums_of_copies
 from lightning_recycle.session.reporting_callbacks import (
     keep_monitors_going,
     keep_reports_apart,
@@ -101,6 +103,7 @@ class Session:
         self.manual: ManualSteps | None = None
         self._preemption = Preemption(context)
         self._dataloader_idx = 0  # of the current evaluation
+        self._has_warned = False  # of copies that differ
         self._follow_leader()
 
     def leave(self) -> None:
@@ -156,6 +159,7 @@ class Session:
         self._recorder = self._make_recorder()
         self.loaders.setup(module)
         ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, parameters_by_name(module))
+        self._ties = ties
         self._name_norms(ties)
         self.steps = self._make_steps(ties)
         self.collectives.settle = self.executor.settle_newest
@@ -256,6 +260,7 @@ class Session:
 
     def _has_other_layers(self, bundle: StageBundle) -> None:
         """The layers of this worker have changed."""
+        self._ties = bundle.ties
         self._name_norms(bundle.ties)
         self.checkpoints.copies = bundle.ties.copies
         self.steps.forget_newest()
@@ -289,11 +294,18 @@ class Session:
         self.collectives.barrier("end of training")
 
     def _share_attributes(self) -> None:
-        """The workers of a pipeline take over the attributes of its last stage."""
+        """The workers of a pipeline take over the attributes of its last stage; copies of parameters are compared."""
         if self.grid.stages == 1:
             return
         last, side_effects = self.worker.stage == self.grid.stages - 1, self._recorder.side_effects
-        found = self.collectives.gather("attributes", side_effects.shares() if last else None)
+        sums = {} if self.mesh is not None else sums_of_copies(self._ties, parameters_by_name(self.module))
+        answers = self.collectives.gather("attributes", (side_effects.shares() if last else None, sums))
+        found = {rank: share for rank, (share, _) in answers.items()}
+        stage = self.collectives.positions.stage
+        text = copies_differ((stage(rank), sums) for rank, (_, sums) in answers.items())
+        if text and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(text)
         grid, place = self.run.data_grid, self.run.data_worker(self.place.rank)
         shares = {grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
         if not last and shares:

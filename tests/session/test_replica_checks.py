@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from lightning_recycle.control.protocol.messages import Checked
-from lightning_recycle.session.replica_checks import FIRST_INTERVAL, StateChecks
+from lightning_recycle.model.weights import Tie
+from lightning_recycle.runtime.stage.stage_bundle import StageTies
+from lightning_recycle.session.replica_checks import FIRST_INTERVAL, StateChecks, copies_differ, sums_of_copies
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -76,3 +78,21 @@ def test_a_check_is_after_the_announced_steps_or_never() -> None:
     assert not any(off.is_due(step) for step in range(8))
     checks.check(3, model, [optimizer])
     assert [step for step in range(8) if checks.is_due(step)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("weights", "names"),
+    [((1.0, 1.0, 1.0, 1.0), False), ((1.0, 1.0, 2.0, 2.0), True), ((1.0, 1.0, 1.0, 2.0), False)],
+    ids=["none", "one stage", "one worker"],
+)
+def test_copies_that_a_hook_has_changed_on_one_stage_are_named(weights: tuple[float, ...], names: bool) -> None:
+    """A worker that differs from its peer is another matter."""
+    first, second = "embed.weight", "head.weight"
+    ties = (Tie((first, second), ((0, first), (1, second))),)
+    found = []
+    for weight, stage in zip(weights, (0, 0, 1, 1), strict=True):
+        parameters = {(first, second)[stage]: torch.full((3,), weight), "own": torch.full((3,), float(stage))}
+        found.append((stage, sums_of_copies(StageTies(ties, stage), parameters)))
+    text = copies_differ(found)
+    assert ("a copy of embed.weight, and" in text) == names
+    assert bool(text) == names
