@@ -121,6 +121,8 @@ class RemoteTensor(Tensor):
         used = next((item for item in flat if isinstance(item, RemoteTensor)), None)
         if used is None or _tracer is None or func in _HARMLESS or (used.is_parameter and func in _KNOWN):
             return super().__torch_function__(func, types, args, kwargs or {})
+        if func is Tensor.detach:  # of what torch.utils.checkpoint saves; a layer must not get it
+            return RemoteTensor.of(used.what)
         name = getattr(func, "__name__", func)
         raise _tracer.error(f"uses {used.what} ({name}), which is on another stage{_tracer.before_next}")
 

@@ -25,6 +25,7 @@ from lightning_recycle.model.chain_parts import ChainParts
 from lightning_recycle.model.full_forward import ask_instead, ask_no_more
 from lightning_recycle.model.recording import as_it_was, recorded
 from lightning_recycle.randomness import derive_seed
+from lightning_recycle.runtime.executor.device_memory import saved_tensors
 from lightning_recycle.runtime.stage.stage import Stage
 
 WIDTH = 6
@@ -266,6 +267,14 @@ class KeepsBeside(Transformer):
         return loss
 
 
+class CheckpointedBlocks(KeepsBeside):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return self.head(h)
+
+
 class UsesFeatures(KeepsBeside):
     def beside(self) -> Tensor:
         return self.features["block 0"].norm()
@@ -339,10 +348,15 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("split_backward", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize(
-    "model", [Plain, Transformer, AroundTheChain, Tuples, WholeTuples, Scaled, Shared, KeepsBeside]
+    "model", [Plain, Transformer, AroundTheChain, Tuples, WholeTuples, Scaled, Shared, KeepsBeside, CheckpointedBlocks]
 )
 def test_loss_and_gradients_are_those_of_the_whole(model: type[Model], num_stages: int, split_backward: bool) -> None:
     assert_equal(gradients(made(model), num_stages, split_backward), whole(made(model)))
+
+
+def test_checkpoints_around_layers_keep_their_arguments_where_the_memory_of_a_step_is_measured() -> None:
+    with saved_tensors():
+        assert_equal(gradients(made(CheckpointedBlocks), 2), whole(made(CheckpointedBlocks)))
 
 
 def test_the_ends_of_a_pipeline_need_only_one_layer_each() -> None:
@@ -392,6 +406,14 @@ class Reshaped(Transformer):
         for block in self.blocks:
             x = block(x).flatten(1)
         return x
+
+
+class Detaches(Transformer):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h).detach()
+        return self.head(h)
 
 
 class Between(Transformer):
@@ -516,6 +538,7 @@ class FarSkip(Transformer):
     [
         (Residual, ["does something with what layer 'blocks.", "before layer 'blocks.1' gets it"]),
         (Reshaped, ["uses what layer 'blocks.", "returned (flatten)", "before it calls layer 'blocks."]),
+        (Detaches, ["does something with what layer 'blocks.0' returned before layer 'blocks.1' gets it"]),
         (Between, ["does something with what layer 'blocks.0' returned before layer 'blocks.1'"]),
         (Twice, ["calls layer 'blocks.0' a second time, after 'blocks.3'"]),
         (Repeats, ["calls layer 'blocks.0' a second time"]),
