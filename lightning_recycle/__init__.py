@@ -70,7 +70,13 @@ _LAZY = {
 }
 
 
+_PACKAGES = ("callbacks", "errors", "planning", "simulation", "traces", "visualize")
+"""Those with public names."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name in _LAZY:
         try:
             module = importlib.import_module(_LAZY[name])
@@ -82,8 +88,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are not loaded yet, and the subpackages that are."""
-    return sorted({*globals(), *__all__})
+    """The public names, also those that are not loaded yet."""
+    return sorted([*__all__, *_PACKAGES, "__version__"])
 
 
 def _create_strategy(**kwargs: Any) -> ReCycleStrategy:
