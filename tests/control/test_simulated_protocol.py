@@ -42,7 +42,7 @@ HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
     "a worker forgets what a recovery told of a commit": 1_500,
     "answers to an earlier pause count": 19_300,
-    "nobody waits for a worker without micro-batches": 45_400,
+    "nobody waits for a worker without micro-batches": 99_900,
     "a step that was settled before a loss is guessed again": 66_400,
     "contributions that settle a step are not heard with the resumption": 66_400,
     "the dead arrive where nobody else does": 10_500,
