@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import MethodType
 from typing import Any, TypeAlias
 from unittest.mock import NonCallableMock
 
@@ -41,8 +41,6 @@ __all__ = [
     "TableKey",
     "attributes_of",
     "class_of",
-    "content_of",
-    "contents_of",
     "hooks_of",
     "is_bound_to_process",
     "is_node",
@@ -137,30 +135,6 @@ def origin(function: Any) -> str:
         function = function.__func__
     names = getattr(function, "__globals__", None)
     return str(type(function).__module__ if names is None else names.get("__name__", ""))
-
-
-def contents_of(function: Any) -> dict[str, Any]:
-    """What travels inside a function: variables and defaults of a local one, arguments of a partial one, the object of
-    a method. Empty for anything else.
-    """
-    if type(function) is partial:
-        return {"func": function.func, "args": function.args, "keywords": function.keywords}
-    if type(function) is MethodType:
-        return {"__self__": function.__self__}
-    is_local = type(function) is FunctionType and "<" in function.__qualname__  # "<locals>", "<lambda>"
-    if not is_local or origin(function).partition(".")[0] in _FRAMEWORKS:
-        return {}
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    found = {name: content for name, cell in cells if (content := content_of(cell)) is not MISSING}
-    return {**found, "__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
-
-
-def content_of(cell: CellType) -> Any:
-    """The value of a variable, MISSING before the first."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")

@@ -24,8 +24,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
-from types import FunctionType, MappingProxyType
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -47,8 +47,6 @@ from lightning_recycle.session.object_attributes import (
     TableKey,
     attributes_of,
     class_of,
-    content_of,
-    contents_of,
     hooks_of,
     is_bound_to_process,
     is_node,
@@ -146,12 +144,12 @@ class ObjectGraph:
             self._visit(name, root)
 
     def _visit(self, path: Path, value: Any) -> None:
-        waiting, seen = [(path, value)], set[int]()
+        waiting = [(path, value)]
         while waiting:
             path, value = waiting.pop()
             if id(value) not in self._names and path not in self._roots and is_bound_to_process(value):
                 self._anchors[path], self._names[id(value)] = value, path
-            if id(value) in self._names or id(value) in self._paths or id(value) in seen:
+            if id(value) in self._names or id(value) in self._paths:
                 continue
             if isinstance(value, (Tensor, np.ndarray)):
                 if _is_large_data(value) and not is_weight(path):
@@ -162,9 +160,6 @@ class ObjectGraph:
             elif type(value) in _CONTAINERS and len(value) <= _LOOKS_INTO:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
-            elif contents := contents_of(value):
-                seen.add(id(value))  # a function may hold itself
-                waiting += [(f"{path}.{name}", item) for name, item in contents.items()]
 
     def nodes_of(self, *kinds: type[Any]) -> dict[Path, Any]:
         """The nodes of these classes, by path."""
@@ -473,26 +468,6 @@ class _Update:
         target.update({key: value for key, value in found.items() if value is not MISSING})
         return target
 
-    def function(self, old: Any, new: Any) -> Any:
-        """A local function: the variables that it shares with others."""
-        target = old if old is not None and old.__code__ == new.__code__ else new
-        if not contents_of(new):
-            return new
-        self.claim(target, new)
-        for here, there in zip(target.__closure__ or (), new.__closure__ or (), strict=True):
-            if (value := content_of(there)) is not MISSING:
-                here.cell_contents = self.merged(content_of(here), value)
-        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-            setattr(target, name, self.merged(getattr(target, name), getattr(new, name)))
-        return target
-
-    def partial(self, old: Any, new: Any) -> Any:
-        target = new if old is None else old
-        self.claim(target, new)
-        names = ("func", "args", "keywords", "__dict__")
-        target.__setstate__(tuple(self.merged(getattr(target, name), getattr(new, name)) for name in names))
-        return target
-
     def generator(self, old: Any, new: Any) -> Any:
         if old is None:
             self.claim(new, new)
@@ -514,8 +489,6 @@ _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
     ((np.ndarray,), _Update.array),
     ((list, tuple, deque), _Update.items),
     ((dict, OrderedDict, defaultdict), _Update.mapping),
-    ((FunctionType,), _Update.function),
-    ((partial,), _Update.partial),
     ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), _Update.generator),
 )
 
