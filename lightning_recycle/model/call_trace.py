@@ -173,6 +173,7 @@ class ChainTracer:
     _output: Any = _NOTHING
     _shape: ReturnShape = field(default_factory=ReturnShape)
     _next: int = 0
+    _fresh: set[tuple[str, str]] = field(default_factory=set)  # lists and dicts that the newest layer has made
     _stand_ins: list[tuple[Any, RemoteTensor]] = field(default_factory=list)  # and the list or dict of each
 
     @contextmanager
@@ -236,6 +237,7 @@ class ChainTracer:
         if self.received is not None:
             entering, shape = self.received
             value = entering if index == self.edge - 1 else value
+            self._fresh.clear()
             for side_value in self.side_values.get(index, ()):
                 self._deliver(side_value)
         else:
@@ -250,8 +252,12 @@ class ChainTracer:
     def _deliver(self, side: SideValue) -> None:
         """Puts a side value of another stage where the layer has put it there."""
         assert self.module is not None
-        module = self.module.get_submodule(side.path)
-        holder: Any = vars(module) if side.key is None else getattr(module, side.name)
+        attributes = vars(self.module.get_submodule(side.path))
+        place = (side.path, side.name)
+        if side.fresh is not None and (place not in self._fresh or type(attributes.get(side.name)) is not side.fresh):
+            attributes[side.name] = side.fresh()
+            self._fresh.add(place)
+        holder: Any = attributes if side.key is None else attributes[side.name]
         key = side.name if side.key is None else side.key
         value: Tensor | RemoteTensor | None = side.value
         if value is None:
@@ -285,15 +291,15 @@ class ChainTracer:
 
 
 @contextmanager
-def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, dtype: torch.dtype) -> Iterator[None]:
-    """Within the block the absent ones of ``layers`` show a stand-in for their parameters, of ``dtype``, and an error
-    of ``function`` meets what uses it or asks them for an attribute.
+def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, like: Tensor) -> Iterator[None]:
+    """Within the block the absent ones of ``layers`` show a stand-in for their parameters, with the dtype and device of
+    ``like``, and an error of ``function`` meets what uses it or asks them for an attribute.
     """
     tracer = ChainTracer(Chain((), ()), function, remedy=remedy)
     for layer in layers:
         if isinstance(layer, AbsentLayer):
             name = f"a parameter of {layer.name}"
-            layer.__dict__["_parameters"] = _Elsewhere({name: torch.empty(0, dtype=dtype)})
+            layer.__dict__["_parameters"] = _Elsewhere({name: like.new_empty(0)})
     AbsentLayer.refusal = tracer.error
     try:
         with tracer.on():

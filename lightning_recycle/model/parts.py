@@ -412,8 +412,8 @@ class LayerParts(ModelParts):
     @override
     def loss(self, output: Any, target: _StepTarget) -> Tensor:
         module = self.module
-        name, dtype = f"{type(module).__name__}.loss()", next(module.parameters()).dtype
-        with seeing_one_stage(module.layers, name, _LOSS_REMEDY, dtype):
+        name = f"{type(module).__name__}.loss()"
+        with seeing_one_stage(module.layers, name, _LOSS_REMEDY, next(module.parameters())):
             return call_at(target.place, module.loss, output, target.value)  # type: ignore[no-any-return]
 
     @property

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -41,6 +42,7 @@ class SideValue:
         name: of the attribute.
         key: of the item, where the attribute is a list or dict; None for the attribute itself.
         is_appended: whether the item is new in a list.
+        fresh: the class of the list or dict, if the layer has made it.
         value: None if it is too large to be sent.
     """
 
@@ -48,6 +50,7 @@ class SideValue:
     name: str
     key: Any
     is_appended: bool
+    fresh: type[Any] | None
     value: Tensor | None
 
     def __str__(self) -> str:
@@ -69,7 +72,7 @@ class SideRecorder:
         self.found: dict[int, list[SideValue]] = {}
         self._around = around
         self._before: dict[_Place, Tensor] = {}
-        self._lengths: dict[int, int] = {}
+        self._containers: dict[int, tuple[Any, int]] = {}  # by id, with their lengths
         self._appended: list[tuple[Any, Tensor]] = []
 
     @contextmanager
@@ -90,35 +93,43 @@ class SideRecorder:
 
     def begin(self, layer: nn.Module, path: str) -> None:
         """The ``layer`` is about to run."""
-        self._before, self._lengths = {}, {}
+        self._before, self._containers = {}, {}
         for place, container, tensor in self._tensors(layer, path):
-            self._before[place] = tensor
+            if tensor is not None:
+                self._before[place] = tensor
             if container is not None:
-                self._lengths[id(container)] = len(container)
+                self._containers[id(container)] = container, len(container)
 
     def end(self, layer: nn.Module, path: str, index: int) -> None:
         """The ``layer`` has run; ``index``: its place in the chain."""
         seen = set()
         for place, container, tensor in self._tensors(layer, path):
-            is_known = self._before.get(place) is tensor or (id(container), place[2]) in seen
-            if is_known or not (tensor.grad_fn is not None or _is_evaluated(tensor)):
+            if tensor is None or self._before.get(place) is tensor or (id(container), place[2]) in seen:
+                continue
+            if tensor.grad_fn is None and not _is_evaluated(tensor):
                 continue
             if container is not None:  # which several modules may share
                 seen.add((id(container), place[2]))
-            is_appended = isinstance(container, (list, deque)) and place[2] >= self._lengths.get(id(container), 0)
+            _, length = self._containers.get(id(container), (None, 0))
+            is_appended = isinstance(container, (list, deque)) and place[2] >= length
+            fresh = type(container) if container is not None and id(container) not in self._containers else None
             if is_appended:
                 self._appended.append((container, tensor))
             fits = tensor.numel() * tensor.element_size() <= LARGEST
-            self.found.setdefault(index, []).append(SideValue(*place, is_appended, tensor if fits else None))
-        self._before, self._lengths = {}, {}
+            self.found.setdefault(index, []).append(SideValue(*place, is_appended, fresh, tensor if fits else None))
+        self._before, self._containers = {}, {}
 
-    def _tensors(self, layer: nn.Module, path: str) -> Iterator[tuple[_Place, Any, Tensor]]:
-        """Places, the list or dict that each is in, and the tensors there."""
-        for where, module in [*self._around.items(), *layer.named_modules(prefix=path)]:
-            for name, value in list(vars(module).items()):
+    def _tensors(self, layer: nn.Module, path: str) -> Iterator[tuple[_Place, Any, Tensor | None]]:
+        """Places, the list or dict that each is in, and the tensors there; None for an empty list or dict."""
+        for where, module in chain(self._around.items(), layer.named_modules(prefix=path)):
+            attributes = vars(module)
+            for name in [name for name in attributes if name not in _OF_MODULES]:
+                value = attributes[name]
                 if isinstance(value, Tensor):
                     yield (where, name, None), None, value
-                elif isinstance(value, (list, deque, dict)) and name not in _OF_MODULES and len(value) <= _MOST_ITEMS:
+                elif isinstance(value, (list, deque, dict)) and len(value) <= _MOST_ITEMS:
+                    if not value:
+                        yield (where, name, None), value, None
                     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                         if isinstance(item, Tensor):
                             yield (where, name, key), value, item

@@ -216,17 +216,22 @@ class Drawn(Checkpointed):
 
 
 class Expert(nn.Module):
-    """Keeps a loss in an attribute, and another one in a list that all share."""
+    """Keeps a loss in an attribute, another one in a list that all share, and some in a list and a dict of its own,
+    which it makes in each call.
+    """
 
     def __init__(self, losses: list[Tensor]) -> None:
         super().__init__()
         self.linear, self.losses = nn.Linear(WIDTH, WIDTH), losses
         self.balance: Any = 0.0
+        self.parts: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
         self.balance = y.square().mean()
         self.losses.append(y.mean(0).norm())
+        self.parts = [y.mean(), y.var()]
+        self.undeclared = {"norm": y.norm()}
         return y
 
 
@@ -258,7 +263,12 @@ class KeepsBeside(Transformer):
         first: Any = self.blocks[0]
         balances = [part.balance for part in self.modules() if isinstance(part, Expert)]
         assert (len(balances), len(self.losses), list(self.features)) == (4, 4, ["block 0", "block 2"])
-        return sum(balances) + sum(self.losses) + self.last.norm() + first.expert.balance  # type: ignore[no-any-return]
+        total = sum(balances) + sum(self.losses) + self.last.norm() + first.expert.balance
+        for part in self.modules():
+            if isinstance(part, Expert):
+                assert (len(part.parts), len(part.undeclared)) == (2, 1)
+                total = total + sum(part.parts) + part.undeclared["norm"]
+        return total  # type: ignore[no-any-return]
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         loss = super().loss(output, batch) + self.beside()
