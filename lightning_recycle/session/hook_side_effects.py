@@ -33,6 +33,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.model.recording import RecordedModule
+from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES
 from lightning_recycle.session.slot_values import (
     MISSING,
@@ -193,10 +194,12 @@ class HookSideEffects:
         """Of each attribute with tensors that no step is known to change; differ when a step changes them."""
         found = {}
         for name, value in {} if self._whole else self._attributes().items():
-            if name not in self.changed and _has_tensors(value):
-                tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-                cannot_tell = any(tensor.is_inference() for tensor in tensors)
-                found[name] = object() if cannot_tell else mark_of(tensors)
+            if name in self.changed or name in self.names or self._has_slots(name) or not _has_tensors(value):
+                continue
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if sum(tensor.nbytes for tensor in tensors) <= _SHARED_BYTES:  # larger ones are not shared
+                written = [tensor for tensor in tensors if tensor.is_inference()]  # these have no version
+                found[name] = mark_of(tensors), checksum(written) if written else b""
         return found
 
     @contextmanager
