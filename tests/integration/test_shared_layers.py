@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.comm.communicator import CommunicationError
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 
@@ -249,7 +248,7 @@ def test_a_loss_may_use_a_shared_layer() -> None:
 
 
 def test_a_loss_that_begins_to_use_a_shared_layer_is_an_error_and_not_another_result() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="that two stages share got a gradient"):
+    with pytest.raises(ConfigurationError, match=r"loss\(\) uses self.layers\[2\].weight, which is on another stage"):
         fit(
             UsesALayerInItsLoss(later=2).double(),
             2,
