@@ -13,8 +13,7 @@ every device.
 
 Standard pickles lose a part of some values. torch leaves out the hooks of a parameter, and that two tensors share
 memory, and the dtype of a parameter without a shape; it refuses modules with parametrizations, whose class it has made
-itself. NumPy writes a memory-mapped file into
-the pickle; here each process maps the file.
+itself. NumPy writes a memory-mapped file into the pickle; here each process maps the file.
 """
 
 from __future__ import annotations
