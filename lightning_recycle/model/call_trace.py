@@ -297,7 +297,7 @@ def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, li
     """
     tracer = ChainTracer(Chain((), ()), function, remedy=remedy)
     for layer in layers:
-        if isinstance(layer, AbsentLayer) and not isinstance(layer._parameters, _Elsewhere):  # since an earlier call
+        if isinstance(layer, AbsentLayer) and not isinstance(parameters_of(layer), _Elsewhere):  # since an earlier call
             name = f"a parameter of {layer.name}"
             layer.__dict__["_parameters"] = _Elsewhere({name: like.new_empty(0)})
     AbsentLayer.refusal = tracer.error
