@@ -1199,49 +1199,19 @@ class Run:
             self._at(DEADLOCK / 4, self._judge)
 
 
-def check_histories(
-    seeds: Iterable[int],
-    ends: bool = False,
-    stops: bool = False,
-    kills: bool = False,
-    loses_file: bool = False,
-    plans_late: bool = False,
-    layouts: bool = False,
-    checks: bool = False,
-    strays: bool = False,
-    members: int = 1,
-    quorum: bool = False,
-    lanes: bool = False,
-    posts: bool = False,
-    hooks: bool = False,
-) -> Counter[str]:
+def check_histories(seeds: Iterable[int], **options: Any) -> Counter[str]:
     """Runs the histories of ``seeds``; returns in how many each kind of event was met.
 
     Args:
         seeds: the numbers of the histories.
-        ends: whether each is told to end at some moment.
-        stops: whether workers want to stop training early.
-        kills: whether the coordinator is killed in each.
-        loses_file: whether what it has written down is lost then, if the workers know enough.
-        plans_late: whether the last report of a generation may be held while its plan is made.
-        layouts: whether layers move.
-        checks: whether workers check each other's computations in some steps, of which some are wrong.
-        strays: whether workers that join have other values than the others after some step.
-        members: the processes of each position.
-        quorum: whether the run begins before all workers have come.
-        lanes: whether there are more lanes than pipelines.
-        posts: whether all post something in each step.
-        hooks: whether some hooks run collectives of their position.
+        **options: those of :class:`Run`.
 
     Raises:
         Violation: with the seed, when a promise is not kept.
     """
     met: Counter[str] = Counter()
     for seed in seeds:
-        options = {"ends": ends, "stops": stops, "kills": kills, "plans_late": plans_late, "layouts": layouts}
-        options |= {"checks": checks, "strays": strays, "quorum": quorum, "lanes": lanes, "posts": posts}
-        options["hooks"] = hooks
-        run = Run(seed, loses_file=loses_file, members=members, **options)
+        run = Run(seed, **options)
         try:
             met[type(run.run()).__name__] += 1
         except Exception as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
@@ -26,9 +26,11 @@ from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined
 from lightning_recycle.planning.grid import Grid
 
+if TYPE_CHECKING:
+    from simulated_run import Run
+
 __all__ = [
     "Fact",
-    "Network",
     "Plan",
     "Schedule",
     "SimulatedWorker",
@@ -72,68 +74,6 @@ class Mishap(Exception):
 
 class Dies(BaseException):
     """The process ends right here."""
-
-
-class Network(Protocol):
-    """What a worker needs from the world."""
-
-    grid: Grid
-    members: int
-    posts: bool
-    gathers: bool
-    commits: bool
-    tied: bool
-    shares: bool
-    whole: bool
-    meshed: bool
-    guesses: bool
-    between: tuple[str, ...]
-    hooks: frozenset[tuple[str, int]]
-    facts: dict[Fact, Any]
-
-    def send(self, worker: SimulatedWorker, message: Any) -> None: ...
-
-    def tell(self, worker: SimulatedWorker, what: str, step: int, value: Any) -> None: ...
-
-    def entered(self, worker: SimulatedWorker) -> None: ...
-
-    def parks(self, worker: SimulatedWorker) -> None: ...
-
-    def begins(self, worker: SimulatedWorker, step: int) -> None: ...
-
-    def applied(self, worker: SimulatedWorker, step: int, gradient: int, shared: Sums) -> None: ...
-
-    def has(self, worker: SimulatedWorker, fact: Fact) -> bool: ...
-
-    def unreachable(self, worker: SimulatedWorker) -> tuple[int, ...]: ...
-
-    def has_bug(self, worker: SimulatedWorker, step: int) -> bool: ...
-
-    def is_wrong(self, step: int) -> bool: ...
-
-    def may_speculate(self, worker: SimulatedWorker) -> bool: ...
-
-    def has_checks(self, step: int) -> bool: ...
-
-    def errs(self, worker: SimulatedWorker, step: int) -> bool: ...
-
-    def is_spoiled(self, worker: SimulatedWorker, step: int) -> bool: ...
-
-    def strays(self, worker: SimulatedWorker, step: int) -> bool: ...
-
-    def spoil(self, worker: SimulatedWorker, step: int) -> None: ...
-
-    def wants_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
-
-    def in_hook(self, worker: SimulatedWorker, place: tuple[str, int]) -> None: ...
-
-    def left_in_hook(self, worker: SimulatedWorker) -> None: ...
-
-    def position_cut(self, worker: SimulatedWorker) -> None: ...
-
-    def may_stop(self, worker: SimulatedWorker, point: int) -> bool: ...
-
-    def delay(self) -> float: ...
 
 
 def first_layout(grid: Grid) -> messages.Cuts:
@@ -230,7 +170,7 @@ class SimulatedWorker:
         joins: whether the training has begun without it.
     """
 
-    def __init__(self, network: Network, rank: int, process: int, joins: bool) -> None:
+    def __init__(self, network: Run, rank: int, process: int, joins: bool) -> None:
         self.network = network
         self.grid = network.grid
         self.rank = rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -84,25 +85,37 @@ def over(sample: tuple[range, range]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("histories", [few, pytest.param(more, marks=pytest.mark.long)], ids=["few", "more"])
 
 
+OUTCOMES = ("Finished", "Ended", "StageLost", "Failed", "Crashed")
+
+
+def play(histories: range, **options: Any) -> Counter[str]:
+    """Runs ``histories``, each of which has one outcome; returns in how many each kind of event was met."""
+    met = check_histories(histories, **options)
+    assert sum(met[outcome] for outcome in OUTCOMES) == len(histories)
+    return met
+
+
+def named(options: dict[str, Any]) -> str:
+    return " and ".join(f"{name}={value}" if value > 1 else name for name, value in options.items() if value) or "plain"
+
+
 @over(SAMPLE)
 def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_trouble(histories: range) -> None:
-    met = check_histories(histories)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    met = play(histories)
     assert met["Failed"] < len(histories) / 25, "that takes a link that nobody can do without"
     assert not {kind for kind in MEETS if not met[kind]}
 
 
 @over(SAMPLE)
 def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories: range) -> None:
-    met = check_histories(histories, ends=True)
+    met = play(histories, ends=True)
     assert met["Ended"] > len(histories) / 3
-    assert met["Finished"] + met["Ended"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
 
 
 @pytest.mark.parametrize("ends", [False, True])
 @over(SAMPLE)
 def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, ends: bool) -> None:
-    met = check_histories(histories, ends=ends, stops=True)
+    met = play(histories, ends=ends, stops=True)
     assert met["stopped at once"] > len(histories) / 20
     assert met["stop_requested"] > len(histories) / 20
 
@@ -110,7 +123,7 @@ def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE)
 def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories: range, kills: bool) -> None:
-    met = check_histories(histories, kills=kills, plans_late=True)
+    met = play(histories, kills=kills, plans_late=True)
     assert met["held"] > len(histories) / 2
 
 
@@ -134,8 +147,7 @@ MEETS_WHEN_KILLED = {
 @pytest.mark.parametrize("stops", [False, True])
 @over(SAMPLE_WHEN_KILLED)
 def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histories: range, stops: bool) -> None:
-    met = check_histories(histories, kills=True, stops=stops)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    met = play(histories, kills=True, stops=stops)
     assert met["Finished"] > len(histories) / 2
     assert histories.start or not {kind for kind in MEETS_WHEN_KILLED if not met[kind]}
     assert bool(met["StopVerdict told again"]) == stops
@@ -144,7 +156,7 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histor
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE)
 def test_what_is_posted_in_each_step_is_answered(histories: range, kills: bool) -> None:
-    met = check_histories(histories, posts=True, kills=kills)
+    met = play(histories, posts=True, kills=kills)
     assert met["Finished"] > len(histories) / 2
     assert met["rejoined"]
 
@@ -152,56 +164,44 @@ def test_what_is_posted_in_each_step_is_answered(histories: range, kills: bool) 
 @pytest.mark.parametrize("also", ["stops", "layouts", "checks", "strays"])
 @over(SAMPLE)
 def test_every_promise_holds_when_what_the_coordinator_wrote_is_lost_with_it(histories: range, also: str) -> None:
-    met = check_histories(histories, kills=True, loses_file=True, **{also: True})
+    met = play(histories, kills=True, loses_file=True, **{also: True})
     assert met["file lost"] > len(histories) / 4
 
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE)
 def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> None:
-    met = check_histories(histories, kills=kills, layouts=True)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    met = play(histories, kills=kills, layouts=True)
     assert met["layers_moved"] > len(histories) / 10
     assert met["layers under way"] > met["layers_moved"], "none was undone"
     assert met["stranger"] or not histories.start, "rare"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kills", [False, True])
-@pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_every_promise_holds_in_100_000_histories_in_which_layers_move(tens_of_thousands: int, kills: bool) -> None:
-    first = 10_000 * tens_of_thousands
-    check_histories(range(first, first + 10_000), kills=kills, layouts=True)
-
-
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE)
 def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories: range, kills: bool) -> None:
-    met = check_histories(histories, kills=kills, checks=True)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    met = play(histories, kills=kills, checks=True)
     assert met["evicted after an error"] > len(histories) / 10
 
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE)
 def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(histories: range, kills: bool) -> None:
-    met = check_histories(histories, kills=kills, strays=True)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == len(histories)
+    met = play(histories, kills=kills, strays=True)
     assert met["outvoted"] > len(histories) / 100
 
 
 @pytest.mark.parametrize(
     "more",
     [{}, {"ends": True}, {"layouts": True}, {"strays": True}, {"kills": True, "stops": True}, LOSES_ALL],
-    ids=lambda more: " and ".join(more) or "plain",
+    ids=named,
 )
 @pytest.mark.parametrize("lanes", [False, True], ids=["", "more lanes than pipelines"])
 @over(SAMPLE_WITH_FEWER)
 def test_every_promise_holds_when_the_run_begins_with_fewer_workers(
     histories: range, lanes: bool, more: dict[str, bool]
 ) -> None:
-    met = check_histories(histories, quorum=True, lanes=lanes, **more)
+    met = play(histories, quorum=True, lanes=lanes, **more)
     assert met["began with fewer"] > len(histories) / 2
     assert met["rejoined"] > len(histories) / 10
 
@@ -212,17 +212,17 @@ MEETS_WITH_MEMBERS = {"a stage ahead in part", "assembled", "parked", "rejoined"
 @pytest.mark.parametrize(
     "more",
     [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}, {"kills": True, "loses_file": True}],
-    ids=lambda more: " and ".join(more) or "plain",
+    ids=named,
 )
 @over(SAMPLE_OF_MEMBERS)
 def test_every_promise_holds_where_positions_have_two_members(histories: range, more: dict[str, bool]) -> None:
-    met = check_histories(histories, members=2, plans_late=True, **more)
+    met = play(histories, members=2, plans_late=True, **more)
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
 
 @over(SAMPLE_OF_MEMBERS)
 def test_every_promise_holds_where_positions_have_three_members(histories: range) -> None:
-    met = check_histories(histories, members=3)
+    met = play(histories, members=3)
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
 
@@ -233,68 +233,32 @@ MEETS_IN_HOOKS = {"assembled", "hook", "hook goes on", "left in a hook", "rejoin
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE_OF_MEMBERS)
 def test_a_hook_that_runs_collectives_of_its_position_runs_once(histories: range, members: int, kills: bool) -> None:
-    met = check_histories(histories, members=members, kills=kills, hooks=True)
+    met = play(histories, members=members, kills=kills, hooks=True)
     assert not {kind for kind in MEETS_IN_HOOKS if not met[kind]}
     assert bool(met["HookEntered told again"]) == kills
 
 
+KILLS: dict[str, bool] = {"kills": True}
+EXHAUSTIVE: list[dict[str, Any]] = [
+    *({**kills, **stops} for kills in ({}, KILLS) for stops in ({}, {"stops": True})),
+    *({"layouts": True, **kills} for kills in ({}, KILLS)),
+    *({"checks": True, **kills, **more} for kills in ({}, KILLS) for more in ({}, {"layouts": True}, {"stops": True})),
+    *(
+        {"members": 2, **kills, **more}
+        for kills in ({}, KILLS)
+        for more in ({}, {"stops": True}, {"strays": True}, {"hooks": True})
+    ),
+    *({"quorum": True, "lanes": lanes, **more} for lanes in (False, True) for more in ({}, KILLS, LOSES_ALL)),
+]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    "more", [{}, {"stops": True}, {"strays": True}, {"hooks": True}], ids=lambda more: "".join(more) or "plain"
-)
-@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize("options", EXHAUSTIVE, ids=named)
 @pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_every_promise_holds_in_100_000_histories_where_positions_have_two_members(
-    tens_of_thousands: int, kills: bool, more: dict[str, bool]
-) -> None:
+def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, options: dict[str, Any]) -> None:
     first = 10_000 * tens_of_thousands
-    check_histories(range(first, first + 10_000), members=2, kills=kills, **more)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("more", [{}, {"layouts": True}, {"stops": True}], ids=lambda more: "".join(more) or "checks")
-@pytest.mark.parametrize("kills", [False, True])
-@pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_no_stage_keeps_what_it_made_of_a_wrong_result_in_100_000_histories(
-    tens_of_thousands: int, kills: bool, more: dict[str, bool]
-) -> None:
-    first = 10_000 * tens_of_thousands
-    check_histories(range(first, first + 10_000), kills=kills, checks=True, **more)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_every_promise_holds_in_100_000_histories_with_a_killed_coordinator(
-    tens_of_thousands: int, stops: bool
-) -> None:
-    first = 10_000 * tens_of_thousands
-    check_histories(range(first, first + 10_000), stops=stops, kills=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, stops: bool) -> None:
-    first = 10_000 * tens_of_thousands
-    met = check_histories(range(first, first + 10_000), stops=stops)
-    assert met["Finished"] + met["StageLost"] + met["Failed"] + met["Crashed"] == 10_000
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("more", [{}, {"kills": True}, LOSES_ALL], ids=lambda more: " and ".join(more) or "plain")
-@pytest.mark.parametrize("lanes", [False, True], ids=["", "more lanes than pipelines"])
-@pytest.mark.parametrize("tens_of_thousands", range(10))
-def test_every_promise_holds_in_100_000_histories_of_runs_that_begin_with_fewer_workers(
-    tens_of_thousands: int, lanes: bool, more: dict[str, bool]
-) -> None:
-    first = 10_000 * tens_of_thousands
-    check_histories(range(first, first + 10_000), quorum=True, lanes=lanes, **more)
+    play(range(first, first + 10_000), **options)
 
 
 @pytest.mark.parametrize("number", [66_439, 67_235])
@@ -672,49 +636,30 @@ def broken(owner: Any, name: str, old: str, new: str) -> Any:
     return names[name] if not is_property else property(names[name])
 
 
-def assert_noticed(mutation: str) -> None:
-    first = HUNT_FROM.get(mutation, 0)
-    stops = mutation in [name for name, *_ in (*STOPPING, *STOPPING_REVIVAL)]
-    revival = (*REVIVAL, *STOPPING_REVIVAL, *LAYOUTS_REVIVAL, *MEMBERS_REVIVAL, *HOOKS_REVIVAL)
-    kills = mutation in [name for name, *_ in revival]
-    hooks = mutation in [name for name, *_ in OF_HOOKS]
-    members = 1 + (mutation in [name for name, *_ in (*OF_MEMBERS, *OF_HOOKS)])
-    layouts = mutation in [name for name, *_ in (*LAYOUTS, *LAYOUTS_REVIVAL)]
-    checks = mutation in [name for name, *_ in CHECKS]
-    strays = mutation in [name for name, *_ in STRAYS]
-    options = {"stops": stops, "kills": kills, "layouts": layouts, "checks": checks, "strays": strays}
-    options["quorum"] = mutation in [name for name, *_ in QUORUM]
-    options["plans_late"] = members > 1 and not first  # what is known of later ones was met without
-    options["hooks"] = hooks
-    with pytest.raises(Violation, match="history"):
-        check_histories(range(first, first + HUNT), members=members, **options)
-
-
-OF_LAYOUTS, OF_MEMBERS = (*LAYOUTS, *LAYOUTS_REVIVAL), (*MEMBERS, *MEMBERS_REVIVAL)
-OF_HOOKS = (*HOOKS, *HOOKS_REVIVAL)
-ALL = (
-    *MUTATIONS,
-    *WORKERS,
-    *STOPPING,
-    *REVIVAL,
-    *STOPPING_REVIVAL,
-    *OF_LAYOUTS,
-    *CHECKS,
-    *QUORUM,
-    *STRAYS,
-    *OF_MEMBERS,
-    *OF_HOOKS,
-)
+HUNTS: list[tuple[dict[str, Any], list[tuple[str, Any, str, str, str]]]] = [
+    ({}, [*MUTATIONS, *WORKERS]),
+    ({"stops": True}, STOPPING),
+    ({"kills": True}, REVIVAL),
+    ({"stops": True, "kills": True}, STOPPING_REVIVAL),
+    ({"layouts": True}, LAYOUTS),
+    ({"layouts": True, "kills": True}, LAYOUTS_REVIVAL),
+    ({"checks": True}, CHECKS),
+    ({"quorum": True}, QUORUM),
+    ({"strays": True}, STRAYS),
+    ({"members": 2}, MEMBERS),
+    ({"members": 2, "kills": True}, MEMBERS_REVIVAL),
+    ({"members": 2, "hooks": True}, HOOKS),
+    ({"members": 2, "hooks": True, "kills": True}, HOOKS_REVIVAL),
+]
+ALL = [(options, *mutation) for options, mutations in HUNTS for mutation in mutations]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mutation", "owner", "name", "old", "new"),
-    sampled(ALL, 40),
-    ids=[mutation[0] for mutation in ALL],
+    ("options", "mutation", "owner", "name", "old", "new"), sampled(ALL, 40), ids=[mutation for _, mutation, *_ in ALL]
 )
 def test_it_is_noticed_when(
-    monkeypatch: pytest.MonkeyPatch, mutation: str, owner: Any, name: str, old: str, new: str
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], mutation: str, owner: Any, name: str, old: str, new: str
 ) -> None:
     function = broken(owner, name, old, new)
     for handlers in (membership._OF_ANY, membership._OF_MEMBERS, membership._OF_MILESTONES):
@@ -725,4 +670,7 @@ def test_it_is_noticed_when(
     if name == "decide":
         monkeypatch.setattr(membership, name, function)
         monkeypatch.setattr(generation, name, function)
-    assert_noticed(mutation)
+    first = HUNT_FROM.get(mutation, 0)
+    plans_late = "members" in options and not first  # what is known of later ones was met without
+    with pytest.raises(Violation, match="history"):
+        check_histories(range(first, first + HUNT), plans_late=plans_late, **options)
