@@ -315,25 +315,6 @@ def test_nobody_may_apply_a_step_before_all_have_passed_it(losses_come: int) -> 
     assert len(messages(commands, m.StepLoss)) == 1, "without checks there is nothing to wait for"
 
 
-def test_what_was_made_of_a_step_that_not_all_have_passed_is_forgotten() -> None:
-    state = running(Checks()).with_steps(summed=0)
-    state, _ = feed(state, checked_losses(state, 0, 7.0), *passed(state, 0, 0, 1, 2, 3, 4))
-    late = [*passed(state, 0, 5), checked_losses(state, 0, 7.0)]
-    state, commands = feed(state, disputed(5, 3, state), *late)
-    state, rest = feed(state, *(status_report(rank, state.generation.number, 0) for rank in ALL), *late)
-    assert not messages(commands + rest, m.StepLoss)
-    state, commands = feed(state, *passed(state, 0, *ALL), checked_losses(state, 0, 0.5))
-    assert [one.loss for one in messages(commands, m.StepLoss)] == [0.5]
-
-
-def test_who_is_lost_is_not_waited_for() -> None:
-    state = running(Checks()).with_steps(summed=0)
-    state, _ = feed(state, checked_losses(state, 0), *passed(state, 0, 0, 1, 2, 3, 4), s.Lost(5, "gone"))
-    state, _ = feed(state, *(status_report(rank, state.generation.number, 0) for rank in state.roster.ranks))
-    state, commands = feed(state, checked_losses(state, 0), *passed(state, 0, 0, 1, 2, 3, 4))
-    assert len(messages(commands, m.StepLoss)) == 1
-
-
 # ---------------------------------------------------------------------- values that are not finite
 
 YES, NO = {"output": b"a" * 16, FINITE: IS_FINITE}, {"output": b"b" * 16, FINITE: NOT_FINITE}

@@ -34,7 +34,6 @@ from lightning_recycle.control.protocol.fault_attribution import (
     remember,
 )
 from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
-from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import Adoption, Decision
 
@@ -137,38 +136,10 @@ def test_a_worker_that_raised_before_it_saw_a_new_generation_needs_no_other() ->
     assert messages(commands, m.Regroup) == []
 
 
-def test_what_is_said_twice_counts_once() -> None:
-    state, _ = feed(running(), s.Lost(2, "gone"), *reports((0, 1, 3), 1), raised(0, 1, step=0))
-    assert feed(state, raised(0, 1, step=0)) == (state, [])
-
-
 def test_before_the_workers_have_met_an_exception_is_the_users_own() -> None:
     state, _ = feed(s.initial_state(GRID), *map(s.Joined, ALL))
     _state, commands = feed(state, raised(2, 0))
     assert messages(commands, m.Judged) == [m.Judged(0, own=True)]
-
-
-def test_a_worker_that_joins_is_always_evicted() -> None:
-    state, _ = feed(running(), all_losses(0), s.Lost(3, "gone"), *reports((0, 1, 2), 1), m.Ready(3))
-    begun = [m.Paused(rank, 1, 0) for rank in (0, 1, 2)]
-    state, _ = feed(
-        state, *begun, *applied((0, 1, 2), 0), *(m.Reached(rank, 1, m.Milestone.AT_BOUNDARY, 1) for rank in (0, 1, 2))
-    )
-    state, _ = feed(state, *reports((0, 1, 2), 2, 1), *reports((3,), 2, -1))
-    assert state.roster.joining == {3}
-    for past in ((), (Remembered(1, 1, 1, (5, "F 0"), 1),)):
-        _, commands = feed(state.with_faults(raised=past), raised(3, 2, exact=True))
-        assert [type(command) for command in commands] == [s.Evict]
-
-
-def test_a_member_takes_only_the_verdict_of_its_generation() -> None:
-    member = Member(0)
-    for generation in (0, 1):
-        member.receive(m.Regroup(generation, ALL))
-        member.enter()
-        assert member.judged() is None
-        member.receive(m.Judged(generation, own=True))
-        assert member.judged() == m.Judged(generation, own=True)
 
 
 # ---------------------------------------------------------------------- broken connections without a death

@@ -22,7 +22,7 @@ from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.generation import with_leader
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.recovery import Adoption, Decision, WorkerStatus
+from lightning_recycle.control.protocol.recovery import Adoption, Decision
 
 # ---------------------------------------------------------------------- start
 
@@ -57,13 +57,6 @@ def test_the_run_begins_with_those_that_are_there_once_each_stage_has_enough_and
     assert commands == [s.Send((2, 3), m.Regroup(0, (2, 3), 3))], "the leader is one that is there"
     assert state.vacant == (0, 1)
     assert state.roster.causes == {}, "nobody has failed"
-
-
-def test_those_that_are_about_to_come_are_waited_for_and_those_that_have_come_stay() -> None:
-    state, commands = feed(s.initial_state(GRID), *map(s.Joined, (0, 1)), s.StartDue(frozenset({0, 1, 3}), least=1))
-    assert (state.roster.ranks, commands) == ((0, 1, 2), [])
-    state, commands = feed(state, s.Joined(2))
-    assert commands == [s.Send((0, 1, 2), m.Regroup(0, (0, 1, 2), 1))]
 
 
 def test_a_run_that_has_begun_is_not_begun_again() -> None:
@@ -121,16 +114,6 @@ def test_survivors_resume_together_with_what_the_decision_says() -> None:
     assert state.steps.version == 0, "a step is complete when it is applied, not when it could be"
 
 
-def test_a_second_loss_during_a_regroup_begins_again_and_needs_all_new_reports() -> None:
-    state, _ = feed(running(), s.Lost(3, "first"), report(0, 1), report(1, 1))
-    state, commands = feed(state, s.Lost(2, "second"))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)]
-    state, commands = feed(state, report(0, 2))
-    assert messages(commands, m.Resume) == []
-    state, commands = feed(state, report(1, 2))
-    assert [(r.generation, r.roster) for r in messages(commands, m.Resume)] == [(2, (0, 1))]
-
-
 @pytest.mark.parametrize("stage_1", [report(1, 2, 0, True), report(1, 2, 1)], ids=["reduced", "applied"])
 def test_a_roll_forward_after_a_commit_brings_the_payloads_of_all_stages(stage_1: m.Report) -> None:
     """A second loss interrupts it when stage 1 has applied step 0 or not, and stage 0 has not."""
@@ -148,24 +131,6 @@ def test_a_roll_forward_without_a_commit_brings_the_payload_of_a_stage_that_has_
     (resume,) = messages(commands, m.Resume)
     assert resume.decision.version == 1
     assert set(resume.commits) == {0, 1}, "worker 0 steps without the norm of stage 1"
-
-
-def test_a_donor_that_dies_before_it_has_given_its_gradient_does_not_end_the_run() -> None:
-    """Worker 2 was to adopt the gradient of worker 0, which dies, while worker 1 has already applied its own."""
-    state, _ = feed(running(), all_losses(0), s.Lost(3, "first"))
-    state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True), report(2, 1))
-    assert messages(commands, m.Resume)[0].decision.version == 1
-    state, commands = feed(state, s.Lost(0, "second"), report(1, 2, 1), report(2, 2))
-    (resume,) = messages(commands, m.Resume)
-    assert resume.decision == Decision(0, frozenset({1}), ())
-
-
-def test_a_step_whose_loss_died_with_a_worker_runs_again_though_all_hold_its_gradient() -> None:
-    state, _ = feed(running(), m.Losses(1, 0, {0: 0.5, 2: 0.5}), s.Lost(3, "with the losses of 1 and 3"))
-    state, commands = feed(state, *reports((0, 1, 2), 1, 0, True))
-    assert messages(commands, m.Resume)[0].decision == Decision(0, frozenset({0, 1}), ())
-    _, commands = feed(state, m.Losses(1, 0, {0: 0.5, 1: 1.5, 2: 0.5, 3: 1.5}))
-    assert commands == [s.Send((0, 1, 2), m.StepLoss(0, 1.0))]
 
 
 def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
@@ -239,22 +204,6 @@ def test_a_commit_is_answered_when_all_live_workers_are_there_with_one_payload_p
     assert state.generation.commits == {}
 
 
-def test_a_death_does_not_complete_a_commit_the_step_is_settled_by_the_reports() -> None:
-    state, _ = feed(running(), all_losses(0), *commits((0, 1, 2), 0, 0))
-    state, commands = feed(state, s.Lost(3, "gone"))
-    assert messages(commands, m.Committed) == []
-    state, commands = feed(state, *reports((0, 1, 2), 1, 0, True))
-    assert messages(commands, m.Resume)[0].decision.version == 1
-
-
-def test_commits_of_an_old_generation_do_not_count_in_the_next() -> None:
-    state, _ = feed(running(), *commits((0, 1), 0, 0), s.Lost(3, "gone"), *reports((0, 1, 2), 1))
-    state, commands = feed(state, *commits((2,), 1, 0), *commits((0,), 0, 0))
-    assert commands == []
-    state, commands = feed(state, *commits((0, 1), 1, 0))
-    assert [c.step for c in messages(commands, m.Committed)] == [0]
-
-
 @pytest.mark.parametrize("who", [(), (2,), (0, 2)])
 def test_all_learn_whether_somebody_has_stepped_on_a_guess(who: tuple[int, ...]) -> None:
     events = [m.Commit(rank, 0, 0, f"payload of {rank}", guesses=rank in who) for rank in range(4)]
@@ -271,27 +220,6 @@ def test_a_wrong_guess_begins_a_generation_with_the_same_workers_once() -> None:
     assert not messages(commands, m.Regroup)
 
 
-def test_what_those_tell_who_have_guessed_is_passed_on_to_those_that_have_not_stepped() -> None:
-    guessed = [m.Report(rank, 1, WorkerStatus(1, 1, False, unsettled=True), f"commit of {rank}") for rank in (1, 3)]
-    state, _ = feed(running(), all_losses(0), s.Lost(2, "gone"))
-    _, commands = feed(state, report(0, 1, 0, reduced=True), *guessed)
-    (resume,) = messages(commands, m.Resume)
-    assert resume.decision.version == 1
-    assert resume.commits == {0: "commit of 0", 1: "commit of 1"}
-
-
-@pytest.mark.parametrize("unsettled", [False, True])
-def test_nobody_guesses_again_about_a_step_that_a_stage_has_settled(unsettled: bool) -> None:
-    """Worker 0 was to get the gradient of step 0 of worker 2, which died instead: all go back, but for stage 1."""
-    state, _ = feed(running(), all_losses(0), *commits(ALL, 0, 0), s.Lost(2, "gone"))
-    ahead = [m.Report(rank, 1, WorkerStatus(1, 1, False, unsettled), None) for rank in (1, 3)]
-    state, commands = feed(state, report(0, 1), *ahead)
-    (resume,) = messages(commands, m.Resume)
-    assert (resume.decision.version, resume.settled) == (0, True)
-    assert resume.commits == {0: "payload of 0", 1: "payload of 1"}
-    assert not messages(feed(state, *commits((0, 1, 3), 1, 0))[1], m.Committed)
-
-
 def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> None:
     _, commands = feed(running(), *commits((0, 1, 2), 0, 0), *commits((3,), 0, 1))
     (failed,) = commands
@@ -306,12 +234,6 @@ def test_a_step_is_completed_by_the_death_of_the_one_that_has_not_applied_it() -
     state, _ = feed(running(), *applied((0, 1, 2), 0))
     state, commands = feed(state, s.Lost(3, "gone"))
     assert records(commands, "step") == [s.Record("step", 0)]
-
-
-def test_stages_that_are_one_step_apart_complete_every_step_once_and_in_order() -> None:
-    events = [*applied((0, 2), 0), *applied((1, 3), 0), *applied((0, 2), 1), *applied((1,), 1), *applied((3,), 1)]
-    _, commands = feed(running(), *events)
-    assert commands == [s.Record("step", 0), s.Record("step", 1)]
 
 
 def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step: int = 0) -> m.Applied:
@@ -357,12 +279,6 @@ def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() ->
     assert commands == []
 
 
-def test_the_losses_of_a_worker_that_died_are_those_that_its_peers_compute_again() -> None:
-    state, _ = feed(running(), m.Losses(3, 0, {1: 2.0}), s.Lost(3, "gone"), *reports((0, 1, 2), 1))
-    _, commands = feed(state, m.Losses(1, 0, {0: 1.0, 1: 2.0, 2: 3.0, 3: 6.0}))
-    assert commands == [s.Send((0, 1, 2), m.StepLoss(0, 3.0))]
-
-
 # ---------------------------------------------------------------------- control collectives
 
 
@@ -372,20 +288,6 @@ def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> Non
     state, commands = feed(state, m.Arrive(1, 0, "barrier", 10))
     assert commands == [s.Send(ALL, m.Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1))]
     assert state.collectives.open == {}
-
-
-def test_a_collective_that_the_leaders_death_completes_names_a_leader_who_has_a_part_in_it() -> None:
-    state, _ = feed(running(), *(m.Arrive(rank, 0, "broadcast", rank) for rank in (0, 2, 3)))
-    assert state.roster.leader == 1
-    _, commands = feed(state, s.Lost(1, "gone"))
-    assert messages(commands, m.Answer) == [m.Answer(0, {0: 0, 2: 2, 3: 3}, 3)]
-    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 2, 3), 3)]
-
-
-def test_a_collective_outlives_the_generation_and_drops_the_dead_workers_payload() -> None:
-    state, _ = feed(running(), m.Arrive(3, 0, "reduce", "of the dead"), m.Arrive(0, 0, "reduce", 0), s.Lost(3, "gone"))
-    state, commands = feed(state, *reports((0, 1, 2), 1), m.Arrive(1, 0, "reduce", 1), m.Arrive(2, 0, "reduce", 2))
-    assert messages(commands, m.Answer) == [m.Answer(0, {0: 0, 1: 1, 2: 2}, 1)]
 
 
 def test_a_collective_before_the_first_generation_is_answered_too() -> None:
@@ -427,15 +329,6 @@ def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits() -> None:
 # ---------------------------------------------------------------------- the end
 
 
-def test_results_of_every_stage_finish_the_run_and_stay_with_the_coordinator() -> None:
-    contributions = {0: "stage 0", 1: ("stage 1", "metrics"), 2: None, 3: None}
-    _state, commands = feed(running(), *(m.Arrive(rank, 9, s.RESULT, value) for rank, value in contributions.items()))
-    assert commands == [
-        s.Send(ALL, m.Answer(9, {0: True, 1: True, 2: False, 3: False}, 1)),
-        s.Finished({0: "stage 0", 1: ("stage 1", "metrics")}),
-    ]
-
-
 def test_a_result_without_a_stage_is_asked_for_again() -> None:
     """Worker 1 spoke for stage 1 and died: nobody else brought that stage's part."""
     state, _ = feed(
@@ -470,19 +363,6 @@ def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_cau
 def test_a_stage_can_be_lost_before_training_begins() -> None:
     _state, commands = feed(s.initial_state(GRID), s.Joined(0), s.Lost(1, "a"), s.Lost(3, "b"))
     assert commands[-1] == s.StageLost(1, {1: "a", 3: "b"})
-
-
-def test_an_exception_of_the_users_ends_the_run_as_itself() -> None:
-    crash = m.Crash(2, False, "ValueError: bad target", b"pickled", "Traceback ...")
-    state, commands = feed(running(), crash)
-    assert commands == [s.Crashed(crash)]
-    assert state.outcome == s.Crashed(crash)
-
-
-def test_an_exception_of_the_infrastructure_is_a_loss() -> None:
-    _state, commands = feed(running(), m.Crash(2, True, "InjectedFaultError: x", None, ""))
-    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 1, 3), 1)]
-    assert records(commands, "failure")[0].details == {"cause": "InjectedFaultError: x"}
 
 
 # ---------------------------------------------------------------------- leaders

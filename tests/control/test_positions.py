@@ -8,12 +8,12 @@ import pytest
 from control_plane import ControlPlane, die
 from hypothesis import given
 from hypothesis import strategies as st
+from membership_feed import feed
 
 from lightning_recycle.control.joining.run_config import Overrides, difference, settle
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.detection import DetectionState, Sign, Standing, review
-from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.errors import ConfigurationError
@@ -59,14 +59,6 @@ def test_with_one_member_a_position_is_a_worker_of_the_grid() -> None:
 # ---------------------------------------------------------------------- the state machine
 
 
-def feed(state: s.MembershipState, *events: s.MembershipEvent) -> tuple[s.MembershipState, list[s.Command]]:
-    caused: list[s.Command] = []
-    for event in events:
-        state, commands = transition(state, event)
-        caused += commands
-    return state, caused
-
-
 def report(rank: int, generation: int, version: int = 0, reduced: bool = False, shadow: bool = True) -> m.Report:
     return m.Report(rank, generation, WorkerStatus(rank % 2, version, reduced, has_shadow=shadow))
 
@@ -75,14 +67,6 @@ def running() -> s.MembershipState:
     start = s.initial_state(GRID, members=2)
     state, _ = feed(start, *map(s.Joined, range(4)), *(report(rank, 0) for rank in range(4)))
     return state
-
-
-def test_what_is_left_of_a_position_is_parked_and_hears_so() -> None:
-    state, commands = feed(running(), s.Lost(1, "gone"))
-    assert (state.roster.ranks, dict(state.roster.parked), state.heard) == ((2, 3), {0: 0}, (0, 2, 3))
-    (regroup,) = [c for c in commands if isinstance(c, s.Send)]
-    assert (regroup.ranks, regroup.message.roster) == ((0, 2, 3), (2, 3))
-    assert state.vacant == (1,)
 
 
 def test_parked_workers_of_two_positions_are_put_together() -> None:
@@ -107,28 +91,6 @@ def test_a_stage_whose_parked_column_the_others_cannot_go_back_to_is_lost(behind
     state, _ = feed(running(), s.Lost(1, "gone"), s.Lost(2, "gone, too"))
     state, _ = feed(state, report(0, 2), report(3, 2, behind, shadow=shadow))
     assert isinstance(state.outcome, s.StageLost)
-
-
-def test_a_parked_worker_that_is_two_steps_behind_is_released() -> None:
-    state, _ = feed(running(), s.Lost(1, "gone"), report(2, 1), report(3, 1))
-    for step, released in ((0, []), (1, [0])):
-        state, commands = feed(
-            state, m.Losses(2, step, {0: 0.5, 1: 0.5}), m.Applied(2, step, {}), m.Applied(3, step, {})
-        )
-        assert [c.rank for c in commands if isinstance(c, s.Record) and c.kind == "released"] == released
-    assert state.vacant == (0, 1)
-
-
-def test_a_position_enters_when_all_of_its_members_are_ready() -> None:
-    state, _ = feed(running(), s.Lost(1, "gone"), s.CandidateLost(0), report(2, 1), report(3, 1))
-    state, commands = feed(state, m.Ready(0))
-    assert not commands
-    state, _ = feed(state, m.Ready(1), m.Paused(2, 1, -1), m.Paused(3, 1, -1))
-    at_boundary = (m.Reached(rank, 1, m.Milestone.AT_BOUNDARY, 0) for rank in (2, 3))
-    state, _ = feed(state, *at_boundary, report(2, 2), report(3, 2), report(0, 2, -1))
-    state, commands = feed(state, report(1, 2, -1))
-    resume = commands[0].message  # type: ignore[union-attr]
-    assert dict(resume.donors) == {0: 2, 1: 3}
 
 
 def test_a_link_within_a_position_costs_one_of_its_members() -> None:

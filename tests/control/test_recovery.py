@@ -187,16 +187,6 @@ def test_a_step_that_was_applied_without_its_loss_is_an_error() -> None:
         decide({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T + 1, False)}, known_losses=T)
 
 
-def test_a_step_is_redone_with_the_help_of_the_stage_that_has_done_its_part() -> None:
-    statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, False)}
-    assert decide(statuses) == Decision(T, frozenset({0}), ())
-
-
-def test_a_step_is_rolled_forward_when_every_stage_holds_its_gradient_somewhere() -> None:
-    statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
-    assert decide(statuses) == Decision(T + 1, frozenset(), (Adoption(1, T, 3),))
-
-
 @pytest.mark.parametrize(
     ("statuses", "message"),
     [

@@ -127,11 +127,6 @@ def test_the_state_comes_from_the_lowest_peer_that_has_it_and_nothing_is_redone(
     assert records(commands, "step") == []
 
 
-def test_the_first_resume_and_one_after_a_loss_have_no_donors() -> None:
-    _, commands = feed(running(), s.Lost(3, "gone"), *reports(THREE, 1))
-    assert messages(commands, m.Resume)[0].donors == {}
-
-
 def test_several_workers_join_together() -> None:
     state, _ = feed(running(), s.Lost(3, "gone"), s.Lost(2, "gone"), *reports((0, 1), 2), m.Ready(3), m.Ready(2))
     state, commands = stop_at(state, 1)
@@ -145,20 +140,6 @@ def test_who_has_joined_is_recorded_once_it_has_its_state() -> None:
     assert commands == [s.Record("rejoined", 2, 3)]
     assert state.roster.joining == frozenset()
     assert state.holders(1) == {1, 3}
-
-
-def test_a_worker_that_joined_takes_part_in_counting_steps() -> None:
-    state, commands = feed(rejoined_3(), *applied(THREE, 2))
-    assert commands == []
-    _, commands = feed(state, *applied((3,), 2))
-    assert commands == [s.Record("step", 2)]
-
-
-def test_a_worker_that_joined_takes_part_in_collectives() -> None:
-    state, commands = feed(rejoined_3(), *(m.Arrive(rank, 0, "log", rank) for rank in THREE))
-    assert commands == []
-    _, commands = feed(state, m.Arrive(3, 0, "log", 3))
-    assert messages(commands, m.Answer) == [m.Answer(0, {0: 0, 1: 1, 2: 2, 3: 3}, 1)]
 
 
 def test_who_becomes_ready_while_another_one_gets_its_state_waits_for_that() -> None:
@@ -194,32 +175,7 @@ def test_a_worker_without_its_state_does_not_become_leader() -> None:
     assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)]
 
 
-def test_a_leader_that_leaves_hands_over_at_the_boundary() -> None:
-    state, _ = feed(running(), m.Leave(1))
-    _, commands = stop_at(state, 1)
-    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 2, 3), 3)]
-
-
 # ---------------------------------------------------------------------- leaving
-
-
-def test_a_worker_that_was_told_to_end_leaves_at_the_boundary_and_is_no_failure() -> None:
-    state, commands = feed(running(), m.Leave(3))
-    assert commands == [s.Send(ALL, m.Pause(0))]
-    state, commands = stop_at(state, 3)
-    assert commands == [s.Record("paused", 3), s.Record("left", 3, 3), s.Send(THREE, m.Regroup(1, THREE, 1))]
-    assert 3 not in state.roster.live | state.roster.leaving
-    _, commands = feed(state, *reports(THREE, 1, 3))
-    assert messages(commands, m.Resume)[0].decision.version == 3
-
-
-def test_of_two_that_want_to_leave_one_stage_the_last_one_stays() -> None:
-    state, _ = feed(running(), m.Leave(1), m.Leave(3))
-    state, commands = stop_at(state, 1)
-    assert [record.rank for record in records(commands, "left")] == [1]
-    assert state.roster.leaving == {3}
-    _, commands = feed(state, *reports((0, 2, 3), 1, 1))
-    assert messages(commands, m.Pause) == []
 
 
 def test_who_had_to_stay_leaves_when_another_one_has_entered() -> None:
@@ -334,14 +290,6 @@ def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_ne
     assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 1, 3), 1)]
 
 
-def test_a_joiner_lost_before_it_has_its_state_leaves_the_others_where_they_were() -> None:
-    state, commands = feed(joining_3(), s.Lost(3, "killed"))
-    assert messages(commands, m.Regroup) == [m.Regroup(3, THREE, 1)]
-    _, commands = feed(state, *reports(THREE, 3, 2))
-    (resume,) = messages(commands, m.Resume)
-    assert (resume.decision.version, resume.donors) == (2, {})
-
-
 def test_without_another_holder_the_donors_death_before_the_transfer_loses_the_stage() -> None:
     state, commands = feed(joining_3(), s.Lost(1, "killed"))
     assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 2, 3), 3)], "worker 3 may have got the state"
@@ -356,19 +304,6 @@ def test_the_donors_death_after_the_transfer_loses_nothing_even_if_nobody_heard_
     _, commands = feed(state, *reports((0, 2, 3), 3, 2))
     (resume,) = messages(commands, m.Resume)
     assert (resume.decision.version, resume.donors) == (2, {})
-
-
-def test_another_holder_gives_the_state_when_the_donor_dies() -> None:
-    state, _ = feed(wide_without(1), m.Ready(1))
-    ranks = (0, 2, 3, 4, 5)
-    state, _ = feed(state, all_losses(0, 5), *applied(ranks, 0), *paused(ranks, 1, 0), *arrived(ranks, 1, 1))
-    without = m.Report(1, 2, WorkerStatus(1, -1, False))
-    state, commands = feed(state, *wide_reports(ranks, 2, 1), without)
-    assert messages(commands, m.Resume)[0].donors == {1: 3}
-    state, _ = feed(state, s.Lost(3, "killed"))
-    again = m.Report(1, 3, WorkerStatus(1, -1, False))
-    _, commands = feed(state, *wide_reports((0, 2, 4, 5), 3, 1), again)
-    assert messages(commands, m.Resume)[0].donors == {1: 5}
 
 
 # ---------------------------------------------------------------------- late and twice
