@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -15,14 +14,13 @@ from lightning_recycle.runtime.nccl.nccl_comms import Kept, Place, group_places,
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.pending_op import Kind, Note
 
-RNG = random.Random(0)
 EVERYBODY = {"stage0": (0, 1, 2, 3)}
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world = World(getattr(request, "param", ALL))
-    assert not world.connect(RNG)
+    assert not world.connect()
     yield world
     world.end()
     world.stop()
@@ -99,7 +97,7 @@ def test_after_a_loss_nothing_is_begun_that_is_there_already(world: World, lost:
     world.prepare(range(4))
     world.lose(lost)
     counts = count_inits(world)
-    assert not world.connect(RNG)
+    assert not world.connect()
     world.assert_agreed()
     assert counts == [0] * 4
 
@@ -108,7 +106,7 @@ def test_the_same_workers_use_them_too_and_make_others(world: World) -> None:
     for _ in range(3):
         world.prepare(range(4))
         counts = count_inits(world)
-        assert not world.connect(RNG)
+        assert not world.connect()
         world.assert_agreed()
         assert counts == [0] * 4
 
@@ -116,7 +114,7 @@ def test_the_same_workers_use_them_too_and_make_others(world: World) -> None:
 def test_who_has_not_begun_them_is_connected_afresh(world: World) -> None:
     world.prepare([0, 1, 2], 0.05)
     counts = count_inits(world)
-    assert not world.connect(RNG)
+    assert not world.connect()
     world.assert_agreed()
     # 3 was told to begin and had none: its four with 0, 1 and 2, its stage and its tie are new.
     assert counts[3] == 2 * 3 + 2
@@ -125,7 +123,7 @@ def test_who_has_not_begun_them_is_connected_afresh(world: World) -> None:
 
 def test_without_a_reserve_everything_is_begun() -> None:
     world = World(reserves=False)
-    assert not world.connect(RNG)
+    assert not world.connect()
     for transport in world.transports:
         transport.prepare()
     world.end_generation()
@@ -154,7 +152,7 @@ def test_a_reserve_that_cannot_begin_harms_nobody(world: World) -> None:
     world.prepare(range(4), 0.05)
     world.assert_agreed()
     world.devices[1].init = real  # type: ignore[method-assign]
-    assert not world.connect(RNG)
+    assert not world.connect()
     world.assert_agreed()
     assert world.usable == 4 * 3 + 2 + 2 + 3
 
@@ -176,7 +174,7 @@ def test_all_connect_afresh_if_what_was_kept_does_not_work(
 ) -> None:
     monkeypatch.setattr(module, "_KEPT_SECONDS", 0.3)
     world = World(required=required)
-    assert not world.connect(RNG)
+    assert not world.connect()
     world.prepare(range(4))
     world.end_generation()
     broken = world.transports[0]._kept[pair(0, 1)].comm
@@ -185,11 +183,11 @@ def test_all_connect_afresh_if_what_was_kept_does_not_work(
     else:
         real = world.devices[0].in_progress
         world.devices[0].in_progress = lambda comm: comm is broken or real(comm)  # type: ignore[method-assign]
-    errors = world.connect(RNG)
+    errors = world.connect()
     assert errors
     assert {type(error) for error in errors} == {CommunicationError}
     assert any("begun earlier do not work" in str(error) for error in errors)
-    assert not world.connect(RNG)
+    assert not world.connect()
     world.assert_agreed()
     assert world.usable == 4 * 3 + 2 + 2 + 3, "NCCL is not given up"
     world.end()
@@ -202,7 +200,7 @@ def test_who_comes_too_late_does_not_take_what_the_next_generation_needs(world: 
     kept = dict(world.transports[0]._kept)
     assert kept
     world.generation += 1
-    errors = world.connect(RNG, aborts=True)
+    errors = world.connect(abort_after=0.05)
     assert all(isinstance(error, CommunicationError) for error in errors)
-    assert not world.connect(RNG)
+    assert not world.connect()
     world.assert_agreed()

@@ -6,15 +6,17 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
-from support.fake_nccl import FakeDevice, FakeEvent, LocalNetwork
+from support.fake_nccl import FakeEvent
 from support.meeting import Meeting
 from support.waiting import wait_for
 from torch import Tensor
+from transport_world import World
 
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
@@ -35,94 +37,27 @@ AT_ONCE = 2.0  # seconds, on a machine with other things to do
 GLOO_PACKS = Transport(timedelta(seconds=1), HostMemory(torch.device("cpu"))).packed_bytes(0)
 
 
-class Pair:
-    """Workers 0 and 1, which are connected with each other."""
-
-    def __init__(
-        self,
-        names: Sequence[str] = ("first", "second"),
-        with_nccl: Sequence[bool] = (True, True),
-        required: bool = False,
-        breaks: Callable[[Pair], None] = lambda pair: None,
-        aborts: bool = False,
-    ) -> None:
-        network, self._meeting = LocalNetwork(), Meeting()
-        self.devices = [FakeDevice(network, threaded=True) for _ in range(2)]
-        self.transports = [
-            NcclTransport(
-                rank,
-                torch.device("cpu"),
-                device if with_nccl[rank] else "there is no NCCL here",
-                device,
-                names[rank],
-                Transport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
-                required,
-            )
-            for rank, device in enumerate(self.devices)
-        ]
-        self.generation = -1
-        breaks(self)
-        self.reconnect(aborts)
-
-    def reconnect(self, aborts: bool = False) -> None:
-        """Connects in another generation; ``aborts``: which is aborted as soon as one of them has failed, or soon."""
-        if self.generation >= 0:
-            self.end_generation()
-        self.generation += 1
-        self.cancelled = [threading.Event() for _ in range(2)]
-        self.links = list(socket.socketpair())
-        self.errors: list[Exception] = []
-
-        def connect(rank: int) -> None:
-            links, channel = Group(), Group()
-            links.links = {1 - rank: self.links[rank]}
-            self.links[rank].setblocking(False)
-            channel.places = {0: (None, 0), 1: (None, 1)}
-            groups = {module._LINKS: links, **{each.value: channel for each in Channel}}
-            try:
-                self.transports[rank].connect(
-                    self.generation, {STAGE: (0, 1)}, groups, self._meeting, self.cancelled[rank]
-                )
-            except Exception as error:
-                self.errors.append(error)
-
-        threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        if aborts:
-            threads[0].join(0.2)
-            for rank in range(2):
-                self.abort(rank)
-        for thread in threads:
-            thread.join()
-
-    def abort(self, rank: int) -> None:
-        self.cancelled[rank].set()
-        self.transports[rank].abort()
-
-    def end_generation(self) -> None:
-        for rank in range(2):
-            self.cancelled[rank].set()
-            self.transports[rank].close()
-
-    def close(self) -> None:
-        self.end_generation()
-        for device in self.devices:
-            device.stop()
+def connected(
+    breaks: Callable[[World], None] = lambda pair: None, abort_after: float | None = None, **options: Any
+) -> tuple[World, list[Exception]]:
+    """Workers 0 and 1 in their first generation, and what was raised."""
+    pair = World({STAGE: (0, 1)}, 2, **options)
+    breaks(pair)
+    return pair, pair.connect(abort_after)
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    pair = Pair()
-    assert not pair.errors
+def pair() -> Iterator[World]:
+    pair, errors = connected()
+    assert not errors
     yield pair
-    pair.close()
+    pair.stop()
 
 
 class Waiting:
     """Something that worker 1 waits for in a thread of its own; by default, a receive."""
 
-    def __init__(self, pair: Pair, what: Callable[[NcclTransport], list[Tensor | None]] | None = None) -> None:
+    def __init__(self, pair: World, what: Callable[[NcclTransport], list[Tensor | None]] | None = None) -> None:
         self.error: Exception | None = None
         self.tensors: list[Tensor | None] = []
 
@@ -154,7 +89,7 @@ def replace(transport: NcclTransport, root: int | None = None) -> list[Tensor | 
     return [value]
 
 
-def test_a_payload_goes_from_one_to_the_other(pair: Pair) -> None:
+def test_a_payload_goes_from_one_to_the_other(pair: World) -> None:
     waiting = Waiting(pair)
     pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
     waiting.thread.join(10)
@@ -163,7 +98,7 @@ def test_a_payload_goes_from_one_to_the_other(pair: Pair) -> None:
     assert torch.equal(received, VALUE)
 
 
-def test_a_payload_arrives_while_the_device_computes(pair: Pair) -> None:
+def test_a_payload_arrives_while_the_device_computes(pair: World) -> None:
     device = pair.devices[1]
     device.current.wait(FakeEvent(device))  # which never is
     waiting = Waiting(pair)
@@ -172,7 +107,7 @@ def test_a_payload_arrives_while_the_device_computes(pair: Pair) -> None:
     assert torch.equal(waiting.tensors[0], VALUE)  # type: ignore[arg-type]
 
 
-def test_both_have_the_sum_and_what_one_of_them_has(pair: Pair) -> None:
+def test_both_have_the_sum_and_what_one_of_them_has(pair: World) -> None:
     for root, factor in ((None, 3), (0, 1), (1, 2)):
         waiting = Waiting(pair, lambda transport, root=root: replace(transport, root))  # type: ignore[misc]
         (mine,) = replace(pair.transports[0], root)
@@ -181,7 +116,7 @@ def test_both_have_the_sum_and_what_one_of_them_has(pair: Pair) -> None:
             assert torch.equal(found, VALUE * factor)  # type: ignore[arg-type]
 
 
-def test_collectives_that_were_begun_together_end_in_any_order(pair: Pair) -> None:
+def test_collectives_that_were_begun_together_end_in_any_order(pair: World) -> None:
     values = [[VALUE + 10 * rank + number for number in range(8)] for rank in range(2)]
     begun = [
         [transport.begin_collective(STAGE, value) for value in mine]
@@ -193,7 +128,7 @@ def test_collectives_that_were_begun_together_end_in_any_order(pair: Pair) -> No
         assert all(torch.equal(value, 2 * VALUE + 10 + 2 * number) for number, value in enumerate(values[rank]))
 
 
-def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair: Pair) -> None:
+def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair: World) -> None:
     transport = pair.transports[0]
     assert not transport.takes(STAGE, VALUE[:100])
     assert not transport.takes(STAGE, VALUE.bool())
@@ -201,31 +136,14 @@ def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair: Pair)
     assert not transport.takes("stage7", VALUE)
 
 
-def test_different_collectives_of_the_members_are_an_error_of_their_leader(pair: Pair) -> None:
+def test_different_collectives_of_the_members_are_an_error_of_their_leader(pair: World) -> None:
     waiting = Waiting(pair, lambda transport: replace(transport, 1))
     with pytest.raises(NcclError, match="different collectives"):
         replace(pair.transports[0])
     assert isinstance(waiting.end(), CommunicationError)
 
 
-@pytest.mark.parametrize(
-    "how", [{"names": ("same", "same")}, {"with_nccl": (True, False)}], ids=["one device", "no nccl"]
-)
-def test_workers_that_cannot_use_nccl_agree_on_gloo(how: dict[str, tuple[str, str]]) -> None:
-    pair = Pair(**how)  # type: ignore[arg-type]
-    assert not pair.errors
-    assert_gloo(pair)
-    assert all(link.fileno() == -1 for link in pair.links), "nobody needs them"
-    pair.close()
-
-
-def assert_gloo(pair: Pair) -> None:
-    """Everything goes by Gloo."""
-    assert [transport.packed_bytes(1 - rank) for rank, transport in enumerate(pair.transports)] == [GLOO_PACKS] * 2
-    assert not any(transport.takes(STAGE, VALUE) for transport in pair.transports)
-
-
-def break_call(rank: int, call: str, error: Exception) -> Callable[[Pair], None]:
+def break_call(rank: int, call: str, error: Exception) -> Callable[[World], None]:
     """Lets a call of NCCL fail on a worker."""
 
     def fail(*_: object) -> None:
@@ -234,84 +152,91 @@ def break_call(rank: int, call: str, error: Exception) -> Callable[[Pair], None]
     return lambda pair: setattr(pair.devices[rank], call, fail)
 
 
+def stay_in_progress(pair: World) -> None:
+    pair.devices[1].in_progress = lambda comm: True  # type: ignore[method-assign]
+
+
+def add_nothing(pair: World) -> None:
+    real = pair.devices[1].all_reduce
+    pair.devices[1].all_reduce = lambda comm, tensor, stream: real(comm, tensor.zero_(), stream)  # type: ignore[method-assign]
+
+
+def assert_gloo(pair: World) -> None:
+    """Everything goes by Gloo."""
+    assert [transport.packed_bytes(1 - rank) for rank, transport in enumerate(pair.transports)] == [GLOO_PACKS] * 2
+    assert not any(transport.takes(STAGE, VALUE) for transport in pair.transports)
+
+
+CUDA_ERROR = RuntimeError("CUDA error in ncclCommInitRankConfig: peer access is not supported")
+FALLS_BACK: dict[str, dict[str, Any]] = {
+    "one device": {"names": ("same", "same")},
+    "no nccl": {"without_nccl": {1}},
+    "connecting takes too long": {"breaks": stay_in_progress},
+    "a wrong sum": {"breaks": add_nothing},
+    "an error of CUDA": {"breaks": break_call(1, "init", CUDA_ERROR)},
+}
+
+
+@pytest.mark.parametrize("how", FALLS_BACK.values(), ids=FALLS_BACK)
+def test_workers_that_cannot_use_nccl_agree_on_gloo(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TRIAL_SECONDS", 0.2 if how.get("breaks") is stay_in_progress else 60.0)
+    pair, errors = connected(**how)
+    assert not errors
+    assert_gloo(pair)
+    if "breaks" not in how:
+        assert all(link.fileno() == -1 for links in pair.links for link in links.values()), "nobody needs them"
+    pair.stop()
+
+
 @pytest.mark.parametrize("call", ["unique_id", "init", "send", "receive", "all_reduce", "in_progress"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_that_find_that_nccl_does_not_work_agree_on_gloo_and_say_why_once(
     call: str, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(breaks=break_call(rank, call, NcclError("the network is down")))
-    assert not pair.errors
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "go by Gloo" in record.getMessage()]
+
+    pair, errors = connected(break_call(rank, call, NcclError("the network is down")))
+    assert not errors
     assert_gloo(pair)
     assert not any(device.comms or device.violations for device in pair.devices)
-    texts = [record.getMessage() for record in caplog.records if "go by Gloo" in record.getMessage()]
-    assert len(texts) == 2
-    assert all(f"worker {rank}: the network is down" in text for text in texts)
-    pair.reconnect()
+    assert len(said()) == 2
+    assert all(f"worker {rank}: the network is down" in text for text in said())
+    assert not pair.connect()
     assert_gloo(pair)
-    assert len([record for record in caplog.records if "go by Gloo" in record.getMessage()]) == 2
-    pair.close()
+    assert len(said()) == 2
+    pair.stop()
 
 
-def test_where_nccl_is_required_its_errors_are_errors() -> None:
-    pair = Pair(breaks=break_call(0, "unique_id", NcclError("no interface")), required=True, aborts=True)
-    assert sorted(type(error).__name__ for error in pair.errors) == ["CommunicationError", "NcclError"]
-    pair.close()
+def lose_device(pair: World) -> None:
+    break_call(1, "init", CUDA_ERROR)(pair)
+    pair.devices[1].is_lost = True
 
 
-def test_connecting_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TRIAL_SECONDS", 0.2)
-    pair = Pair(breaks=lambda pair: setattr(pair.devices[1], "in_progress", lambda comm: True))
-    assert not pair.errors
-    assert_gloo(pair)
-    pair.close()
+FAILS: dict[str, tuple[dict[str, Any], set[type[Exception]]]] = {
+    "a required library": (
+        {"breaks": break_call(0, "unique_id", NcclError("no interface")), "required": True},
+        {CommunicationError, NcclError},
+    ),
+    "a lost device": ({"breaks": lose_device}, {CommunicationError, RuntimeError}),
+    "an abort": ({"breaks": stay_in_progress}, {CommunicationError}),
+    "one device for two": ({"names": ("same", "same"), "required": True}, {ConfigurationError}),
+}
 
 
-def test_a_sum_that_is_wrong_is_found_before_anything_depends_on_it() -> None:
-    def add_nothing(pair: Pair) -> None:
-        device = pair.devices[1]
-        real = device.all_reduce
-        device.all_reduce = lambda comm, tensor, stream: real(comm, tensor.zero_(), stream)  # type: ignore[method-assign]
-
-    pair = Pair(breaks=add_nothing)
-    assert not pair.errors
-    assert_gloo(pair)
-    pair.close()
-
-
-CUDA_ERROR = RuntimeError("CUDA error in ncclCommInitRankConfig: peer access is not supported")
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_an_error_of_cuda_while_nccl_is_tried_is_a_reason_for_gloo_only_if_the_device_still_works(
-    is_lost: bool,
+@pytest.mark.parametrize(("how", "kinds"), FAILS.values(), ids=FAILS)
+def test_what_gloo_cannot_replace_ends_the_trial_with_an_error(
+    how: dict[str, Any], kinds: set[type[Exception]]
 ) -> None:
-    def fail(pair: Pair) -> None:
-        break_call(1, "init", CUDA_ERROR)(pair)
-        pair.devices[1].is_lost = is_lost
-
-    pair = Pair(breaks=fail, aborts=is_lost)
-    if is_lost:
-        assert sorted(map(is_device_error, pair.errors)) == [False, True]
-    else:
-        assert not pair.errors
-        assert_gloo(pair)
-    pair.close()
+    pair, errors = connected(**how, abort_after=0.2)
+    assert len(errors) == 2
+    assert {type(error) for error in errors} == kinds
+    assert any(map(is_device_error, errors)) is (RuntimeError in kinds)
+    assert ("LOCAL_RANK" in str(errors[0])) is (ConfigurationError in kinds)
+    pair.stop()
 
 
-def test_an_abort_ends_the_trial() -> None:
-    pair = Pair(breaks=lambda pair: setattr(pair.devices[1], "in_progress", lambda comm: True), aborts=True)
-    assert [type(error) for error in pair.errors] == [CommunicationError] * 2
-    pair.close()
-
-
-def test_where_nccl_is_required_that_is_an_error_that_names_the_remedy() -> None:
-    pair = Pair(names=("same", "same"), required=True)
-    assert [type(error) for error in pair.errors] == [ConfigurationError] * 2
-    assert "LOCAL_RANK" in str(pair.errors[0])
-    pair.close()
-
-
-def hang(pair: Pair) -> Waiting:
+def hang(pair: World) -> Waiting:
     """A receive that is on the device of worker 1, whose sender's device stands still."""
     waiting = Waiting(pair)
     payloads = pair.transports[0]._thread._traffic.pairs  # type: ignore[union-attr]
@@ -323,7 +248,7 @@ def hang(pair: Pair) -> Waiting:
     return waiting
 
 
-def sum_alone(pair: Pair) -> Waiting:
+def sum_alone(pair: World) -> Waiting:
     """A sum for which worker 0 is not ready."""
     waiting, thread = Waiting(pair, replace), pair.transports[1]._thread
     assert thread is not None
@@ -332,7 +257,7 @@ def sum_alone(pair: Pair) -> Waiting:
     return waiting
 
 
-def hang_in_a_sum(pair: Pair) -> Waiting:
+def hang_in_a_sum(pair: World) -> Waiting:
     """A sum that is on the device of worker 1, while that of worker 0 stands still."""
     waiting = Waiting(pair, replace)
     pair.devices[0].all_reduce = lambda comm, tensor, stream: None  # type: ignore[method-assign]
@@ -347,26 +272,26 @@ BEGIN = {"not offered": Waiting, "on the device": hang, "not ready": sum_alone, 
 
 
 @pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
-def test_an_abort_ends_a_wait_at_once(pair: Pair, begin: Callable[[Pair], Waiting]) -> None:
+def test_an_abort_ends_a_wait_at_once(pair: World, begin: Callable[[World], Waiting]) -> None:
     waiting = begin(pair)
     pair.abort(1)
     assert isinstance(waiting.end(), CommunicationError)
     started = time.monotonic()
-    pair.close()
+    pair.stop()
     assert time.monotonic() - started < AT_ONCE
     assert not any(device.comms for device in pair.devices), "everybody has aborted"
     assert not any(device.violations for device in pair.devices)
 
 
 @pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
-def test_a_sender_that_is_gone_ends_a_wait(pair: Pair, begin: Callable[[Pair], Waiting]) -> None:
+def test_a_sender_that_is_gone_ends_a_wait(pair: World, begin: Callable[[World], Waiting]) -> None:
     waiting = begin(pair)
     pair.abort(0)
     assert isinstance(waiting.end(), CommunicationError)
 
 
 @pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
-def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: Pair, begin: Callable[[Pair], Waiting]) -> None:
+def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: World, begin: Callable[[World], Waiting]) -> None:
     waiting = begin(pair)
     pair.devices[1].is_lost = True
     pair.transports[1]._thread.wake()  # type: ignore[union-attr]
@@ -377,7 +302,7 @@ def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: Pair, begin: 
         assert isinstance(waiting.end(), CommunicationError)
 
 
-def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_thread, "ABORT_SECONDS", 0.2)
     returns = threading.Event()
     real = pair.devices[1].group_end
@@ -389,7 +314,7 @@ def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: Pair, monke
     returns.set()
 
 
-def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_generation(pair: Pair) -> None:
+def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_generation(pair: World) -> None:
     thread, meeting = pair.transports[0]._thread, Meeting()
     ours, theirs = socket.socketpair()
     links = Group()

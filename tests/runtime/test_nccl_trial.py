@@ -51,7 +51,7 @@ def test_all_who_are_connected_mean_the_same(seed: int, request: pytest.FixtureR
     broken = break_some(world, rng)
     for _ in range(3):
         aborts = rng.random() < 0.3
-        errors = world.connect(rng, aborts)
+        errors = world.connect(rng.random() * 0.1 if aborts else None)
         if aborts:
             assert all(isinstance(error, CommunicationError) for error in errors)
             continue
@@ -84,6 +84,6 @@ def test_a_group_is_not_used_if_a_member_has_failed_with_others() -> None:
         return True
 
     device.all_reduce, device.in_progress = all_reduce, in_progress  # type: ignore[method-assign]
-    assert not world.connect(random.Random(0), aborts=False)
+    assert not world.connect()
     world.assert_agreed()
     world.stop()

@@ -1,13 +1,13 @@
-"""Four workers that exchange payloads by the imitated NCCL, as threads of this process."""
+"""Workers that exchange payloads by the imitated NCCL, as threads of this process."""
 
 from __future__ import annotations
 
-import random
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -29,29 +29,37 @@ ALL = {"stage0": (0, 2), "stage1": (1, 3), "tie1": (0, 1, 3)}
 
 
 class World:
-    """Four workers: two stages of two, a tie of three, everybody a neighbour of everybody.
+    """Workers that are all neighbours of each other: by default four, two stages of two and a tie of three.
 
-    ``reserves``: whether they make communicators for the next generation.
+    Args:
+        rosters: the groups of workers that sum.
+        size: how many workers there are.
+        reserves: whether they make communicators for the next generation.
+        required: whether it is an error if one of them cannot use NCCL.
+        names: those of their devices.
+        without_nccl: the workers that have no library.
     """
 
-    def __init__(self, rosters: Rosters = ALL, reserves: bool = True, required: bool = False) -> None:
-        self.rosters, self.alive = dict(rosters), list(range(4))
+    def __init__(
+        self,
+        rosters: Rosters = ALL,
+        size: int = 4,
+        reserves: bool = True,
+        required: bool = False,
+        names: Sequence[str] = ("first", "second", "third", "fourth"),
+        without_nccl: Collection[int] = (),
+    ) -> None:
+        self.rosters, self.alive = dict(rosters), list(range(size))
         network, self.meeting, self.generation = LocalNetwork(), Meeting(), -1
-        self.devices = [FakeDevice(network, threaded=True) for _ in range(4)]
+        self.devices = [FakeDevice(network, threaded=True) for _ in self.alive]
+        gloo = partial(Transport, timedelta(seconds=1), HostMemory(CPU))
+        libraries = ["there is no NCCL here" if rank in without_nccl else self.devices[rank] for rank in self.alive]
         self.transports = [
-            NcclTransport(
-                rank,
-                CPU,
-                device,
-                device,
-                f"device {rank}",
-                Transport(timedelta(seconds=1), HostMemory(CPU)),
-                required,
-                reserves,
-            )
-            for rank, device in enumerate(self.devices)
+            NcclTransport(rank, CPU, library, device, names[rank], gloo(), required, reserves)
+            for rank, (library, device) in enumerate(zip(libraries, self.devices, strict=True))
         ]
-        self.cancelled = [threading.Event() for _ in range(4)]
+        self.cancelled = [threading.Event() for _ in self.alive]
+        self.links: list[dict[int, socket.socket]] = []
 
     def of(self, rank: int) -> Rosters:
         return {name: roster for name, roster in self.rosters.items() if rank in roster}
@@ -62,12 +70,13 @@ class World:
         left = {name: tuple(other for other in roster if other != rank) for name, roster in self.rosters.items()}
         self.rosters = {name: roster for name, roster in left.items() if roster}
 
-    def connect(self, rng: random.Random, aborts: bool = False) -> list[Exception]:
-        """A new generation; ``aborts``: which is aborted at some moment. Returns what was raised."""
-        self.end_generation()
+    def connect(self, abort_after: float | None = None) -> list[Exception]:
+        """A new generation, aborted after so many seconds or once worker 0 is done; returns what was raised."""
+        if self.generation >= 0:
+            self.end_generation()
         self.generation += 1
-        self.cancelled = [threading.Event() for _ in range(4)]
-        links: list[dict[int, socket.socket]] = [{} for _ in range(4)]
+        self.cancelled = [threading.Event() for _ in self.transports]
+        links = self.links = [{} for _ in self.transports]
         for a, b in combinations(self.alive, 2):
             links[a][b], links[b][a] = socket.socketpair()
             links[a][b].setblocking(False)
@@ -88,8 +97,8 @@ class World:
         threads = [threading.Thread(target=connect, args=(rank,)) for rank in self.alive]
         for thread in threads:
             thread.start()
-        if aborts:
-            threads[0].join(rng.random() * 0.1)
+        if abort_after is not None:
+            threads[0].join(abort_after)
             self.abort()
         for thread in threads:
             thread.join(PATIENCE)
@@ -114,10 +123,11 @@ class World:
         wanted = successors(rank, usable.neighbours, usable.rosters)
         return len(begun) == len(wanted) and not any(each.comm.in_progress for each in list(begun.values()))
 
-    def abort(self) -> None:
-        for cancelled, transport in zip(self.cancelled, self.transports, strict=True):
-            cancelled.set()
-            transport.abort()
+    def abort(self, *ranks: int) -> None:
+        """All of them, or ``ranks`` alone."""
+        for rank in ranks or range(len(self.transports)):
+            self.cancelled[rank].set()
+            self.transports[rank].abort()
 
     def end_generation(self) -> None:
         self.abort()
@@ -143,7 +153,10 @@ class World:
         assert not any(device.violations or device.comms for device in self.devices)
 
     def stop(self) -> None:
+        """Whatever has become of them."""
         self.abort()
+        for transport in self.transports:
+            transport.close()
         for device in self.devices:
             device.stop()
 
