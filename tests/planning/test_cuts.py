@@ -257,12 +257,6 @@ def test_equal_loads_where_whole_layers_have_none() -> None:
     assert found.bottleneck == pytest.approx(32 * 128 / 31, rel=2e-3)
 
 
-def test_the_same_speed_with_fewer_shared_layers_is_preferred() -> None:
-    found = fastest_cut(sharing([1.0] * 12, 0.0, [4.0] * 3))
-    assert found is not None
-    assert (found.cuts, found.bottleneck) == ((0, 4, 8, 12), 16.0)
-
-
 def layers(count: int, **more: Any) -> LayerCosts:
     return LayerCosts((1.0,) * count, (1.0,) * count, (1.0,) * count, parameter_bytes=(8.0,) * count, **more)
 

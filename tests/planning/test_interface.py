@@ -210,11 +210,3 @@ def test_lists_become_tuples_and_equal_problems_have_equal_hashes() -> None:
     assert a == b
     assert hash(a) == hash(b)
     assert hash(p.plan(a)) == hash(p.plan(b))
-
-
-def test_a_large_grid_is_planned_in_seconds() -> None:
-    problem = p.Problem(
-        p.Grid(8, 32, 64), p.Costs.uniform(32), frozenset({p.Worker(0, 3), p.Worker(5, 3), p.Worker(2, 20)})
-    )
-    schedule = p.plan(problem)
-    assert schedule.period <= 1.1 * 64 * 8 / 6 * 3

@@ -1,6 +1,6 @@
 """All policies have the same schedule, checkpoints and recovery, unless they are told otherwise."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 
@@ -8,7 +8,6 @@ from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.policies.policy import (
     MEASURED_AGREEMENT,
-    Context,
     agreement_seconds,
     best_interval,
     checkpoint_costs,
@@ -68,15 +67,6 @@ def test_re_routing_within_1f1b_has_neither_split_backward_nor_staggered_optimiz
     assert "fill" not in paused(first)
 
 
-def test_every_stop_empties_overlapping_pipelines() -> None:
-    outages = [sim.Outage(600.0, (3,), 1200.0)]
-    for policy in (sim.Merge(), sim.DropReplica(), sim.Restart(), sim.Oobleck()):
-        planned = replace(policy, schedule="planned", effort=0, checkpoint="memory")
-        labels = [i.label for i in run(planned, outages).intervals if i.state is sim.State.PAUSED]
-        assert labels.count("fill") == 2, policy
-        assert labels[-1] == "fill"
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -112,18 +102,6 @@ def test_a_formula_is_about_as_good_as_the_best_interval_tried(rule) -> None:
     tried = [ratio(minutes * 60.0) for minutes in (5, 10, 20, 40, 80)]
     assert ratio(rule) > max(tried) - 0.02
     assert min(tried) < max(tried) - 0.05
-
-
-def test_a_background_checkpoint_counts_once_it_is_written() -> None:
-    policy = sim.Restart(checkpoint="background", checkpoint_every=600.0)
-    stall, writing, _ = policy.checkpoint_costs(Context(LARGE, sim.Cluster.of(LARGE)))
-    taken = next(i for i in run(policy, []).intervals if i.label == "checkpoint")
-    assert taken.end - taken.begin == pytest.approx(stall, abs=1e-6)
-    for after, kept in ((0.9 * writing, 0.0), (1.1 * writing, taken.end)):
-        result = run(policy, [sim.Outage(taken.end + after, (3,))])
-        lost = [i for i in result.intervals if i.state is sim.State.LOST]
-        assert lost[0].begin == pytest.approx(kept)
-        assert lost[-1].end == pytest.approx(taken.end + after)
 
 
 @pytest.mark.parametrize("kind", KINDS)
