@@ -136,7 +136,7 @@ class Journal:
     def write(self, kept: JournaledState, processes: Mapping[int, Process]) -> None:
         """Writes down ``kept`` and who holds the positions of its roster, if that is news."""
         if kept != self._content.kept:
-            holders = {rank: processes[rank] for rank in (*kept.live, *kept.parked) if rank in processes}
+            holders = {rank: processes[rank] for rank in (*kept.roster.ranks, *kept.roster.parked) if rank in processes}
             self._content = replace(self._content, kept=kept, processes=holders)
             self._replace()
 

@@ -233,8 +233,9 @@ class Promises:
         were.
         """
         self._rosters = {number: roster for number, roster in self._rosters.items() if number <= kept.generation}
-        self._leader = kept.leader
-        self._verdicts = {point: agreed for point, agreed in self._verdicts.items() if point <= kept.stop_point}
+        self._leader = kept.roster.leader
+        newest = -1 if kept.stop_round is None else kept.stop_round.point
+        self._verdicts = {point: agreed for point, agreed in self._verdicts.items() if point <= newest}
 
     def on_all_returned(self, state: MembershipState) -> None:
         """All have returned: what none of them has heard is as if it had not been said."""

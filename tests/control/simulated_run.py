@@ -54,6 +54,7 @@ from lightning_recycle.control.protocol.state import (
     CandidateLost,
     EndWanted,
     Evict,
+    Faults,
     GraceElapsed,
     Joined,
     LayoutReady,
@@ -784,7 +785,7 @@ class Run:
         self.met["file lost"] += 1
         kept, members = found
         self.promises.on_adoption(kept)
-        self._paper.kept = replace(kept, raised=written.raised)
+        self._paper.kept = replace(kept, faults=Faults(raised=written.faults.raised))
         self._paper.processes = {rank: Process(one.token, 0, "") for rank, one in members.items()}
 
     def _returned(self, worker: SimulatedWorker) -> messages.Returned:
@@ -821,7 +822,7 @@ class Run:
         place = self._readmission.judge(self.state, self._connections.keys(), said)
         self._say(f"{worker} returns: {place.value}")
         kept, holder = self._paper.kept, self._paper.processes.get(worker.rank)
-        is_parked = kept is not None and worker.rank in kept.parked and holder and holder.token == said.token
+        is_parked = kept is not None and worker.rank in kept.roster.parked and holder and holder.token == said.token
         if is_parked and self.state.returned is not None and worker.rank not in self.state.heard:
             raise Violation(f"{worker} was parked, and is turned away")
         if place in (ReturnStanding.LEFT, ReturnStanding.LOST):

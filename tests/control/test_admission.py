@@ -25,7 +25,7 @@ from lightning_recycle.control.protocol.messages import (
     RunRequest,
     StopVerdict,
 )
-from lightning_recycle.control.protocol.state import Record, Resend
+from lightning_recycle.control.protocol.state import Record, Resend, Roster, StopRound
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
 
@@ -37,7 +37,7 @@ def revived(folder: Path, kept: JournaledState | None, **processes: Process) -> 
     """After a coordinator that has written ``kept``; ``processes`` by "r" and rank."""
     first = Journal(folder / "state", b"the key of this test")
     if kept is not None:
-        tokens = {rank: Process(f"token {rank}", 0, "") for rank in kept.live}
+        tokens = {rank: Process(f"token {rank}", 0, "") for rank in kept.roster.live}
         first.write(kept, {**tokens, **{int(name[1:]): one for name, one in processes.items()}})
     journal = Journal(folder / "state", b"the key of this test")
     return Readmission(journal, GRID, OPTIONS, 90.0), journal
@@ -48,7 +48,7 @@ def returned(journal: Journal, rank: int, **fields: Any) -> Returned:
     return Returned(rank, 1, "a node", space="", **fields)
 
 
-KEPT = JournaledState(2, (0, 1, 3), leader=1)
+KEPT = JournaledState(2, Roster(frozenset({0, 1, 3}), leader=1))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,10 @@ def test_all_members_together_know_what_a_lost_file_said() -> None:
     joins = replace(joins, incarnation=1, joining=True)
     before = replace(joins, incarnation=0, joining=False, generation=1)  # it was given up
     found = adopted([behind, joins, before, stops])
-    expected = JournaledState(2, (0, 1, 3), 1, joining=(3,), has_resumed=True, cuts=(0, 1, 4), newcomers=(3,))
-    expected = replace(expected, stop_point=7, after_step=AfterStep.STOP)
+    newcomers = frozenset({3})
+    roster = Roster(frozenset({0, 1, 3}), leader=1, joining=newcomers, newcomers=newcomers)
+    expected = JournaledState(2, roster, has_resumed=True, cuts=(0, 1, 4))
+    expected = replace(expected, stop_round=StopRound(7, is_over=True), after_step=AfterStep.STOP)
     assert found == (expected, {0: behind, 1: stops, 3: joins})
 
 
@@ -169,7 +171,7 @@ def test_a_parked_worker_stays_if_it_lacks_no_answer_that_nobody_keeps(
         for rank in range(4)
     }
     there[5] = Returned(5, 1, "", "", "", "", next_collective=number, arrival=Arrive(5, number, "set-up", None))
-    before = JournaledState(1, (0, 1, 2, 3), leader=0, parked={5: 0}, has_resumed=True)
+    before = JournaledState(1, Roster(frozenset(range(4)), leader=0, parked={5: 0}), has_resumed=True)
     state = coordinator_restart.revived(Grid(3, 1, 1), before, members=2).updated(returned=there)
     state, commands = coordinator_restart.rebuilt(state)
     is_released = is_released or (number == 1 and not kept)

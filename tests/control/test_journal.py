@@ -16,22 +16,26 @@ from lightning_recycle.control.journal import Journal, Process, default_path
 from lightning_recycle.control.protocol.coordinator_restart import JournaledState, Over
 from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopReason
+from lightning_recycle.control.protocol.state import Faults, Roster, StopRound
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import temporary_path
 
 KEY = b"the key of this test"
 KEPT = JournaledState(
     3,
-    (0, 1, 3),
-    leader=1,
-    joining=(3,),
-    causes={2: "it died"},
+    Roster(
+        frozenset({0, 1, 3}),
+        leader=1,
+        joining=frozenset({3}),
+        outvoted={2: (4, 5)},
+        causes={2: "it died"},
+        parked={5: 4},
+    ),
     has_resumed=True,
-    raised=(Remembered(0, 2, 0, (5, "F(0)"), 5),),
-    disturbances=1,
-    stop_point=7,
-    stop_agreed=True,
+    faults=Faults(2, (Remembered(0, 2, 0, (5, "F(0)"), 5),), disturbances=1),
+    stop_round=StopRound(7, is_over=True, agreed=True),
     after_step=AfterStep.STOP,
+    cuts=(0, 1.5, 4),
 )
 HOLDERS = {rank: Process(f"token {rank}", 100 + rank, "a node", "a space", rank) for rank in (0, 1, 3)}
 

@@ -469,9 +469,9 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a commit that was answered is forgotten", restart, "rebuilt", "if known is None else", "if True else"),
     ("who joins has applied nothing", restart, "rebuilt",
      "min(newest, default=members[rank].joins_after)", "-1"),
-    ("exceptions are forgotten", restart, "revived", "written.raised,", "(),"),
+    ("exceptions are forgotten", restart, "revived", "retries=retries)", "retries=retries, raised=())"),
     ("exceptions without a verdict count as judged", restart, "rebuilt", "not in unanswered", "is not None"),
-    ("nobody speaks for the run", restart, "revived", "leader=written.leader", "leader=state.roster.leader"),
+    ("nobody speaks for the run", restart, "revived", "updated(joined", "updated(leader=-1, joined"),
     ("a worker's part of a collective is forgotten", restart, "events", "if member.arrival is not None:", "if False:"),
     ("exceptions wait for a verdict forever", membership, "_go_on_if_all_returned",
      "member.raised is not None", "False"),
@@ -567,8 +567,8 @@ MEMBERS: list[tuple[str, Any, str, str, str]] = [
 """As above, in histories in which positions have two members."""
 
 MEMBERS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("the parked are forgotten", restart, "revived", "parked=written.parked,", ""),
-    ("who moved is forgotten", restart, "revived", "moved=written.moved,", ""),
+    ("the parked are forgotten", restart, "revived", "updated(joined", "updated(parked={}, joined"),
+    ("who moved is forgotten", restart, "revived", "updated(joined", "updated(moved={}, joined"),
     ("a parked worker that is late comes back", restart, "rebuilt", "if rank not in there", "if False"),
 ]
 """As above, and the coordinator is killed."""
@@ -614,7 +614,7 @@ STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets its wish to stop", MessageRecord, "said", "self._request = message", "pass"),
     ("nobody is told again that all stop", restart, "_repeated",
      "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
-    ("all are told again that they stop", restart, "revived", "agreed=written.stop_agreed", "agreed=True"),
+    ("all are told again that they stop", restart, "_repeated", "stop.agreed", "True"),
     ("a stop after the next step is forgotten", restart, "revived",
      "Steps(after_step=written.after_step)", "Steps()"),
 ]

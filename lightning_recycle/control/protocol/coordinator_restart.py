@@ -29,11 +29,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.fault_attribution import Remembered
 from lightning_recycle.control.protocol.messages import AfterStep, StopReason
 from lightning_recycle.control.protocol.parking import release
 from lightning_recycle.control.protocol.state import (
@@ -107,46 +106,30 @@ class Over:
 @dataclass(frozen=True, slots=True)
 class JournaledState:
     """State that is in the journal before it is announced; the fields as in
-    :class:`~lightning_recycle.control.protocol.state.MembershipState`.
+    :class:`~lightning_recycle.control.protocol.state.MembershipState` and its parts.
+
+    ``roster``: without who comes and goes at a step boundary. ``stop_round``: once it is over.
     """
 
     generation: int
-    live: tuple[int, ...]
-    leader: int
-    joining: tuple[int, ...] = ()
-    causes: Mapping[int, str] = field(default_factory=dict)
+    roster: Roster
     has_resumed: bool = False
-    raised: tuple[Remembered, ...] = ()
-    disturbances: int = 0
-    stop_point: int = -1
-    stop_agreed: bool = False
+    faults: Faults = field(default_factory=Faults)
+    stop_round: StopRound | None = None
     after_step: AfterStep = AfterStep.GO_ON
     over: Over | None = None
     cuts: messages.Cuts = ()
-    newcomers: tuple[int, ...] = ()
-    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    parked: Mapping[int, int] = field(default_factory=dict)
-    moved: Mapping[int, int] = field(default_factory=dict)
-    assembled: tuple[int, ...] = ()
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
     """Parts that :func:`kept` is made of: as long as these are the same objects, there is nothing new to write down."""
-    roster = state.roster
+    faults = state.faults
     return (
         state.generation.number,
-        roster.live,
-        roster.leader,
-        roster.joining,
-        roster.newcomers,
-        roster.outvoted,
-        roster.causes,
-        roster.parked,
-        roster.moved,
-        roster.assembled,
+        state.roster,
         state.has_resumed,
-        state.faults.raised,
-        state.faults.disturbances,
+        faults.raised,
+        faults.disturbances,
         state.collectives.stop_round,
         state.steps.after_step,
         state.layout.cuts,
@@ -156,27 +139,16 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
 
 def kept(state: MembershipState) -> JournaledState:
     """Journal entry for ``state``, if it has changed; written before the commands that came with it are obeyed."""
-    stop = state.collectives.stop_round
-    is_decided = stop is not None and stop.is_over
+    stop, nobody = state.collectives.stop_round, frozenset[int]()
     return JournaledState(
         state.generation.number,
-        state.roster.ranks,
-        state.roster.leader,
-        tuple(sorted(state.roster.joining)),
-        state.roster.causes,
+        state.roster.updated(joined=nobody, ready=nobody, leaving=nobody, ending=nobody, moves={}),
         state.has_resumed,
-        state.faults.raised,
-        state.faults.disturbances,
-        stop.point if stop is not None and is_decided else -1,
-        stop is not None and is_decided and stop.agreed,
+        state.faults,
+        replace(stop, wanted=nobody) if stop is not None and stop.is_over else None,
         state.steps.after_step,
         None if state.outcome is None else _over(state, state.outcome),
         state.layout.cuts,
-        tuple(sorted(state.roster.newcomers)),
-        state.roster.outvoted,
-        state.roster.parked,
-        state.roster.moved,
-        tuple(sorted(state.roster.assembled)),
     )
 
 
@@ -191,36 +163,20 @@ def _over(state: MembershipState, outcome: Outcome) -> Over:
 
 def revived(grid: Grid, written: JournaledState, retries: int = 1, members: int = 1) -> MembershipState:
     """The state of a coordinator that is started again: it waits for all workers of the roster to return."""
-    state = initial_state(grid, retries, members)
-    live, number = frozenset(written.live), written.generation
+    state, roster, number = initial_state(grid, retries, members), written.roster, written.generation
     if written.over is not None:
         return state.with_generation(number=number).updated(outcome=written.over.outcome)
-    steps = Steps(after_step=written.after_step)
+    state = state.updated(roster=roster, steps=Steps(after_step=written.after_step))
     if number < 0:
-        return state.with_roster(live=live, causes=written.causes).updated(steps=steps)
-    stop = StopRound(written.stop_point, is_over=True, agreed=written.stop_agreed) if written.stop_point >= 0 else None
-    return MembershipState(
-        grid,
-        Roster(
-            live,
-            joined=live,
-            leader=written.leader,
-            joining=frozenset(written.joining),
-            newcomers=frozenset(written.newcomers),
-            outvoted=written.outvoted,
-            causes=written.causes,
-            parked=written.parked,
-            moved=written.moved,
-            assembled=frozenset(written.assembled),
-        ),
-        Generation(number, regrouping=True),
-        steps,
-        CollectivesState(stop_round=stop),
-        LayoutState(cuts=written.cuts),
-        Faults(retries, written.raised, written.disturbances),
+        return state
+    return state.updated(
+        roster=roster.updated(joined=roster.live),
+        generation=Generation(number, regrouping=True),
+        collectives=CollectivesState(stop_round=written.stop_round),
+        layout=LayoutState(cuts=written.cuts),
+        faults=written.faults.updated(retries=retries),
         has_resumed=written.has_resumed,
         returned={},
-        members=members,
     )
 
 
@@ -256,20 +212,22 @@ def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None,
     knows = max(members.values(), key=lambda one: one.resumed)
     # A decision to stop that nobody has heard is made again.
     verdicts = (one.verdict for one in members.values() if one.verdict is not None)
-    verdict = max(verdicts, key=lambda one: one.point, default=messages.StopVerdict(-1, True))
+    verdict = max(verdicts, key=lambda one: one.point, default=None)
+    roster = Roster(
+        frozenset(newest.roster),
+        leader=newest.leader,
+        joining=frozenset(rank for rank, one in members.items() if one.joining and not one.entered),
+        newcomers=frozenset(rank for rank, one in members.items() if one.joining),
+        moved=newest.moved,
+        assembled=frozenset(rank for rank, one in members.items() if one.was_parked),
+    )
     return JournaledState(
         newest.generation,
-        newest.roster,
-        newest.leader,
-        joining=tuple(rank for rank, one in sorted(members.items()) if one.joining and not one.entered),
+        roster,
         has_resumed=knows.resumed >= 0,
-        stop_point=verdict.point,
-        stop_agreed=verdict.point >= 0 and verdict.agreed,
-        after_step=AfterStep.GO_ON if verdict.agreed else AfterStep.STOP,
+        stop_round=None if verdict is None else StopRound(verdict.point, is_over=True, agreed=verdict.agreed),
+        after_step=AfterStep.GO_ON if verdict is None or verdict.agreed else AfterStep.STOP,
         cuts=knows.cuts,
-        newcomers=tuple(rank for rank, one in sorted(members.items()) if one.joining),
-        moved=newest.moved,
-        assembled=tuple(rank for rank, one in members.items() if one.was_parked),
     ), members
 
 
