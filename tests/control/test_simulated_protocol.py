@@ -475,19 +475,18 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker's part of a collective is forgotten", restart, "events", "if member.arrival is not None:", "if False:"),
     ("exceptions wait for a verdict forever", membership, "_go_on_if_all_returned",
      "member.raised is not None", "False"),
-    ("a worker forgets its part of a collective", MessageRecord, "said", "self._arrival = message", "pass"),
-    ("a worker forgets the answer", MessageRecord, "heard", "self._answer, self._answered_at = message, begun", "pass"),
+    ("a worker forgets its part of a collective", MessageRecord, "said", "self.arrival = message", "pass"),
+    ("a worker forgets the answer", MessageRecord, "heard", "self.answer, self._answered_at = message, begun", "pass"),
     ("a worker forgets the answer too soon", MessageRecord, "began", "step >= self._answered_at +", "True or"),
     ("a worker forgets the loss", MessageRecord, "heard", "self._told[message.step] = message", "pass"),
-    ("a worker forgets a commit", MessageRecord, "heard",
-     "self._known = messages.Known(message.generation, message.step, message.payloads)", "pass"),
+    ("a worker forgets a commit", MessageRecord, "heard", "self.known = message\n", "pass\n"),
     ("a worker forgets what a recovery told of a commit", MessageRecord, "heard", "if message.commits:", "if False:"),
-    ("a worker does not say what it applied", MessageRecord, "said", "self._applied = message.step", "pass"),
+    ("a worker does not say what it applied", MessageRecord, "said", "self.applied = message.step", "pass"),
     ("a worker does not say where it got its state", MessageRecord, "said",
-     "self._applied = self._joins_after", "pass"),
+     "self.applied = self.joins_after", "pass"),
     ("what was on its way to the last holder is forgotten", restart, "rebuilt", "default=members[rank].joins_after",
      "default=-1"),
-    ("a worker forgets its exception", MessageRecord, "said", "self._raised = message", "pass"),
+    ("a worker forgets its exception", MessageRecord, "said", "self.raised = message", "pass"),
 ]
 """As above, in histories in which the coordinator is killed. Who may return to it: see test_admission.py."""
 
@@ -611,7 +610,7 @@ LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 """As above, and the coordinator is killed."""
 
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("a worker forgets its wish to stop", MessageRecord, "said", "self._request = message", "pass"),
+    ("a worker forgets its wish to stop", MessageRecord, "said", "self.request = message", "pass"),
     ("nobody is told again that all stop", restart, "_repeated",
      "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
     ("all are told again that they stop", restart, "_repeated", "stop.agreed", "True"),

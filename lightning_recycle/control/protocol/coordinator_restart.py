@@ -338,35 +338,41 @@ _STEPS = 2
 _STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
 """Who begins step b + 3 has applied b + 2; no worker can before all have begun step b + 1, and had what came before."""
 
+_MEASURED: Mapping[type[Any], str] = {
+    messages.Profiled: "profiled",
+    messages.Measured: "measured",
+    messages.LayerFacts: "layers",
+    messages.Tried: "tried",
+}
+
 
 class MessageRecord:
     """Messages that a worker has sent and received, and others may lack."""
 
     def __init__(self) -> None:
-        self._facts: tuple[messages.Applied, ...] = ()
+        # Named as the fields of Returned, which are told as they are:
+        self.facts: tuple[messages.Applied, ...] = ()
+        self.arrival: messages.Arrive | None = None
+        self.answer: messages.Answer | None = None
+        self.known: messages.Committed | None = None
+        self.request: messages.StopWish | None = None
+        self.raised: messages.Raised | None = None
+        self.confirm: messages.Confirm | None = None
+        self.applied = self.joins_after = -1
+        self.restored = 0
+        self.is_ready = self.entered = self.ends_run = False
+        self.leave: messages.Leave | None = None
+        self._measured: dict[str, Any] = {}  # likewise, the newest of each kind
         self._losses: dict[int, messages.Losses] = {}
         self._told: dict[int, messages.StepLoss] = {}
-        self._arrival: messages.Arrive | None = None
-        self._answer: messages.Answer | None = None
         self._answered_at = -1  # the newest step that it had begun when the answer came
-        self._known: messages.Known | None = None
-        self._request: messages.StopWish | None = None
-        self._raised: messages.Raised | None = None
-        self._confirm: messages.Confirm | None = None
-        self._measured: dict[type[Any], Any] = {}  # the newest measurement of each kind
-        self._applied = -1
-        self._restored = 0
-        self._joins_after = -1  # the step after which it gets its state
-        self._is_ready = self._has_entered = False
-        self._leave: messages.Leave | None = None
-        self._ends_run = False
 
     def said(self, message: Any) -> None:
         """The worker sends ``message``, or tries to."""
         match message:
             case messages.Applied():
-                self._facts = (*self._facts, message)[-_STEPS:]
-                self._applied = message.step
+                self.facts = (*self.facts, message)[-_STEPS:]
+                self.applied = message.step
             case messages.Losses():
                 before = self._losses.get(message.step)
                 if before is not None:  # a step that is run again: what came first counts
@@ -374,66 +380,66 @@ class MessageRecord:
                     message = messages.Losses(message.rank, message.step, losses, outputs, message.generation)
                 self._losses[message.step] = message
             case messages.Arrive(generation=None):
-                self._arrival = message
+                self.arrival = message
             case messages.StopWish(stops=True):
-                self._request = message
+                self.request = message
             case messages.Raised():
-                self._raised = message
+                self.raised = message
             case messages.Confirm():
-                self._confirm = message
+                self.confirm = message
             case messages.Restored():
-                self._restored = message.version
+                self.restored = message.version
             case messages.Reached(milestone=messages.Milestone.ENTERED):
-                self._applied = self._joins_after
-                self._has_entered = True
+                self.applied = self.joins_after
+                self.entered = True
             case messages.Ready():
-                self._is_ready = True
+                self.is_ready = True
             case messages.Leave():
-                self._leave = message
+                self.leave = message
             case messages.EndRun():
-                self._ends_run = True
+                self.ends_run = True
             case messages.Profiled() | messages.Measured() | messages.LayerFacts() | messages.Tried():
-                self._measured[type(message)] = message
+                self._measured[_MEASURED[type(message)]] = message
 
     def heard(self, message: Any, rank: int, begun: int) -> None:
         """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
         match message:
             case messages.Answer():
-                if self._arrival is not None and self._arrival.number <= message.number:
-                    self._arrival = None
-                if self._answer is None or message.number >= self._answer.number:
-                    self._answer, self._answered_at = message, begun
+                if self.arrival is not None and self.arrival.number <= message.number:
+                    self.arrival = None
+                if self.answer is None or message.number >= self.answer.number:
+                    self.answer, self._answered_at = message, begun
             case messages.StepLoss():
                 self._told[message.step] = message
                 for step in sorted(self._told)[:-_STEPS]:
                     del self._told[step]
                 self._losses = {step: one for step, one in self._losses.items() if step > message.step}
             case messages.Committed():
-                self._known = messages.Known(message.generation, message.step, message.payloads)
+                self.known = message
             case messages.Resume():
                 if message.commits:
                     step = message.decision.version - (not message.settled)
-                    self._known = messages.Known(message.generation, step, message.commits)
+                    self.known = messages.Committed(message.generation, step, message.commits)
                 if rank in message.donors:
-                    self._joins_after = message.decision.version - 1
+                    self.joins_after = message.decision.version - 1
             case messages.StopVerdict():
-                if self._request is not None and self._request.point == message.point:
-                    self._request = None
+                if self.request is not None and self.request.point == message.point:
+                    self.request = None
             case messages.Judged():
-                if self._raised is not None and self._raised.generation == message.generation:
-                    self._raised = None
+                if self.raised is not None and self.raised.generation == message.generation:
+                    self.raised = None
             case messages.Confirmed():
-                if self._confirm is not None and self._confirm.number <= message.number:
-                    self._confirm = None
+                if self.confirm is not None and self.confirm.number <= message.number:
+                    self.confirm = None
 
-    def entered(self, announced: messages.Regroup) -> None:
+    def drop(self, announced: messages.Regroup) -> None:
         """The worker enters a generation."""
         self._losses.pop(announced.unproven, None)
 
     def began(self, step: int) -> None:
         """The worker begins ``step``."""
-        if self._answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
-            self._answer = None  # it may be as large as a checkpoint
+        if self.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
+            self.answer = None  # it may be as large as a checkpoint
 
     def returned(self, generation: int, next_collective: int, **who: Any) -> messages.Returned:
         """All that it holds.
@@ -443,31 +449,16 @@ class MessageRecord:
             next_collective: the first control collective that it has taken no answer to, nor has arrived at.
             who: the other fields of the message.
         """
-        number = next_collective if self._arrival is None else self._arrival.number
-        if self._answer is not None:
-            number = max(number, self._answer.number + 1)
+        number = next_collective if self.arrival is None else self.arrival.number
+        if self.answer is not None:
+            number = max(number, self.answer.number + 1)
+        held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return messages.Returned(
             generation=generation,
-            applied=self._applied,
-            joins_after=self._joins_after,
-            restored=self._restored,
             next_collective=number,
-            facts=self._facts,
             losses=tuple(self._losses.values()),
             told=tuple(self._told.values()),
-            arrival=self._arrival,
-            answer=self._answer,
-            known=self._known,
-            request=self._request,
-            raised=self._raised,
-            confirm=self._confirm,
-            is_ready=self._is_ready,
-            entered=self._has_entered,
-            leave=self._leave,
-            ends_run=self._ends_run,
-            profiled=self._measured.get(messages.Profiled),
-            measured=self._measured.get(messages.Measured),
-            layers=self._measured.get(messages.LayerFacts),
-            tried=self._measured.get(messages.Tried),
+            **held,
+            **self._measured,
             **who,
         )

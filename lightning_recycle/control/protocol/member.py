@@ -228,7 +228,7 @@ class Member:
         self._published.clear()
         self.plans.clear()
         if self._memory is not None:
-            self._memory.entered(announced)
+            self._memory.drop(announced)
         return announced
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:

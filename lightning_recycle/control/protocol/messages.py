@@ -597,15 +597,6 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Contributions of the stages to the commit of ``step``, by stage, as received in ``generation``."""
-
-    generation: int
-    step: int
-    payloads: Mapping[int, Payload | None]
-
-
-@dataclass(frozen=True, slots=True)
 class Returned:
     """The first message on a connection of a worker that has lost its coordinator: all that only it knows, for one that
     was started again (:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
@@ -631,7 +622,7 @@ class Returned:
         told: the newest losses that it was told.
         arrival: its part of a control collective that it waits for, whatever generations come.
         answer: the newest answer to a control collective that others may lack.
-        known: what was told of a commit, the newest.
+        known: what it was told of the newest commit, also by a recovery.
         request: its wish to stop, if nobody has answered yet.
         verdict: what it was told of wishes to stop, at the latest point.
         raised: its exception, likewise.
@@ -669,7 +660,7 @@ class Returned:
     told: tuple[StepLoss, ...] = ()
     arrival: Arrive | None = None
     answer: Answer | None = None
-    known: Known | None = None
+    known: Committed | None = None
     request: StopWish | None = None
     verdict: StopVerdict | None = None
     raised: Raised | None = None
