@@ -11,8 +11,8 @@
 ``/training``       200 once a step is committed and while the run goes on
 ==================  =================================================================================================
 
-Concept: one thread accepts, one more serves each connection. Whoever connects can cost this process a bounded number of
-threads for a bounded time, and the run nothing: answers are made from an immutable view.
+Concept: one thread accepts at each address, one more serves each connection. Whoever connects can cost this process a
+bounded number of threads for a bounded time, and the run nothing: answers are made from an immutable view.
 
 Must not know: who starts it.
 """
@@ -23,10 +23,8 @@ import contextlib
 import ipaddress
 import json
 import logging
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from email.message import Message
 from functools import cache
@@ -74,66 +72,47 @@ class StatusServer:
     def __init__(self, monitor: Monitor, listeners: list[socket.socket]) -> None:
         self.monitor = monitor
         self._listeners = listeners
-        self._waker, self._woken = socket.socketpair()
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, tuple[socket.socket, float]] = {}  # connection: its listener, its deadline
-        self._thread = threading.Thread(target=self._serve, name="recycle-status", daemon=True)
+        self._open: set[socket.socket] = set()
+        self._is_over = False
 
     def __enter__(self) -> StatusServer:
-        self._thread.start()
+        for listener in self._listeners:
+            threading.Thread(target=self._serve, args=(listener,), name="recycle-status", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._waker.close()
-        self._thread.join(timeout=5.0)
-        with self._lock:
-            for connection in self._open:
-                _cut(connection)
+        self._is_over = True
+        for one in (*self._listeners, *list(self._open)):  # wakes the threads
+            _cut(one)
         for listener in self._listeners:
             listener.close()
 
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector, self._woken:
-            selector.register(self._woken, selectors.EVENT_READ)
-            for listener in self._listeners:
-                listener.setblocking(False)
-                selector.register(listener, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select(1.0 if self._open else None):
-                    if key.fileobj is self._woken:
-                        return
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._accept(key.fileobj)
-                now = time.monotonic()
-                with self._lock:
-                    for connection, (_, deadline) in self._open.items():
-                        if now > deadline:
-                            _cut(connection)
+    def _serve(self, listener: socket.socket) -> None:
+        places = threading.Semaphore(_MOST_CONNECTIONS)
+        while not self._is_over:
+            if (accepted := accept(listener, "The status server")) is None:
+                continue
+            connection, _ = accepted
+            if places.acquire(blocking=False):
+                answers = threading.Thread(target=self._answer, args=(connection, places), daemon=True)
+                answers.start()
+            else:
+                connection.close()
 
-    def _accept(self, listener: socket.socket) -> None:
-        accepted = accept(listener, "The status server")
-        if accepted is None:
-            return
-        connection, _ = accepted
-        with self._lock:
-            full = sum(at is listener for at, _ in self._open.values()) >= _MOST_CONNECTIONS
-            if not full:
-                self._open[connection] = listener, time.monotonic() + _CONNECTION_SECONDS
-        if full:
-            connection.close()
-            return
-        threading.Thread(target=self._answer, args=(connection,), name="recycle-status-answer", daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, places: threading.Semaphore) -> None:
+        limit = threading.Timer(_CONNECTION_SECONDS, _cut, (connection,))
+        limit.start()
+        self._open.add(connection)
         try:
             connection.settimeout(_READ_SECONDS)
             _Handler(connection, ("", 0), self)  # type: ignore[arg-type]
         except OSError as error:  # the other side has left, or was too slow
             log.debug("A connection to the status server broke: %s", error)
         finally:
-            with self._lock:
-                del self._open[connection]
+            limit.cancel()
+            self._open.discard(connection)
             connection.close()
+            places.release()
 
 
 def _cut(connection: socket.socket) -> None:

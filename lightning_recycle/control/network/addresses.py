@@ -141,9 +141,9 @@ def accept(listening: socket.socket, who: str) -> tuple[socket.socket, Any] | No
     """
     try:
         return listening.accept()
-    except BlockingIOError:  # it has gone again
-        return None
     except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EINVAL):  # it has gone again; or nobody listens any more
+            return None
         log.warning("%s could not accept a connection: %s", who, error)
         time.sleep(_PAUSE_AFTER_ERROR)
         return None
