@@ -11,8 +11,8 @@ from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.detection import (
     PATIENCE,
     Observation,
+    Overdue,
     Ruling,
-    Waited,
     everybody_waits,
     sign_of_work,
 )
@@ -316,7 +316,7 @@ def test_the_last_that_holds_a_stage_is_waited_for_although_one_that_has_no_stat
     found = ruling(watch, 6.0, joining, {})
     assert found.evict == {}
     assert found.waits == {
-        0: Waited("it was silent for more than 5 s", 6.0, 60.0, "no other worker that holds stage 0 is well")
+        0: Overdue("it was silent for more than 5 s", 6.0, 60.0, "no other worker that holds stage 0 is well")
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_recycle.control.monitoring.goodput import Goodput, Phase
 from lightning_recycle.control.monitoring.json_logs import plain
-from lightning_recycle.control.protocol.detection import Waited
+from lightning_recycle.control.protocol.detection import Overdue
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import MembershipState, Record
@@ -294,7 +294,7 @@ class History:
             live, total = len(state.roster.live), state.num_workers
             log.log(level, "%s", line.format(step=record.step, live=live, all=total, **known))
 
-    def suspect(self, rank: int, waited: Waited, state: MembershipState) -> None:
+    def suspect(self, rank: int, waited: Overdue, state: MembershipState) -> None:
         """A worker is silent or slow, and is waited for."""
         details = {"cause": waited.cause, "seconds": waited.seconds, "limit": waited.limit, "waits": waited.reason}
         self.add("suspected", state, rank, details)

@@ -39,13 +39,12 @@ from lightning_recycle.planning.grid import OpKind, Worker
 __all__ = [
     "PATIENCE",
     "DetectionState",
-    "GivenUp",
     "Observation",
+    "Overdue",
     "Ruling",
     "Sign",
     "Standing",
     "StepPoint",
-    "Waited",
     "everybody_waits",
     "review",
     "sign_of_work",
@@ -118,22 +117,15 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
-    """A worker that is to be ended: why, and after how many ``seconds`` of the ``limit`` that it was given."""
+class Overdue:
+    """A worker that has exceeded its limit: why, and after how many ``seconds`` of the ``limit`` that it is given. It
+    is to be ended, or waited for until then, for a ``reason``.
+    """
 
     cause: str
     seconds: float
     limit: float
-
-
-@dataclass(frozen=True, slots=True)
-class Waited:
-    """A worker that has exceeded its limit and is waited for: ``reason`` says why, ``limit`` for how many seconds."""
-
-    cause: str
-    seconds: float
-    limit: float
-    reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +138,8 @@ class Ruling:
         cleared: who was waited for and is well again, with the seconds that it lasted.
     """
 
-    evict: Mapping[int, GivenUp] = field(default_factory=dict)
-    waits: Mapping[int, Waited] = field(default_factory=dict)
+    evict: Mapping[int, Overdue] = field(default_factory=dict)
+    waits: Mapping[int, Overdue] = field(default_factory=dict)
     cleared: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -206,8 +198,8 @@ def review(
         well.setdefault(position.stage, set()).add(position)
     vouched = {rank for rank, stage in stages.items() if well.get(stage, set()) - {positions.position(rank)}}
     memory = _follow(memory, now, standings, vouched, step)
-    evict: dict[int, GivenUp] = {}
-    waits: dict[int, Waited] = {}
+    evict: dict[int, Overdue] = {}
+    waits: dict[int, Overdue] = {}
     for rank, standing in sorted(standings.items()):
         for sign in standing.signs:
             if sign.seconds <= sign.limit:
@@ -217,7 +209,7 @@ def review(
             reason = _why_waited(others, sign.computes, rank in vouched, stages[rank])
             counted = _counted(sign.seconds, _excuses(memory, rank, sign is standing.silence), now)
             found = _judge(sign, counted, rank in vouched, len(before) + sign.computes, reason)
-            if isinstance(found, GivenUp):
+            if found is not None and not found.reason:
                 evict[rank] = found
                 break
             if found is not None:
@@ -225,7 +217,7 @@ def review(
     return _conclude(memory, now, standings, stages, step, evict, waits)
 
 
-def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> GivenUp | Waited | None:
+def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> Overdue | None:
     """Rules over a sign that has exceeded its limit; None if that is about to be decided.
 
     Args:
@@ -239,8 +231,8 @@ def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str)
     limit = min(bound, sign.limit * _RISE**excuses) if vouched else bound
     if sign.seconds > bound or (vouched and counted > limit):
         note = f"; it was given {limit:g} s because {reason}" if limit > sign.limit else ""
-        return GivenUp(sign.cause + note, sign.seconds, limit)
-    return None if sign.seconds > limit else Waited(sign.cause, sign.seconds, limit, reason)
+        return Overdue(sign.cause + note, sign.seconds, limit)
+    return None if sign.seconds > limit else Overdue(sign.cause, sign.seconds, limit, reason)
 
 
 def _follow(
@@ -275,8 +267,8 @@ def _conclude(
     standings: Mapping[int, Standing],
     stages: Mapping[int, int],
     step: int,
-    evict: Mapping[int, GivenUp],
-    waits: Mapping[int, Waited],
+    evict: Mapping[int, Overdue],
+    waits: Mapping[int, Overdue],
 ) -> tuple[DetectionState, Ruling]:
     """Remembers the ruling; who is waited for is named once."""
     begun = {rank: found for rank, found in waits.items() if rank not in memory.waited}
