@@ -194,8 +194,6 @@ class Reception:
 
     def close(self) -> None:
         self.listener.close()
-        while not self.listener.accepted.empty():
-            self.listener.accepted.get().close()
         self.loop.close()
 
 
