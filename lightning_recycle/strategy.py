@@ -243,7 +243,7 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     def counters(self) -> Mapping[str, float]:
         """Totals of the run so far (failures, seconds of recovery, ...), the same on all workers at a step's end."""
-        return {} if self._session is None else self._session.client.counters
+        return {} if self._session is None else self._session.client.member.counters
 
     def move_layers(self, sizes: Sequence[float]) -> None:
         """Asks for other layers in each stage, from the next step boundary on; for callbacks and hooks in ``fit``. One

@@ -151,22 +151,6 @@ class ControlClient(ActivityRecorder):
         return self.member.generation
 
     @property
-    def roster(self) -> tuple[int, ...]:
-        return self.member.roster
-
-    @property
-    def leader(self) -> int:
-        return self.member.leader
-
-    @property
-    def leader_applied(self) -> int:
-        return self.member.leader_applied
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        return self.member.counters
-
-    @property
     def interrupted(self) -> bool:
         """Whether a newer generation than the one this worker has entered is announced."""
         return self.member.interrupted

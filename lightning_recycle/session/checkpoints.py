@@ -155,7 +155,7 @@ class Checkpoints:
         self.raises = wanted.on_checkpoint_error == "raise"
         self.interval: SaveInterval | None = None
         if wanted.every_n_train_steps is not None:
-            self.interval = SaveInterval(lambda: context.client.counters.get("failures", 0.0))
+            self.interval = SaveInterval(lambda: context.client.member.counters.get("failures", 0.0))
         if self.background is not None:
             self.background.on_failures = self._not_completed
             if self.interval is not None:

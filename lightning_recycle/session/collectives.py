@@ -106,12 +106,12 @@ class WorkerCollectives:
     @property
     def live_workers(self) -> tuple[int, ...]:
         """The ranks of the live workers of the current generation."""
-        return self.client.roster or tuple(range(self.positions.num_workers))
+        return self.client.member.roster or tuple(range(self.positions.num_workers))
 
     @property
     def leader(self) -> int:
         """Rank of the worker that speaks for the run."""
-        known = self.client.leader
+        known = self.client.member.leader
         if known >= 0:
             return known
         return self.positions.rank(Worker(0, self.grid.stages - 1))

@@ -56,7 +56,7 @@ class LogRelay:
     @property
     def _written(self) -> int:
         """The newest step that the leader is known to have applied: all rows before it are written."""
-        return self._collectives.client.leader_applied
+        return self._collectives.client.member.leader_applied
 
     def _on_metrics(self, index: int, *args: Any, **kwargs: Any) -> None:
         if self._collectives.is_leader:

@@ -80,7 +80,7 @@ def test_an_exception_of_the_infrastructure_ends_connection_and_process_at_once(
     assert members[3].client.exited.wait(PATIENCE)
     (failure,) = plane.events("failure")
     assert (failure.worker, failure.details["cause"]) == ((1, 1), "InjectedFaultError: as asked")
-    assert members[0].client.roster == (0, 1, 2)
+    assert members[0].client.member.roster == (0, 1, 2)
 
 
 def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason() -> None:
@@ -103,12 +103,12 @@ def test_live_workers_whose_connection_broke_regroup_and_one_that_another_still_
     (disturbance,) = plane.events("disturbance")
     assert disturbance.details["cause"] == "worker (0, 0): connection reset"
     assert plane.events("failure") == []
-    assert all(member.client.roster == (0, 1, 2, 3) for member in members)
+    assert all(member.client.member.roster == (0, 1, 2, 3) for member in members)
     members[0].client.send(Broken(0, 1, "no connection", (2,)))
     plane.until(lambda: all(members[rank].client.interrupted for rank in (0, 1, 3)))
     together(*(members[rank].step for rank in (0, 1, 3)))
     assert plane.processes[2].killed.is_set()
-    assert all(members[rank].client.roster == (0, 1, 3) for rank in (0, 1, 3))
+    assert all(members[rank].client.member.roster == (0, 1, 3) for rank in (0, 1, 3))
     cause = "it and worker (0, 0) cannot reach each other"
     for kind in ("suspected", "evicted", "failure"):
         (event,) = plane.events(kind)
@@ -119,7 +119,7 @@ def test_a_worker_that_does_not_start_is_given_up_and_killed() -> None:
     with ControlPlane(recovery=RecoveryOptions(start_timeout=2.0)) as plane:
         members = plane.members(0, 1, 2)
         assert plane.processes[3].killed.is_set()
-        assert members[0].client.roster == (0, 1, 2)
+        assert members[0].client.member.roster == (0, 1, 2)
         assert "did not start within 2 s" in plane.events("failure")[0].details["cause"]
 
 
@@ -131,7 +131,7 @@ def test_a_worker_that_does_not_stop_for_a_regroup_is_evicted() -> None:
         together(members[0].regroup, members[1].regroup)  # worker 2 beats, and does not report
         assert plane.processes[2].killed.is_set()
         assert "did not stop for a regroup" in plane.events("failure")[-1].details["cause"]
-        assert members[0].client.roster == (0, 1)
+        assert members[0].client.member.roster == (0, 1)
 
 
 # ---------------------------------------------------------------------- silent workers
@@ -153,7 +153,7 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
     kinds = [event.kind for event in strict.coordinator.history if event.worker == (1, 1)]
     assert kinds == ["suspected", "evicted", "failure"]
     assert "silent for more than 1 s" in strict.events("failure")[0].details["cause"]
-    assert members[0].client.roster == (0, 1, 2)
+    assert members[0].client.member.roster == (0, 1, 2)
     assert isinstance(silent.receive(), Alive)
     assert isinstance(silent.receive(), Regroup)
     with pytest.raises((EOFError, OSError)):
@@ -190,7 +190,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_other
     os.write(connection.fileno(), (5_000_000).to_bytes(4, "big") + b"x" * 1000)
     try:
         members = strict.members(0, 1, 2)
-        assert members[0].client.roster == (0, 1, 2)
+        assert members[0].client.member.roster == (0, 1, 2)
     finally:
         connection.close()  # lets a coordinator that is stuck go on
 

@@ -47,7 +47,7 @@ def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_redone(plane: Con
     running = run_to(6, members[:3])
     entering.result(PATIENCE)
     assert joiner.resumes[0].donors == {3: 1}
-    assert (joiner.version, joiner.client.roster) == (1, (0, 1, 2, 3))
+    assert (joiner.version, joiner.client.member.roster) == (1, (0, 1, 2, 3))
     results([*running, *run_to(6, [joiner])])
     plane.until(lambda: len(plane.events("step")) == 6)
     assert [event.step for event in plane.events("step")] == list(range(6))
@@ -72,7 +72,7 @@ def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_
     results(run_to(5, members[:3]))
     assert members[3].client.exited.wait(PATIENCE)
     assert members[3].client.exit_code == EXIT_LEFT
-    assert (members[3].version, members[0].client.roster) == (2, (0, 1, 2))
+    assert (members[3].version, members[0].client.member.roster) == (2, (0, 1, 2))
     (left,) = plane.events("left")
     assert (left.worker, left.step) == ((1, 1), 2)
     assert [*plane.events("failure"), *plane.events("redone")] == []

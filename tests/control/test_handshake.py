@@ -118,11 +118,11 @@ def test_the_handshake_may_come_in_pieces_with_the_first_message_behind_it() -> 
 
 
 class Door:
-    """A listener with small bounds."""
+    """A listener for four workers."""
 
-    def __init__(self, **bounds: float) -> None:
+    def __init__(self) -> None:
         self.woken = threading.Event()
-        self.listener = Listener(("127.0.0.1", 0), KEY, 4, self.woken.set, **bounds)  # type: ignore[arg-type]
+        self.listener = Listener(("127.0.0.1", 0), KEY, 4, self.woken.set)
         self.strangers: list[socket.socket] = []
 
     def stranger(self, source: str = "127.0.0.1") -> socket.socket:
@@ -140,8 +140,8 @@ def doors() -> Iterator[list[Door]]:
             stranger.close()
 
 
-def open_door(doors: list[Door], **bounds: float) -> Door:
-    doors.append(Door(**bounds))
+def open_door(doors: list[Door]) -> Door:
+    doors.append(Door())
     doors[-1].listener.start()
     return doors[-1]
 
@@ -171,8 +171,11 @@ def test_a_worker_with_the_key_is_let_in_and_its_messages_arrive(doors: list[Doo
     accepted.close()
 
 
-def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent_one(doors: list[Door]) -> None:
-    door = open_door(doors, handshake_seconds=1.0)
+def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent_one(
+    doors: list[Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "HANDSHAKE_SECONDS", 1.0)
+    door = open_door(doors)
     slow, sent = door.stranger(), 0
     with contextlib.suppress(OSError):
         for byte in side(Role.WORKER, version=__version__).greeting[:-1]:
@@ -182,8 +185,9 @@ def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent
     assert sent < 87, "it could speak as long as it liked"
 
 
-def test_strangers_are_bounded_and_do_not_keep_a_worker_out(doors: list[Door]) -> None:
-    door = open_door(doors, max_strangers=5)
+def test_strangers_are_bounded_and_do_not_keep_a_worker_out(doors: list[Door], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_STRANGERS", 1)
+    door = open_door(doors)
     strangers = [door.stranger() for _ in range(20)]
     worker = connect(door.listener.address, KEY)
     assert door.listener.accepted.get(timeout=10)
@@ -193,8 +197,11 @@ def test_strangers_are_bounded_and_do_not_keep_a_worker_out(doors: list[Door]) -
     worker.close()
 
 
-def test_who_has_spoken_stays_while_others_come_and_say_nothing(doors: list[Door]) -> None:
-    door = open_door(doors, max_strangers=5)
+def test_who_has_spoken_stays_while_others_come_and_say_nothing(
+    doors: list[Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "_STRANGERS", 1)
+    door = open_door(doors)
     worker, sock = side(Role.WORKER, version=__version__), door.stranger()
     sock.sendall(worker.greeting)
     proof = worker.receive(sock.recv(4096))

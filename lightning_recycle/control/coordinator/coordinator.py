@@ -155,8 +155,7 @@ class Coordinator:
         self._held: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
         self._next_review = 0.0
         self._review_seconds = max(_TICK, workers * _REVIEW_SECONDS)
-        self._fills = False  # whether a vacancy may be filled, or a spare be placed
-        self._filled = self._state.roster.live  # the workers when that was last tried
+        self._filled: tuple[frozenset[int], int] | None = None  # workers and spares when vacancies were last filled
         self._order = sorted(range(workers), key=lambda rank: (self._state.stage_of(rank), rank))
         self._sign_seconds = min(SIGN_SECONDS, self.options.heartbeat.coordinator_timeout / _SIGNS)
         self._next_sign = 0.0
@@ -330,16 +329,16 @@ class Coordinator:
             self._next_review = now + self._review_seconds
             self._give_up_late(now)
             self._review(now)
-            self._fills = True
+            self._filled = None
             if self._state.generation.number < 0 and (self._started or now > self._last_call):
                 self._begin_with_fewer()
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
-        if self._entrance.take_new_spare() or self._fills or self._state.roster.live is not self._filled:
-            self._fills, self._filled = False, self._state.roster.live
+        if self._filled != (self._state.roster.live, len(self._vacancies.spares)):
             self._fill_vacancies(now)
+            self._filled = (self._state.roster.live, len(self._vacancies.spares))
 
     def _begin_with_fewer(self) -> None:
         """Lets the run begin without workers where none is there or being started, if it may."""

@@ -191,6 +191,7 @@ def _prepare(planner: PlanProvider, reception: Reception) -> None:
 
     thread = threading.Thread(target=work, name="recycle-first-plan", daemon=True)
     thread.start()
-    reception.attend(thread)
+    while thread.is_alive():
+        reception.look()
     if failure:
         raise failure[0]

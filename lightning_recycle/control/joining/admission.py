@@ -92,12 +92,6 @@ class Admission:
         self.has_ended_before = inside.state.outcome is not None
         self._inside, self._loop, self._vacancies = inside, loop, vacancies
         self._objection, self._readmission = objection, readmission
-        self._has_new_spare = False
-
-    def take_new_spare(self) -> bool:
-        """Whether a spare has come since the last call."""
-        came, self._has_new_spare = self._has_new_spare, False
-        return came
 
     def greet(self, connection: NonBlockingConnection, hello: FirstMessage) -> None:
         """Lets a worker in that has said ``hello``, if it can be one of this run."""
@@ -128,7 +122,6 @@ class Admission:
             connection.inbox.expects = messages.FROM_SPARES
             self._vacancies.spares.append((connection, describe(hello)))
             self._loop.watch(connection, partial(self._on_spare, connection))
-            self._has_new_spare = True
         else:
             self._inside.admit(hello.rank, connection, describe(hello), hello.joining)
 

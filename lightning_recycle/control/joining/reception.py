@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -157,11 +156,6 @@ class Reception:
             for connection, _ in self._met:
                 with contextlib.suppress(OSError):  # who reads from it sees that it is gone
                     connection.send(messages.Alive())
-
-    def attend(self, work: threading.Thread) -> None:
-        """Goes on receiving while ``work`` runs."""
-        while work.is_alive():
-            self.look()
 
     def send_away(self, why: messages.Stop | messages.Unfit, returned_only: bool = False) -> None:
         """Sends ``why`` to all workers that are kept, or to those that return, and forgets them."""

@@ -97,27 +97,16 @@ class Listener:
         key: the key that the other side must know.
         workers: how many may come at the same time.
         wake: called in the listener's thread when :attr:`accepted` has a new connection; may be replaced.
-        handshake_seconds: until a stranger must have proved that it knows the key.
-        max_strangers: how many connections may be in the handshake; by default some more than ``workers``.
 
     Raises:
         ConfigurationError: if nobody can listen there.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        key: bytes,
-        workers: int,
-        wake: Callable[[], None],
-        handshake_seconds: float = HANDSHAKE_SECONDS,
-        max_strangers: int | None = None,
-    ) -> None:
+    def __init__(self, address: tuple[str, int], key: bytes, workers: int, wake: Callable[[], None]) -> None:
         self.accepted: queue.SimpleQueue[NonBlockingConnection] = queue.SimpleQueue()
         self._key = key
         self.wake = wake
-        self._handshake_seconds = handshake_seconds
-        self._max_strangers = workers + _STRANGERS if max_strangers is None else max_strangers
+        self._max_strangers = workers + _STRANGERS
         self._closing = False
         self._lock = threading.Lock()
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
@@ -166,7 +155,7 @@ class Listener:
                         break
             now = time.monotonic()
             while self._strangers and now > (oldest := next(iter(self._strangers.values()))).deadline:
-                self._refuse(oldest, f"it proved nothing within {self._handshake_seconds:g} s")
+                self._refuse(oldest, f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
             self._refusals.tick()
 
     def _accept(self) -> bool:
@@ -191,7 +180,7 @@ class Listener:
             self._refuse(goes, "too many others came after it")
         handshake = Handshake(Role.COORDINATOR, self._key, VERSION, SCHEMA)
         self._strangers[sock.fileno()] = stranger = _Stranger(
-            sock, (host, port), handshake, time.monotonic() + self._handshake_seconds
+            sock, (host, port), handshake, time.monotonic() + HANDSHAKE_SECONDS
         )
         self._pending[host] += 1
         self._selector.register(sock, selectors.EVENT_READ)
