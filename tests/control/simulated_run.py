@@ -51,7 +51,6 @@ from lightning_recycle.control.protocol.fault_attribution import Pair
 from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
 from lightning_recycle.control.protocol.membership import objection
 from lightning_recycle.control.protocol.state import (
-    CandidateLost,
     EndWanted,
     Evict,
     Faults,
@@ -921,11 +920,10 @@ class Run:
             self.met["loss during a pause"] += 1
         if any(other.alive and other.member.plans for other in self._workers):
             self.met["loss during a change of plan"] += 1
-        if worker.rank in self.state.roster.live:
-            self._handle(Lost(worker.rank, cause))
-        else:
+        is_candidate = worker.rank not in self.state.roster.live
+        self._handle(Lost(worker.rank, cause))
+        if is_candidate:
             self.met["candidate lost"] += 1
-            self._handle(CandidateLost(worker.rank))
             self._at(self.random() * 0.3, self._fill)
 
     def _fill(self) -> None:

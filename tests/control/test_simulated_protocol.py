@@ -471,7 +471,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "min(newest, default=members[rank].joins_after)", "-1"),
     ("exceptions are forgotten", restart, "revived", "retries=retries)", "retries=retries, raised=())"),
     ("exceptions without a verdict count as judged", restart, "rebuilt", "not in unanswered", "is not None"),
-    ("nobody speaks for the run", restart, "revived", "updated(joined", "updated(leader=-1, joined"),
+    ("nobody speaks for the run", restart, "revived", "(roster=roster", "(roster=roster.updated(leader=-1)"),
     ("a worker's part of a collective is forgotten", restart, "events", "if member.arrival is not None:", "if False:"),
     ("exceptions wait for a verdict forever", membership, "_go_on_if_all_returned",
      "member.raised is not None", "False"),
@@ -566,8 +566,8 @@ MEMBERS: list[tuple[str, Any, str, str, str]] = [
 """As above, in histories in which positions have two members."""
 
 MEMBERS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("the parked are forgotten", restart, "revived", "updated(joined", "updated(parked={}, joined"),
-    ("who moved is forgotten", restart, "revived", "updated(joined", "updated(moved={}, joined"),
+    ("the parked are forgotten", restart, "revived", "(roster=roster", "(roster=roster.updated(parked={})"),
+    ("who moved is forgotten", restart, "revived", "(roster=roster", "(roster=roster.updated(moved={})"),
     ("a parked worker that is late comes back", restart, "rebuilt", "if rank not in there", "if False"),
 ]
 """As above, and the coordinator is killed."""

@@ -237,7 +237,7 @@ def test_nobody_moves_away_from_a_stage_that_would_be_lost() -> None:
 
 
 def test_a_move_is_off_when_the_new_process_dies() -> None:
-    state, commands = feed(wide_without(1, 3), s.MovePlanned(3, 4), s.CandidateLost(3))
+    state, commands = feed(wide_without(1, 3), s.MovePlanned(3, 4), s.Lost(3, "gone"))
     assert (state.roster.moves, state.roster.ready, commands) == ({}, frozenset(), [])
 
 
@@ -254,7 +254,7 @@ def test_the_new_process_enters_although_the_one_that_was_to_move_dies() -> None
 
 
 def test_a_candidate_lost_during_the_pause_is_not_let_in() -> None:
-    state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0), s.CandidateLost(3))
+    state, _ = feed(running_without_3(), m.Ready(3), *paused(THREE, 1, 0), s.Lost(3, "gone"))
     state, commands = feed(state, *applied(THREE, 0), *arrived(THREE, 1, 1))
     (regroup,) = messages(commands, m.Regroup)
     assert regroup == m.Regroup(2, THREE, 1), "all go on together from where they stopped"
@@ -262,7 +262,7 @@ def test_a_candidate_lost_during_the_pause_is_not_let_in() -> None:
 
 
 def test_a_candidate_lost_before_the_pause_begins_is_forgotten() -> None:
-    state, _ = feed(running(), s.Lost(3, "gone"), m.Ready(3), s.CandidateLost(3))
+    state, _ = feed(running(), s.Lost(3, "gone"), m.Ready(3), s.Lost(3, "gone"))
     _, commands = feed(state, *reports(THREE, 1))
     assert messages(commands, m.Pause) == []
 
@@ -332,7 +332,7 @@ def pausing(*events: s.MembershipEvent) -> s.MembershipState:
         ),
         pytest.param(
             running_without_3(),
-            [m.Paused(0, 1, 0), at_boundary(0, 1, 1), entered(0, 1), s.CandidateLost(3), entered(3, 1)],
+            [m.Paused(0, 1, 0), at_boundary(0, 1, 1), entered(0, 1), s.Lost(3, "gone"), entered(3, 1)],
             id="that-nobody-asked-for",
         ),
     ],

@@ -396,7 +396,7 @@ class Coordinator:
     def _on_wake(self) -> None:
         for rank, process in self._vacancies.take_started():
             if process is None:
-                self._lose_candidate(rank)
+                self._lose_candidate(rank, "it could not be started")
             else:
                 self._started.setdefault(rank, process)
                 self._workers.watch_exit(rank, process)
@@ -545,17 +545,15 @@ class Coordinator:
         self._watch.forget(rank)
         self._unconfirmed.pop(rank, None)
         self._vacancies.leave_node(rank)
-        if rank in self._state.roster.live:
+        if rank in self._state.roster.live or rank in self._state.roster.parked:
             self._handle(protocol.Lost(rank, cause))
-        elif rank in self._state.roster.parked:
-            self._handle(protocol.CandidateLost(rank))
         elif was_there:
-            self._lose_candidate(rank)
+            self._lose_candidate(rank, cause)
 
-    def _lose_candidate(self, rank: int) -> None:
+    def _lose_candidate(self, rank: int, cause: str) -> None:
         """Frees the position that a candidate was to fill."""
         self._vacancies.failed(rank, time.monotonic())
-        self._handle(protocol.CandidateLost(rank))
+        self._handle(protocol.Lost(rank, cause))
 
     def _evict(self, rank: int, cause: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Declares a worker dead that did not end by itself: recorded as evicted, then lost."""
@@ -649,7 +647,7 @@ class Coordinator:
             self._handle(wish)
         else:
             self._dismiss(wish.rank)
-            self._lose_candidate(wish.rank)
+            self._lose_candidate(wish.rank, "it left")
 
     def _answer(self, answers: Iterable[tuple[int, messages.Found]]) -> None:
         for rank, found in answers:

@@ -170,7 +170,6 @@ def revived(grid: Grid, written: JournaledState, retries: int = 1, members: int 
     if number < 0:
         return state
     return state.updated(
-        roster=roster.updated(joined=roster.live),
         generation=Generation(number, regrouping=True),
         collectives=CollectivesState(stop_round=written.stop_round),
         layout=LayoutState(cuts=written.cuts),

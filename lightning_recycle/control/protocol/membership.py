@@ -36,7 +36,6 @@ from lightning_recycle.control.protocol import (
 from lightning_recycle.control.protocol.messages import AfterStep, Milestone
 from lightning_recycle.control.protocol.recovery import WorkerStatus, decide
 from lightning_recycle.control.protocol.state import (
-    CandidateLost,
     Command,
     Crashed,
     Ended,
@@ -136,6 +135,8 @@ def _begin_if_complete(state: MembershipState) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
+    if event.rank not in state.roster.live:
+        return step_boundary.drop_candidate(state, event.rank)
     if not state.roster.newcomers.isdisjoint(state.positions.expand({event.rank})):
         state = step_commit.doubt(state)
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
@@ -337,7 +338,7 @@ _OF_ANY: Mapping[type[Any], _Handler] = {
     StartDue: _start_due,
     GraceElapsed: generation.on_grace_elapsed,
     EndWanted: _end_wanted,
-    CandidateLost: step_boundary.on_candidate_lost,
+    Lost: _lose,
     MovePlanned: step_boundary.on_move_planned,
     PlanReady: step_boundary.on_plan_ready,
     LayoutReady: layout_change.on_layout_ready,
@@ -361,7 +362,6 @@ def _reached(state: MembershipState, event: messages.Reached) -> Next:
 
 _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     Joined: _joined,
-    Lost: _lose,
     messages.Crash: _crash,
     messages.EndRun: _end_run,
     messages.Report: _report,

@@ -66,7 +66,6 @@ def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) 
     roster = state.roster
     state = state.with_roster(
         live=roster.live.union(chosen),
-        joined=roster.joined.union(chosen),
         parked={rank: version for rank, version in roster.parked.items() if rank not in chosen},
         assembled=roster.assembled.union(chosen),
     ).with_steps(passed=0)

@@ -51,17 +51,10 @@ class StartDue:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Worker ``rank`` is dead for certain, or declared so."""
+    """Worker ``rank`` is dead for certain, or declared so; or the process is that was to join as ``rank``."""
 
     rank: int
     cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateLost:
-    """The process that was to join as ``rank`` ended before it was let in."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +118,6 @@ MembershipEvent: TypeAlias = (
     Joined
     | StartDue
     | Lost
-    | CandidateLost
     | MovePlanned
     | PlanReady
     | LayoutReady
@@ -266,7 +258,7 @@ class Roster(_Updatable):
 
     Args:
         live: the ranks that are not lost.
-        joined: the ranks that said hello.
+        joined: the ranks that said hello, before the first generation.
         leader: the rank that speaks for the run; it does not change while that worker lives.
         joining: live ranks that do not have the state of their stage yet.
         newcomers: live or parked ranks that joined while the training was going on.

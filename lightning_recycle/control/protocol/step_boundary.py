@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from lightning_recycle.control.protocol import generation, messages
 from lightning_recycle.control.protocol.state import (
-    CandidateLost,
     Command,
     MembershipState,
     MovePlanned,
@@ -31,8 +30,8 @@ from lightning_recycle.control.protocol.state import (
 )
 
 __all__ = [
+    "drop_candidate",
     "on_at_boundary",
-    "on_candidate_lost",
     "on_entered",
     "on_leave",
     "on_move_planned",
@@ -50,12 +49,11 @@ def on_ready(state: MembershipState, event: messages.Ready) -> Next:
     return state.with_roster(ready=state.roster.ready | {event.rank}), ()
 
 
-def on_candidate_lost(state: MembershipState, event: CandidateLost) -> Next:
+def drop_candidate(state: MembershipState, rank: int) -> Next:
     """A process that was to join is gone, and with it the move to its position; or a parked one."""
-    moves = {rank: mover for rank, mover in state.roster.moves.items() if rank != event.rank}
-    if event.rank in state.roster.parked:
-        state = state.updated(roster=state.roster.without_parked({event.rank}))
-    return state.with_roster(ready=state.roster.ready - {event.rank}, moves=moves), ()
+    roster = state.roster.without_parked({rank})
+    moves = {other: mover for other, mover in roster.moves.items() if other != rank}
+    return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
 
 
 def on_move_planned(state: MembershipState, event: MovePlanned) -> Next:
@@ -163,7 +161,6 @@ def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> Members
     roster = state.roster
     roster = roster.updated(
         live=roster.live | enter,
-        joined=roster.joined | enter,
         joining=enter,
         newcomers=roster.newcomers | enter,
         ready=roster.ready - enter,
