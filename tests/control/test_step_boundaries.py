@@ -404,7 +404,7 @@ def test_who_comes_right_after_a_change_of_plan_is_let_in_by_a_pause_of_its_own(
     late = paused(THREE, 1, 4)
     assert feed(state, *late) == (state, []), "these are answers to the first one"
     _, commands = feed(state, *(m.Paused(rank, 1, 5, number=1) for rank in THREE))
-    assert commands == [s.Send(THREE, m.Boundary(1, 6, None, 1))]
+    assert commands == [s.Send(THREE, m.Boundary(1, 6))]
 
 
 def test_a_newer_plan_replaces_one_that_has_not_begun() -> None:

@@ -261,11 +261,6 @@ class Member:
         return self._paused_generation, self._boundary
 
     @property
-    def pauses(self) -> int:
-        """How many changes at a step boundary the newest generation with any has announced; 0 without any."""
-        return self._newest_pause[1] + 1
-
-    @property
     def is_paused(self) -> bool:
         """Whether a change at a step boundary was announced in the generation that was entered."""
         return self._paused_generation == self.generation

@@ -755,7 +755,6 @@ class Boundary:
     generation: int
     step: int
     program: Program | None = None
-    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,15 +119,14 @@ def on_paused(state: MembershipState, event: messages.Paused) -> Next:
     if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_wanted(state)):
         return _change_plan(state, plan, boundary)
     state = state.with_generation(pause=replace(pause, boundary=boundary))
-    message = messages.Boundary(state.generation.number, boundary, None, pause.number)
+    message = messages.Boundary(state.generation.number, boundary)
     return state, (Send(state.roster.ranks, message),)
 
 
 def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> Next:
     """All run ``plan`` from ``boundary`` on, without stopping there."""
-    pauses = state.generation.pauses
-    message = messages.Boundary(state.generation.number, boundary, None, pauses)
-    state = state.with_generation(pause=None, pauses=pauses + 1, plan=None)
+    message = messages.Boundary(state.generation.number, boundary)
+    state = state.with_generation(pause=None, pauses=state.generation.pauses + 1, plan=None)
     return state, (Send(state.roster.ranks, message, plan.schedule), Record("replanned", boundary, None, plan.details))
 
 
