@@ -204,7 +204,7 @@ def vote_under_way(policy: str = "evict") -> s.MembershipState:
     assert [record.details["of"] for record in records(commands, "disputed")] == [(1, 0)]
     assert len(messages(commands, m.Regroup)) == 1
     state, commands = feed(state, *(status_report(rank, 1, 0) for rank in ALL))
-    assert messages(commands, m.Resume)[0].vote == m.Vote(0, 0, (0, 2, 4))
+    assert messages(commands, m.Resume)[0].vote == m.Vote(0, (0, 2, 4))
     return state
 
 
@@ -251,7 +251,7 @@ def test_if_a_voter_is_lost_the_others_vote_again() -> None:
     state = vote_under_way()
     state, _ = feed(state, *voted(state, {0: X}), s.Lost(4, "gone"))
     state, commands = feed(state, *(status_report(rank, 2, 0) for rank in state.roster.ranks))
-    assert messages(commands, m.Resume)[0].vote == m.Vote(0, 0, (0, 2))
+    assert messages(commands, m.Resume)[0].vote == m.Vote(0, (0, 2))
     state, commands = feed(state, *voted(state, {0: X, 2: X}))
     assert [command.rank for command in commands if isinstance(command, s.Evict)] == [2]
 
@@ -353,7 +353,7 @@ def resumed(
 def inspecting(policy: str = "evict") -> s.MembershipState:
     state, _ = feed(replace(s.initial_state(GRID), checks=Checks(policy)), *map(s.Joined, ALL))
     state, _, _ = resumed(state)
-    state, commands = feed(state, m.NotFinite(1, state.generation.number, 0, "loss", 3))
+    state, commands = feed(state, m.NotFinite(1, state.generation.number, 0, 3))
     assert [record.details["then"] for record in records(commands, "not_finite")] == ["inspected"]
     state, resume, _ = resumed(state)
     assert (resume.inspects, resume.excused) == (0, -1)
@@ -367,7 +367,7 @@ def own(state: s.MembershipState) -> m.Disputed:
 def test_a_worker_that_makes_it_of_finite_values_is_judged_by_its_peers() -> None:
     state, _ = feed(inspecting(), own(inspecting()))
     state, resume, _ = resumed(state)
-    assert resume.vote == m.Vote(0, 2, (0, 2, 4))
+    assert resume.vote == m.Vote(2, (0, 2, 4))
     votes = {0: YES, 2: NO, 4: YES}
     state, commands = feed(
         state, *(m.Voted(r, state.generation.number, one, device=f"cuda:{r}") for r, one in votes.items())
@@ -389,7 +389,7 @@ def test_what_its_peers_get_too_is_kept() -> None:
 
 
 def test_what_nobody_makes_is_the_datas() -> None:
-    state, commands = feed(inspecting(), m.NotFinite(3, inspecting().generation.number, 0, "loss", 1))
+    state, commands = feed(inspecting(), m.NotFinite(3, inspecting().generation.number, 0, 1))
     assert [record.details["then"] for record in records(commands, "not_finite")] == ["kept"]
     assert resumed(state)[1].excused == 0
 
@@ -404,9 +404,9 @@ def test_a_stage_that_has_gone_on_cannot_vote_and_the_value_is_kept() -> None:
 def test_a_model_that_often_has_such_values_is_not_asked_any_more() -> None:
     state = inspecting()
     for _ in range(MAX_EXCUSED):
-        state, _ = feed(state, m.NotFinite(3, state.generation.number, state.checks.inspects, "loss", 1))
+        state, _ = feed(state, m.NotFinite(3, state.generation.number, state.checks.inspects, 1))
         state, resume, _ = resumed(state)
-        state, _ = feed(state, m.NotFinite(3, state.generation.number, resume.excused + 1, "loss", 1))
+        state, _ = feed(state, m.NotFinite(3, state.generation.number, resume.excused + 1, 1))
         if resume.excused < EXCUSES_ALL:
             state, _, _ = resumed(state)
     assert resume.excused == EXCUSES_ALL

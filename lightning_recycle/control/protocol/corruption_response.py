@@ -177,7 +177,7 @@ def call_vote(
             return state, None, kept
         return state, None, ()
     state = state.with_checks(dispute=replace(dispute, votes={}))
-    return state, messages.Vote(version, dispute.recorder, tuple(voters)), ()
+    return state, messages.Vote(dispute.recorder, tuple(voters)), ()
 
 
 def on_voted(state: MembershipState, event: messages.Voted) -> Next:

@@ -502,13 +502,12 @@ class NotFinite:
     """A loss, or the gradient of a stage, is not finite. The worker goes on in a newer generation only, as nobody may
     commit the step before it is known whose that is.
 
-    ``what``: "loss" or "gradient"; ``microbatch``: whose loss it is, the index in the global batch; -1 for a gradient.
+    ``microbatch``: whose loss it is, the index in the global batch; -1 for a gradient.
     """
 
     rank: int
     generation: int
     step: int
-    what: str
     microbatch: int
 
 
@@ -811,11 +810,10 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The workers ``voters`` of a stage compute a disputed micro-batch of ``step`` once more (:class:`Voted`), with the
-    inputs that ``recorder`` gives to them.
+    """The workers ``voters`` of a stage compute a disputed micro-batch once more (:class:`Voted`), with the inputs that
+    ``recorder`` gives to them.
     """
 
-    step: int
     recorder: int
     voters: tuple[int, ...]
 

@@ -84,7 +84,7 @@ class FiniteChecks:
         """
         wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
         if wrong is not None:
-            self._ask(step, "loss", wrong)
+            self._ask(step, wrong)
 
     def gradient(self, step: int, squared_norm: float, buffers: Sequence[Tensor]) -> None:
         """The reduced gradient of the stage is complete. ``squared_norm``: its own if that is known, else NaN.
@@ -100,15 +100,14 @@ class FiniteChecks:
         else:
             is_finite = math.isfinite(squared_norm)
         if not is_finite:
-            self._ask(step, "gradient", -1)
+            self._ask(step, -1)
 
     def _asks(self, step: int) -> bool:
         return self._possible and step > self._excused and self._was_finite
 
-    def _ask(self, step: int, what: str, microbatch: int) -> None:
+    def _ask(self, step: int, microbatch: int) -> None:
         if self._asks(step):
-            rank, generation = self._client.rank, self._client.generation
-            self._client.send(messages.NotFinite(rank, generation, step, what, microbatch))
+            self._client.send(messages.NotFinite(self._client.rank, self._client.generation, step, microbatch))
             self._client.await_announcement(_VERDICT_TIMEOUT)
             raise Interrupted
 
