@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from support.blocks import WIDTH, blocks
 from support.options import recycle_strategy
-from support.training import QUIET
+from support.training import QUIET, TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,8 @@ from lightning_recycle import PipelineModule
 from lightning_recycle.planning import Op
 
 STEPS, BATCH = 4, 4  # samples of a pipeline in a step
+TENSOR, FSDP, BOTH = (2, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2)
+"""Pipelines, stages, FSDP shards if there are any, and tensor parallelism."""
 
 
 def make_parallel(layers: Any, mesh: Any) -> None:
@@ -35,7 +37,7 @@ def make_parallel(layers: Any, mesh: Any) -> None:
 
 
 class Ordinary(L.LightningModule):
-    """As it would be written for ModelParallelStrategy."""
+    """As it would be written for ModelParallelStrategy; without a mesh it is trained alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +45,20 @@ class Ordinary(L.LightningModule):
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh
+        if mesh is None:
+            return
         make_parallel(self.model, mesh)
         if mesh["data_parallel"].size() > 1:
             fully_shard(self.model, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        assert any(isinstance(p, DTensor) for p in self.parameters()), "the layers are sharded"
-        return (self.model(x) - y).square().mean()
+        mesh: Any = self.device_mesh
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            assert any(isinstance(p, DTensor) for p in self.parameters()), "the layers are sharded"
+        loss = (self.model(x) - y).square().mean()
+        self.log("train", loss, on_step=False, on_epoch=True)
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -70,22 +78,14 @@ class Piped(PipelineModule):
 
     def configure_model(self) -> None:
         super().configure_model()
-        make_parallel(self.layers, self.device_mesh)
+        if self.device_mesh is not None:
+            make_parallel(self.layers, self.device_mesh)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Alone(Ordinary):
-    def configure_model(self) -> None:
-        pass
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return (self.model(x) - y).square().mean()
 
 
 class Kill(L.Callback):
@@ -167,9 +167,27 @@ def lost(trainer: L.Trainer) -> int:
     return sum(event.kind == "failure" for event in strategy.history)
 
 
-def kinds(trainer: L.Trainer) -> list[str]:
-    strategy: Any = trainer.strategy
-    return [event.kind for event in strategy.history]
+def exact_fit(
+    module: L.LightningModule,
+    grid: tuple[int, ...],
+    *callbacks: L.Callback,
+    losses: int | None = None,
+    layers: nn.Sequential | None = None,
+    **kwargs: Any,
+) -> L.Trainer:
+    """:func:`fit`, whose weights must be those of :func:`plain_loop`, with as many losses as there are kills, unless
+    ``losses`` are given; and with replacements in the end, if the run has them.
+    """
+    parts = parts_of(grid) * kwargs.get("batch", BATCH) // BATCH * kwargs.get("accumulate_grad_batches", 1)
+    steps, clip = kwargs.get("max_steps", STEPS), kwargs.get("gradient_clip_val")
+    clips = getattr(nn.utils, f"clip_grad_{kwargs.get('gradient_clip_algorithm', 'norm')}_")
+    trainer = fit(module, grid, *callbacks, **kwargs)
+    history: Any = trainer.strategy.history  # type: ignore[attr-defined]
+    assert lost(trainer) == (sum(hasattr(one, "rank") for one in callbacks) if losses is None else losses), history
+    if any(isinstance(callback, Waits) for callback in callbacks):
+        assert any(event.kind == "rejoined" for event in history), history
+    assert error(module, plain_loop(parts, clip, steps, layers, clips)) < TOLERANCE
+    return trainer
 
 
 class Waits(L.Callback):
@@ -268,3 +286,11 @@ class AtCollective(Victim):
             return work
 
         MemberGroup.run = counted  # type: ignore[method-assign]
+
+
+def name(value: Any) -> str:
+    """Of a parameter of a test."""
+    if isinstance(value, L.Callback):
+        facts = (f"{v}" for v in vars(value).values() if isinstance(v, (int, str, tuple)))
+        return f"{type(value).__name__}-{'-'.join(facts)}"
+    return " ".join(map(name, value)) if isinstance(value, list) else getattr(value, "__name__", str(value))

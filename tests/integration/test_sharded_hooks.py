@@ -8,17 +8,16 @@ import lightning as L
 import pytest
 import torch
 from sharded import (
+    FSDP,
     STEPS,
+    TENSOR,
     Ordinary,
     Piped,
     Victim,
     Waits,
     dataset,
     die,
-    error,
-    fit,
-    kinds,
-    lost,
+    exact_fit,
     parts_of,
     plain_loop,
 )
@@ -26,8 +25,6 @@ from support.sampling import sampled
 from support.training import TOLERANCE
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-TENSOR, FSDP, STAGES = (2, 1, 2), (2, 1, 2, 1), (2, 2, 2)
 
 
 def whole(tensor: Any) -> Tensor:
@@ -135,13 +132,8 @@ PLACES = [
 @pytest.mark.parametrize(("grid", "rank", "number", "when"), sampled(PLACES, 4), ids=str)
 def test_a_kill_at_a_collective_of_a_hook(grid: tuple[int, ...], rank: int, number: int, when: str) -> None:
     module = AsksAll()
-    trainer = fit(module, grid, AtHookCollective(rank, 1, number, when))
-    assert lost(trainer) == 1, kinds(trainer)
-    assert error(module, plain_loop(parts_of(grid))) < TOLERANCE
-    assert_seen(module, expected(parts_of(grid)))
-
-
-def assert_seen(module: Any, values: list[tuple[str, int, float]]) -> None:
+    exact_fit(module, grid, AtHookCollective(rank, 1, number, when))
+    values = expected(parts_of(grid))
     assert [(hook, step) for hook, step, _ in module.seen] == [(hook, step) for hook, step, _ in values]
     assert max(abs(x - y) for (*_, x), (*_, y) in zip(module.seen, values, strict=True)) < TOLERANCE
 
@@ -150,10 +142,7 @@ def assert_seen(module: Any, values: list[tuple[str, int, float]]) -> None:
 @pytest.mark.parametrize("rank", [1, 5])
 def test_hooks_of_several_stages(rank: int) -> None:
     """A stage's hooks run collectives of its own layers."""
-    module = AsksOfStage()
-    trainer = fit(module, STAGES, AtHookCollective(rank, 1, 2))
-    assert lost(trainer) == 1, kinds(trainer)
-    assert error(module, plain_loop(2)) < TOLERANCE
+    exact_fit(AsksOfStage(), (2, 2, 2), AtHookCollective(rank, 1, 2))
 
 
 class AsksEarly(AsksAll):
@@ -176,9 +165,6 @@ def test_members_are_replaced_after_it(grid: tuple[int, ...]) -> None:
     """The new ones run the hooks before their first step alone."""
     module = AsksEarly()
     checks = {"max_steps": 20, "max_epochs": 9, "validates": True, "val_check_interval": 2}
-    kill = AtHookCollective(1, 1, 3)
-    trainer = fit(module, grid, kill, Waits(2), **checks, strategy={"max_restarts": 4})
-    assert "rejoined" in kinds(trainer), kinds(trainer)
-    assert error(module, plain_loop(parts_of(grid), steps=20)) < TOLERANCE
+    exact_fit(module, grid, AtHookCollective(1, 1, 3), Waits(2), **checks, strategy={"max_restarts": 4})
     steps = {name: [step for hook, step, _ in module.seen if hook == name] for name in ("fit", "train", "validation")}
     assert steps == {"fit": [0], "train": [0], "validation": [0, *range(2, 21, 2)]}, "each once, and the sanity check"

@@ -15,7 +15,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sharded import (
+    BOTH,
+    FSDP,
     STEPS,
+    TENSOR,
     AtCollective,
     AtHook,
     AtPoint,
@@ -26,10 +29,9 @@ from sharded import (
     Victim,
     Waits,
     die,
-    error,
+    exact_fit,
     fit,
-    kinds,
-    lost,
+    name,
     parts_of,
     plain_loop,
 )
@@ -57,9 +59,7 @@ def test_the_matrix_holds_every_collective(stages: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stages", "rank", "step", "number", "when"), sampled(every_collective(), 4))
 def test_a_kill_at_a_collective_of_the_layers(stages: int, rank: int, step: int, number: int, when: str) -> None:
-    module = Piped()
-    assert lost(fit(module, (2, stages, 2), AtCollective(rank, step, number, when))) == 1
-    assert error(module, plain_loop(2)) < TOLERANCE
+    exact_fit(Piped(), (2, stages, 2), AtCollective(rank, step, number, when))
 
 
 # ---------------------------------------------------------------------- outside of steps
@@ -89,20 +89,10 @@ TWICE = [
     ([Kill(0, 1, 2), Kill(3, 1, 3)], 2),
     ([Kill(2, 1, 2), Kill(1, 2, 1)], 2),
 ]
-
-
 """With the failures that are counted: a member that is parked leaves nothing that could fail."""
 
 
-def name(value: Any) -> str:
-    if isinstance(value, L.Callback):
-        facts = (f"{v}" for k, v in vars(value).items() if isinstance(v, (int, str, tuple)))
-        return f"{type(value).__name__}-{'-'.join(facts)}"
-    return " ".join(map(name, value)) if isinstance(value, list) else str(value)
-
-
 OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
-TENSOR, FSDP, BOTH = (2, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,24 +106,12 @@ TENSOR, FSDP, BOTH = (2, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2)
 )
 def test_a_kill_outside_of_steps(victim: Victim, grid: tuple[int, ...], tmp_path: Path) -> None:
     """Checkpoints that are to be written in the background are waited for."""
-    module = Ordinary()
     keep = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2, save_last=True)
     checks = {"enable_checkpointing": True, "validates": True, "val_check_interval": 2}
-    trainer = fit(module, grid, keep, victim, **checks, strategy={"background": grid != TENSOR})
-    assert lost(trainer) == 1, kinds(trainer)
+    exact_fit(Ordinary(), grid, keep, victim, **checks, strategy={"background": grid != TENSOR})
     expected = plain_loop(parts_of(grid))
-    assert error(module, expected) < TOLERANCE
     stored = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert max(float((stored[f"model.{n}"] - p).abs().max()) for n, p in expected.named_parameters()) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("grid", [(3, 1, 2), (3, 1, 2, 1)], ids=str)
-@pytest.mark.parametrize(("victims", "failures"), TWICE, ids=name)
-def test_two_kills(victims: list[L.Callback], failures: int, grid: tuple[int, ...]) -> None:
-    module = Ordinary()
-    assert lost(fit(module, grid, *victims)) == failures
-    assert error(module, plain_loop(parts_of(grid))) < TOLERANCE
 
 
 OF_FOUR = [
@@ -146,23 +124,20 @@ OF_FOUR = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("victims", "failures"), OF_FOUR, ids=name)
-def test_two_kills_where_layers_are_divided_by_both(victims: list[L.Callback], failures: int) -> None:
-    module = Ordinary()
-    assert lost(fit(module, BOTH, *victims)) == failures
-    assert error(module, plain_loop(2 * 2)) < TOLERANCE
+@pytest.mark.parametrize(
+    ("grid", "victims", "losses"),
+    [*((grid, *case) for grid in ((3, 1, 2), (3, 1, 2, 1)) for case in TWICE), *((BOTH, *case) for case in OF_FOUR)],
+    ids=name,
+)
+def test_two_kills(grid: tuple[int, ...], victims: list[L.Callback], losses: int) -> None:
+    exact_fit(Ordinary(), grid, *victims, losses=losses)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [(3, 1, 2), pytest.param((3, 1, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize(
-    ("victims", "failures"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=name
+    ("victims", "losses"), [([victim], 1) for victim in [*STARTS, *IN_VALIDATION]] + TWICE, ids=name
 )
-def test_members_are_replaced_after_it(victims: list[L.Callback], failures: int, grid: tuple[int, ...]) -> None:
-    module, steps = Ordinary(), 16
-    checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9}
-    more = {"max_steps": steps, "strategy": {"max_restarts": 8}, **checks}
-    trainer = fit(module, grid, *victims, Waits(4, of=6), **more)
-    assert lost(trainer) == failures
-    assert "rejoined" in kinds(trainer), kinds(trainer)
-    assert error(module, plain_loop(parts_of(grid), steps=steps)) < TOLERANCE
+def test_members_are_replaced_after_it(victims: list[L.Callback], losses: int, grid: tuple[int, ...]) -> None:
+    checks = {"validates": True, "val_check_interval": 2, "max_epochs": 9, "max_steps": 16}
+    exact_fit(Ordinary(), grid, *victims, Waits(4, of=6), losses=losses, strategy={"max_restarts": 8}, **checks)

@@ -1,11 +1,11 @@
-"""Positions of several processes of other shapes and with other models: weights equal those of a plain loop."""
+"""Positions of several processes with other models: weights equal those of a plain loop."""
 
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from sharded import BATCH, STEPS, Kill, KillTwo, Ordinary, Piped, error, fit, lost, plain_loop
+from sharded import BATCH, STEPS, Kill, Ordinary, exact_fit, fit, lost
 from support.training import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -20,43 +20,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lightning_recycle import PipelineModule
-from lightning_recycle.errors import StageLostError
 
 VOCABULARY, SEQUENCE, WIDTH, HEADS = 24, 8, 16, 4
-
-
-@pytest.mark.parametrize(
-    ("grid", "kill"),
-    [
-        ((1, 1, 4), None),
-        pytest.param((2, 1, 4), (6, 1, 2), marks=pytest.mark.long),
-        pytest.param((3, 1, 2), (3, 2, 1), marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_an_ordinary_module_on_other_shapes(grid: tuple[int, int, int], kill: tuple[int, int, int] | None) -> None:
-    module = Ordinary()
-    kills = [] if kill is None else [Kill(*kill)]
-    assert lost(fit(module, grid, *kills)) == len(kills)
-    assert error(module, plain_loop(grid[0])) < TOLERANCE
-
-
-@pytest.mark.long
-def test_stages_without_peers() -> None:
-    module = Piped()
-    fit(module, (1, 2, 2))
-    assert error(module, plain_loop(1)) < TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("grid", "kill"),
-    [((1, 2, 2), Kill(3, 1, 2)), ((2, 2, 2), KillTwo(2, 6, step=1, operation=2))],
-    ids=["without peers", "one column twice"],
-)
-def test_a_stage_is_lost_with_the_last_holder_of_a_column(grid: tuple[int, int, int], kill: L.Callback) -> None:
-    with pytest.raises(StageLostError, match="stage 1"):
-        fit(Piped(), grid, kill)
 
 
 # ---------------------------------------------------------------------- a transformer
@@ -173,19 +138,14 @@ def check(module: L.LightningModule, alone: L.LightningModule, grid: tuple[int, 
     assert max(float((found[name] - value).abs().max()) for name, value in expected.items()) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "plan",
-    [pytest.param(TENSOR_PARALLEL, marks=pytest.mark.long), SEQUENCE_PARALLEL],
-    ids=["tensor", "sequence"],
+    ("plan", "members", "kill"),
+    [(TENSOR_PARALLEL, 2, Kill(1, 1, 2)), (SEQUENCE_PARALLEL, 2, Kill(1, 1, 2)), (SEQUENCE_PARALLEL, 4, Kill(5, 2, 1))],
+    ids=["tensor", "sequence", "sequence in four"],
 )
-@pytest.mark.long
-def test_a_transformer_whose_tied_embedding_is_sharded(plan: dict[str, Any]) -> None:
-    check(Transformer(plan), Transformer(), (2, 1, 2), Kill(1, 1, 2))
-
-
-@pytest.mark.long
-def test_a_transformer_in_four_shards() -> None:
-    check(Transformer(SEQUENCE_PARALLEL), Transformer(), (2, 1, 4), Kill(5, 2, 1))
+def test_a_transformer_whose_tied_embedding_is_sharded(plan: dict[str, Any], members: int, kill: Kill) -> None:
+    check(Transformer(plan), Transformer(), (2, 1, members), kill)
 
 
 # ---------------------------------------------------------------------- a Sequential
@@ -236,8 +196,7 @@ class OrdinaryChain(Ordinary):
 def test_a_sequential(stages: int) -> None:
     module: L.LightningModule = OrdinaryChain() if stages == 1 else Chain()
     partition = {} if stages == 1 else {"partition": [5, 2]}
-    assert lost(fit(module, (2, stages, 2), Kill(2, 1, 2), strategy=partition)) == 1
-    assert error(module, plain_loop(2, layers=sequential())) < TOLERANCE
+    exact_fit(module, (2, stages, 2), Kill(2, 1, 2), strategy=partition, layers=sequential())
 
 
 # ---------------------------------------------------------------------- a model of Hugging Face
