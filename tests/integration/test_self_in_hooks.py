@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from asking import HOOKS, Asks, Dies, answers, assert_same, die_in, write
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from support.growth import AwaitReplacement, rejoined
@@ -28,73 +26,16 @@ EPOCHS = 2
 LENGTH = 20  # of a sampled sequence
 VOCABULARY = 7
 
-HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
-)
 LATE = {"on_train_batch_end", "on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end"}
 
 
-class Asks(Callback):
-    """Evaluates the model in ``hooks``; each worker writes its answers to files of its own."""
-
-    def __init__(self, folder: Path, hooks: Sequence[str] = HOOKS) -> None:
-        self.folder, self.hooks = folder, frozenset(hooks)
-
-    def ask(self, hook: str, trainer: Any, module: Any) -> None:
-        if hook not in self.hooks or trainer.sanity_checking:
-            return
-        rank = getattr(trainer.strategy, "grid_rank", 0)
-        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 8) + trainer.global_step
-        torch.save(module(x).detach(), self.folder / f"{rank}-{hook}-{trainer.global_step}.pt")
-        torch.save(torch.rand(3), self.folder / f"{rank}-{hook}-{trainer.global_step}.draw")
+def answer(hook: str, trainer: Any, module: Any) -> dict[str, Tensor]:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 8) + trainer.global_step
+    return {"answer": module(x).detach()}
 
 
-def _asking(hook: str) -> Any:
-    return lambda self, trainer, module, *args, **kwargs: self.ask(hook, trainer, module)
-
-
-for _hook in HOOKS:
-    setattr(Asks, _hook, _asking(_hook))
-
-
-def answers(folder: Path) -> dict[int, dict[str, Tensor]]:
-    """By rank, what each hook got."""
-    found: dict[int, dict[str, Tensor]] = {}
-    for path in sorted(folder.glob("*.pt")):
-        rank, name = path.stem.split("-", 1)
-        found.setdefault(int(rank), {})[name] = torch.load(path)
-    return found
-
-
-class Dies(Callback):
-    """Kills the worker of rank ``victim`` in a hook, right before it evaluates the model, or in one of its layers."""
-
-    def __init__(self, victim: int, hook: str, step: int, in_layer: bool = False) -> None:
-        self.victim, self.step, self.in_layer = victim, step, in_layer
-        setattr(self, hook, self._die)
-
-    def _die(self, trainer: Any, module: Any, *_: Any) -> None:
-        strategy = trainer.strategy
-        if strategy.grid_rank != self.victim or trainer.global_step != self.step or strategy.incarnation:
-            return
-        if not self.in_layer:
-            os.kill(os.getpid(), signal.SIGKILL)
-        for layer in module.layers:
-            layer.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+def answer_and_draw(hook: str, trainer: Any, module: Any) -> dict[str, Tensor]:
+    return {**answer(hook, trainer, module), "draw": torch.rand(3)}
 
 
 def fit(model: PipelineModule, pipelines: int, stages: int, callbacks: list[Callback], **kwargs: Any) -> L.Trainer:
@@ -109,56 +50,48 @@ def fit_alone(model: PipelineModule, callbacks: list[Callback]) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    folder = tmp_path_factory.mktemp("alone")
-    model = Regression().double()
-    fit_alone(model, [Asks(folder)])
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What hooks get on one device, and the weights."""
+    folder, model = tmp_path_factory.mktemp("alone"), Regression().double()
+    fit_alone(model, [Asks(folder, answer)])
     (found,) = answers(folder).values()
-    assert {name.rsplit("-", 1)[0] for name in found} == set(HOOKS)
-    return {**found, "weights": nn.utils.parameters_to_vector(model.parameters()).detach()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], hooks: Sequence[str] = HOOKS) -> None:
-    wanted = {name: answer for name, answer in expected.items() if name.rsplit("-", 1)[0] in hooks}
-    assert found.keys() == wanted.keys()
-    for name, answer in wanted.items():
-        assert torch.allclose(found[name], answer, rtol=0, atol=TOLERANCE), name
+    assert {name.split("-")[0] for name in found} == set(HOOKS)
+    return found, model.state_dict()
 
 
 @pytest.mark.parametrize("stages", sampled([2, 3], 1, rest=pytest.mark.long))
-def test_every_hook_on_every_worker_gets_what_one_device_gives(
-    tmp_path: Path, alone: dict[str, Tensor], stages: int
-) -> None:
+def test_every_hook_on_every_worker_gets_what_one_device_gives(tmp_path: Path, alone: Any, stages: int) -> None:
+    expected, weights = alone
     model = Regression().double()
-    fit(model, 4 // stages, stages, [Asks(tmp_path)], loader={"num_workers": stages - 2})
-    found = answers(tmp_path)
+    fit(model, 4 // stages, stages, [Asks(tmp_path, answer_and_draw)], loader={"num_workers": stages - 2})
+    found, drawn = answers(tmp_path), dict[str, Tensor]()
     assert set(found) == set(range(4 // stages * stages))
     for rank, theirs in found.items():
-        assert_same(theirs, alone)
-        for name in theirs:  # what hooks draw themselves, such as an input, is the same, whoever reads data
-            assert torch.equal(*(torch.load(tmp_path / f"{one}-{name}.draw") for one in (0, rank))), (rank, name)
-    weights = nn.utils.parameters_to_vector(model.parameters())
-    assert torch.allclose(weights, alone["weights"], rtol=0, atol=TOLERANCE)
+        draws = {name: theirs.pop(name) for name in list(theirs) if name.endswith(" draw")}
+        assert_same(theirs, expected)
+        for name, draw in draws.items():  # what hooks draw, such as an input, is the same, whoever reads data
+            assert torch.equal(draw, drawn.setdefault(name, draw)), (rank, name)
+    assert difference(model.state_dict(), weights) < TOLERANCE
 
 
 KILLS = [
-    (victim, hook, step, in_layer)
+    (victim, hook, step, calls)
     for victim in range(4)
     for hook, step in (("on_train_batch_end", 3), ("on_validation_epoch_end", EPOCH), ("on_before_optimizer_step", 2))
-    for in_layer in (False, True)
+    for calls in (None, 0)
 ]
 
 
-@pytest.mark.parametrize(("victim", "hook", "step", "in_layer"), sampled(KILLS, 1))
+@pytest.mark.parametrize(("victim", "hook", "step", "calls"), sampled(KILLS, 1))
 def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
-    tmp_path: Path, alone: dict[str, Tensor], victim: int, hook: str, step: int, in_layer: bool
+    tmp_path: Path, alone: Any, victim: int, hook: str, step: int, calls: int | None
 ) -> None:
     hooks = {*LATE, hook}
-    run = fit(Regression().double(), 2, 2, [Dies(victim, hook, step, in_layer), Asks(tmp_path, list(hooks))])
+    run = fit(Regression().double(), 2, 2, [Dies(victim, hook, step, calls), Asks(tmp_path, answer, hooks)])
     assert failures(run) == [(victim // 2, victim % 2)]
     found = answers(tmp_path)
     for rank in {0, 1, 2, 3} - {victim}:
-        assert_same(found[rank], alone, list(hooks))
+        assert_same(found[rank], alone[0], hooks)
 
 
 class Alone(Callback):
@@ -219,17 +152,10 @@ class Samples(Callback):
         self.folder, self.victim = folder, victim
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        rank = getattr(trainer.strategy, "grid_rank", 0)
-        calls = iter(range(1, 1_000_000))
-
-        def count(*_: Any) -> None:
-            if next(calls) == 30 and rank == self.victim and not trainer.strategy.incarnation:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        counted = [layer.register_forward_pre_hook(count) for layer in module.layers]
-        for kind, greedy in (("greedy", True), ("drawn", False)):
-            torch.save(generate(module, greedy), self.folder / f"{rank}-{kind}-{trainer.current_epoch}.pt")
-        for hook in counted:
+        dies = getattr(trainer.strategy, "grid_rank", None) == self.victim and not trainer.strategy.incarnation
+        hooks = die_in(module.layers, 29) if dies else []
+        write(self.folder, trainer, "text", greedy=generate(module, True), drawn=generate(module, False))
+        for hook in hooks:
             hook.remove()
 
 
@@ -238,13 +164,8 @@ def test_sampling_gives_the_same_text_on_every_worker_also_on_a_replacement(tmp_
     (tmp_path / "one").mkdir()
     fit_alone(Speaker().double(), [Samples(tmp_path / "one")])
     expected = answers(tmp_path / "one")[0]
-    run = fit(
-        Speaker().double(),
-        2,
-        2,
-        [Samples(tmp_path, victim=1), AwaitReplacement([2 * EPOCH - 2])],
-        strategy={"max_restarts": 10},
-    )
+    callbacks = [Samples(tmp_path, victim=1), AwaitReplacement([2 * EPOCH - 2])]
+    run = fit(Speaker().double(), 2, 2, callbacks, strategy={"max_restarts": 10})
     assert failures(run) == rejoined(run) == [(0, 1)]
     found = answers(tmp_path)
     assert set(found) == set(range(4))
@@ -267,8 +188,7 @@ class ShowsImages(Callback):
             image = module(x)
             module.train()
         trainer.logger.experiment.add_image("image", image[None].sigmoid(), trainer.global_step)
-        rank = getattr(trainer.strategy, "grid_rank", 0)
-        torch.save(image, self.folder / f"{rank}-image-{trainer.current_epoch}.pt")
+        write(self.folder, trainer, "image", image=image)
 
 
 class Drawing(Regression):
@@ -289,7 +209,7 @@ def test_a_callback_that_shows_images_is_as_on_one_device(tmp_path: Path) -> Non
     found = answers(tmp_path)
     assert set(found) == set(range(4))
     for theirs in found.values():
-        assert_same(theirs, expected, ["image"])
+        assert_same(theirs, expected)
 
 
 class Draws(Callback):
@@ -300,13 +220,12 @@ class Draws(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         x = torch.ones(2, 8, dtype=torch.float64)
-        both = torch.cat([module(x), module(x)], 1)
-        torch.save(both, self.folder / f"{trainer.strategy.grid_rank}-both-{trainer.global_step}.pt")
+        write(self.folder, trainer, "both", both=torch.cat([module(x), module(x)], 1))
 
 
 def test_dropout_draws_anew_in_each_call_and_the_same_whoever_dies(tmp_path: Path) -> None:
     runs = []
-    for name, deaths in (("calm", []), ("kill", [Dies(0, "on_train_batch_end", 2, in_layer=True)])):
+    for name, deaths in (("calm", []), ("kill", [Dies(0, "on_train_batch_end", 2, calls=0)])):
         (tmp_path / name).mkdir()
         model = Regression(dropout=0.5).double()
         fit(model, 2, 2, [*deaths, Draws(tmp_path / name)], max_epochs=1)
@@ -316,7 +235,7 @@ def test_dropout_draws_anew_in_each_call_and_the_same_whoever_dies(tmp_path: Pat
     for both in calm[0].values():
         assert not torch.equal(both[:, 0], both[:, 1])
     for found in (calm[1], calm[2], calm[3], kill[1], kill[2], kill[3]):
-        assert_same(found, calm[0], ["both"])
+        assert_same(found, calm[0])
 
 
 class ByRank(Callback):
@@ -383,12 +302,8 @@ class AsksEarly(Callback):
 def test_a_hook_that_a_replacement_runs_alone_does_not_confuse_the_others(evaluates: bool) -> None:
     model = Regression().double()
     fit_alone(expected := Regression().double(), [])
-    run = fit(
-        model,
-        2,
-        2,
-        [Dies(2, "on_train_batch_end", 2), AsksEarly(evaluates), AwaitReplacement([6] if not evaluates else [])],
-        strategy={"max_restarts": 1},
-    )
+    waits = AwaitReplacement([6] if not evaluates else [])
+    callbacks = [Dies(2, "on_train_batch_end", 2), AsksEarly(evaluates), waits]
+    run = fit(model, 2, 2, callbacks, strategy={"max_restarts": 1})
     assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE
     assert rejoined(run) == [(1, 0)] if not evaluates else len(failures(run)) <= 2

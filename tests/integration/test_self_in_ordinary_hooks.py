@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from asking import Asks, Dies, answers, assert_same, write
 from lightning.pytorch.callbacks import Callback
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
@@ -76,62 +75,13 @@ def sentences() -> TensorDataset:
     return TensorDataset(torch.randint(TOKENS, (BATCH * EPOCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)))
 
 
-class Asks(Callback):
-    """Evaluates the model in hooks; each worker writes its answers to files of its own."""
-
-    def __init__(self, folder: Path, hooks: tuple[str, ...] = (*EARLY, *LATE)) -> None:
-        self.folder, self.hooks = folder, hooks
-
-    def ask(self, hook: str, trainer: Any, module: Any) -> None:
-        if hook not in self.hooks or trainer.sanity_checking:
-            return
-        tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % TOKENS
-        found = {"answer": module(tokens).detach(), "spoken": trainer.callback_metrics.get("spoken", torch.zeros(()))}
-        if hook == "on_validation_epoch_end":
-            module.eval()
-            found["again"] = module.forward(tokens)
-        rank = getattr(trainer.strategy, "grid_rank", 0)
-        torch.save(found, self.folder / f"{rank}-{hook}-{trainer.global_step}.pt")
-
-
-def _asking(hook: str) -> Any:
-    return lambda self, trainer, module, *args, **kwargs: self.ask(hook, trainer, module)
-
-
-for _hook in (*EARLY, *LATE):
-    setattr(Asks, _hook, _asking(_hook))
-
-
-def answers(folder: Path) -> dict[int, dict[str, Tensor]]:
-    """By rank, what each hook got."""
-    found: dict[int, dict[str, Tensor]] = {}
-    for path in sorted(folder.glob("*.pt")):
-        rank, name = path.stem.split("-", 1)
-        for kind, value in torch.load(path).items():
-            found.setdefault(int(rank), {})[f"{name} {kind}"] = value
+def ask(hook: str, trainer: Any, module: Any) -> dict[str, Tensor]:
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % TOKENS
+    found = {"answer": module(tokens).detach(), "spoken": trainer.callback_metrics.get("spoken", torch.zeros(()))}
+    if hook == "on_validation_epoch_end":
+        module.eval()
+        found["again"] = module.forward(tokens)
     return found
-
-
-class Dies(Callback):
-    """Kills the worker of rank ``victim`` while a hook evaluates the model: as it computes the layers of its stage, or
-    the step after which the hook comes if it does not take part.
-    """
-
-    def __init__(self, victim: int, step: int, calls: int) -> None:
-        self.victim, self.step, self.calls = victim, step, calls
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        strategy = trainer.strategy
-        if strategy.grid_rank != self.victim or trainer.global_step != self.step or strategy.incarnation:
-            return
-        left = iter(range(self.calls, -1, -1))
-
-        def count(*_: Any) -> None:
-            if not next(left):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        for block in module.blocks:
-            block.register_forward_hook(count)
 
 
 def on_grid(pipelines: int, stages: int, callbacks: list[Callback], strategy: Any = None, **kwargs: Any) -> L.Trainer:
@@ -147,16 +97,9 @@ def train(run: L.Trainer, model: L.LightningModule, pipelines: int = 1) -> dict[
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
     folder, model = tmp_path_factory.mktemp("alone"), Speaker().double()
-    metrics = train(on_one_device(max_epochs=2, callbacks=[Asks(folder)]), model)
+    metrics = train(on_one_device(max_epochs=2, callbacks=[Asks(folder, ask, (*EARLY, *LATE))]), model)
     (found,) = answers(folder).values()
     return found, metrics, {**model.state_dict(), "text": model.text}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], hooks: tuple[str, ...] = ()) -> None:
-    wanted = {name: answer for name, answer in expected.items() if not hooks or name.split("-")[0] in hooks}
-    assert found.keys() == wanted.keys()
-    for name, answer in wanted.items():
-        assert torch.allclose(found[name], answer, rtol=0, atol=1e-10), name
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4)], ids=str)
@@ -165,7 +108,7 @@ def test_every_worker_gets_in_every_hook_what_one_device_gives(
 ) -> None:
     expected, metrics, weights = alone
     model = Speaker().double()
-    assert train(on_grid(*grid, [Asks(tmp_path)]), model, grid[0]) == pytest.approx(metrics)
+    assert train(on_grid(*grid, [Asks(tmp_path, ask, (*EARLY, *LATE))]), model, grid[0]) == pytest.approx(metrics)
     found = answers(tmp_path)
     assert set(found) == {0, 1, 2, 3}
     for theirs in found.values():
@@ -182,7 +125,8 @@ def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
 ) -> None:
     expected, metrics, weights = alone
     model = Speaker().double()
-    run = on_grid(*grid, [Dies(victim, 2 * EPOCH - 1, calls), Asks(tmp_path, LATE)])
+    dies = Dies(victim, "on_train_batch_end", 2 * EPOCH - 1, calls, "blocks")
+    run = on_grid(*grid, [dies, Asks(tmp_path, ask, LATE)])
     assert train(run, model, 2) == pytest.approx(metrics)
     assert failures(run) == [divmod(victim, grid[1])]
     found = answers(tmp_path)
@@ -193,14 +137,13 @@ def test_a_worker_that_dies_in_an_evaluation_changes_no_answer(
 
 def test_a_replacement_takes_part(tmp_path: Path, alone: Any) -> None:
     expected, metrics, _ = alone
-    run = on_grid(2, 2, [Dies(0, 1, 0), AwaitReplacement([EPOCH + 1]), Asks(tmp_path, LATE)], {"max_restarts": 10})
+    dies = Dies(0, "on_train_batch_end", 1, 0, "blocks")
+    run = on_grid(2, 2, [dies, AwaitReplacement([EPOCH + 1]), Asks(tmp_path, ask, LATE)], {"max_restarts": 10})
     assert train(run, Speaker().double(), 2) == pytest.approx(metrics)
     assert failures(run) == rejoined(run) == [(0, 0)]
+    late = {name: answer for name, answer in expected.items() if name.split("-")[0] in LATE and f"-{2 * EPOCH}" in name}
     for theirs in answers(tmp_path).values():
-        late = {name for name in expected if name.split("-")[0] in LATE and f"-{2 * EPOCH}" in name}
-        assert late <= theirs.keys()
-        for name in late:
-            assert torch.allclose(theirs[name], expected[name], rtol=0, atol=1e-10), name
+        assert_same({name: theirs[name] for name in late}, late)
 
 
 class HuggingFace(L.LightningModule):
@@ -236,15 +179,10 @@ class Generates(Callback):
         drawn = torch.stack([module(tokens), module(tokens)])
         module.eval()
         output = module.model(tokens)
-        found = {
-            "greedy": module.model.generate(tokens, do_sample=False, **options),
-            "sampled": module.model.generate(tokens, do_sample=True, **options),
-            "logits": output.logits,
-            "drawn": drawn,
-        }
+        greedy = module.model.generate(tokens, do_sample=False, **options)
+        sample = module.model.generate(tokens, do_sample=True, **options)
         module.train()
-        rank = getattr(trainer.strategy, "grid_rank", 0)
-        torch.save(found, self.folder / f"{rank}-generated-{trainer.global_step}.pt")
+        write(self.folder, trainer, "generated", greedy=greedy, sampled=sample, logits=output.logits, drawn=drawn)
 
 
 def test_a_model_of_transformers_generates_as_on_one_device(tmp_path: Path) -> None:
@@ -259,10 +197,8 @@ def test_a_model_of_transformers_generates_as_on_one_device(tmp_path: Path) -> N
     found = answers(tmp_path)
     assert set(found) == {0, 1, 2}
     for theirs in found.values():
-        assert theirs.keys() == expected.keys()
-        for name, answer in theirs.items():
-            same = expected if "greedy" in name or "logits" in name else found[0]
-            assert torch.allclose(answer, same[name], rtol=0, atol=1e-10), name
+        same = {name: expected[name] for name in expected if "greedy" in name or "logits" in name}
+        assert_same(theirs, {**found[0], **same})
     first, second = next(answer for name, answer in found[0].items() if "drawn" in name)
     assert not torch.equal(first, second)
 
