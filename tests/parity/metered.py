@@ -106,6 +106,11 @@ def _logging_hook(name: str, who: str) -> Callable[..., None]:
     return module_hook if who == "module" else callback_hook
 
 
-for _name in LOGGING_HOOKS:
-    setattr(LogsEverywhere, _name, _logging_hook(_name, "module"))
-    setattr(LogsEverywhereToo, _name, _logging_hook(_name, "callback"))
+def log_in_hooks(kind: type, who: str = "module") -> None:
+    """Gives the class hooks that log, wherever Lightning allows it."""
+    for name in LOGGING_HOOKS:
+        setattr(kind, name, _logging_hook(name, who))
+
+
+log_in_hooks(LogsEverywhere)
+log_in_hooks(LogsEverywhereToo, "callback")

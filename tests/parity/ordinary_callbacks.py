@@ -221,6 +221,12 @@ def profilers(kind: str, root: Path) -> dict[str, Any]:
     return {"profiler": getattr(L.pytorch.profilers, kind)(root, kind.lower())}
 
 
+def traced(run: same.Run) -> bool:
+    """Whether traces have the operations of the layers."""
+    traces = [path.read_text() for path in run.root.glob("*.json")]
+    return len(traces) > 0 and all("aten::linear" in trace for trace in traces)
+
+
 CALLBACKS: dict[str, Case] = {
     "EarlyStopping": Case(
         ("`EarlyStopping`", "learning-rate schedulers, `ReduceLROnPlateau`"),
@@ -335,7 +341,7 @@ CALLBACKS: dict[str, Case] = {
     "PyTorchProfiler": Case(
         ("`PyTorchProfiler`",),
         fits(trainer=lambda root: profilers("PyTorchProfiler", root), max_epochs=1),
-        lambda run: any(name.endswith(".txt") for name in files(run)),
+        lambda run: traced(run) and any(name.endswith(".txt") for name in files(run)),
         at=("training", 2),
         ignored=("files",),  # a trace has the time in its name
     ),

@@ -16,7 +16,7 @@ __all__ = ["DATA"]
 
 
 class Module(L.LightningDataModule):
-    """All of its hooks, one that converts included, and a state; its batch size is the global one, divided."""
+    """All of its hooks, those that convert included, and a state; its batch size is the global one, divided."""
 
     def __init__(self, data: same.Data) -> None:
         super().__init__()
@@ -37,8 +37,21 @@ class Module(L.LightningDataModule):
     def val_dataloader(self) -> Any:
         return [self.data.validation(), self.data.loader(9, seed=5)]
 
+    def test_dataloader(self) -> Any:
+        return self.data.loader(11, seed=4)
+
+    def predict_dataloader(self) -> Any:
+        return self.data.loader(11, seed=6)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, batch[1]]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        x, y = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return [x + 1, y]
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [2 * batch[0], batch[1]]
+        return [batch[0] + dataloader_idx * 0.5, batch[1]]
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self.epochs}
@@ -48,11 +61,13 @@ class Module(L.LightningDataModule):
 
 
 def with_a_data_module(session: Session) -> None:
-    trainer = session.trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
-    datamodule = Module(session.data)
-    trainer.fit(session.prepared(Ordinary()), datamodule=datamodule)
-    session.run.results["epochs"] = datamodule.epochs
-    session.run.results["world"] = trainer.num_training_batches
+    module, results, evaluates = session.chosen(), session.run.results, session.trainer(logger=False)
+    results["test"] = evaluates.test(module, datamodule=Module(session.data), verbose=False)
+    results["predict"] = evaluates.predict(module, datamodule=Module(session.data))
+    trainer, datamodule = session.trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1), Module(session.data)
+    trainer.fit(module, datamodule=datamodule)
+    results["epochs"] = datamodule.epochs
+    results["batches"] = trainer.num_training_batches
 
 
 class Several(Ordinary):
@@ -126,32 +141,53 @@ def sampled_by_torch(session: Session) -> Any:
     return DataLoader(data, batch_size=session.data.batch_size, sampler=sampler)
 
 
+class ScheduledPipeline(same.Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
 def fits_again(session: Session) -> None:
-    """On one Trainer: fit, test, fit on; then a checkpoint."""
+    """On one Trainer: fit, evaluate, fit on, fit with nothing left to do; then a checkpoint."""
     trainer = session.trainer(max_epochs=1)
-    module, data, results = session.prepared(Scheduled()), session.data, session.run.results
-    trainer.fit(module, data.training(), data.validation())
-    results["test"] = trainer.test(module, data.validation(), verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, data.training(), data.validation())
+    module, data, results = session.chosen(Scheduled, ScheduledPipeline), session.data, session.run.results
+
+    def fit(until: int) -> None:
+        trainer.fit_loop.max_epochs = until
+        trainer.fit(module, data.training(), data.validation())
+        results[f"fit {len(results)}"] = (session.run.progress, trainer.fit_loop.state_dict(), session.run.weights)
+
+    fit(1)
+    for name in ("validate", "test"):
+        results[name] = getattr(trainer, name)(module, data.validation(), verbose=False)
+        results[f"after {name}"] = (session.run.progress, session.run.metrics)
+    results["predict"] = trainer.predict(module, data.validation())
+    fit(2)
+    fit(2)
     trainer.save_checkpoint(session.root / "after.ckpt")
     saved = torch.load(session.root / "after.ckpt", weights_only=False)
     kept = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers")
     results["saved"] = {name: saved[name] for name in kept}
 
 
+def counts_steps_on(session: Session) -> None:
+    """On one Trainer: three steps, then three more."""
+    trainer, module = session.trainer(max_steps=3), session.chosen(Scheduled, ScheduledPipeline)
+    for steps in (3, 6):
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit(module, session.data.training(), session.data.validation())
+        session.run.results[f"{steps}"] = (session.run.progress, trainer.fit_loop.state_dict())
+
+
 def resumes(session: Session) -> None:
     """A checkpoint in the middle of an epoch is resumed."""
+    data, path = session.data, session.root / "saved.ckpt"
     trainer = session.trainer(max_steps=3)
-    trainer.fit(session.prepared(Scheduled()), session.data.training(), session.data.validation())
-    trainer.save_checkpoint(session.root / "saved.ckpt")
-    session.trainer(max_epochs=2, logger=False).fit(
-        session.prepared(Scheduled()),
-        session.data.training(),
-        session.data.validation(),
-        ckpt_path=session.root / "saved.ckpt",
-        weights_only=False,
-    )
+    trainer.fit(session.chosen(Scheduled, ScheduledPipeline), data.training(), data.validation())
+    trainer.save_checkpoint(path)
+    module = session.chosen(Scheduled, ScheduledPipeline)
+    options: Any = {"ckpt_path": path, "weights_only": False}
+    session.trainer(max_epochs=2, logger=False).fit(module, data.training(), data.validation(), **options)
 
 
 DATA: dict[str, Case] = {
@@ -163,7 +199,9 @@ DATA: dict[str, Case] = {
             "several loaders in evaluation",
         ),
         with_a_data_module,
-        lambda run: run.results["epochs"] == 2,
+        lambda run: (
+            run.results["epochs"] == 2 and {f"val_loss/dataloader_idx_{i}" for i in (0, 1)} <= run.metrics.keys()
+        ),
         differs=("trainer.train_dataloader", "trainer.val_dataloaders"),  # a hook's are asked for when they are used
     ),
     "several loaders": Case(
@@ -191,6 +229,9 @@ DATA: dict[str, Case] = {
         fits_again,
         lambda run: run.progress == (2, 8) and calls(run, "on_test_start") == 1,
         at=("training", 6),
+    ),
+    "runs of one Trainer, by steps": Case(
+        ("a second `fit`",), counts_steps_on, lambda run: run.progress[1] == 6, at=("training", 4)
     ),
     "resuming": Case(
         ("`trainer.save_checkpoint` after `fit`",), resumes, lambda run: run.progress == (2, 7), at=("training", 6)

@@ -199,6 +199,14 @@ def saved_once(run: same.Run, name: str) -> bool:
     return [(run.root / file).read_text() for file in files(run) if file.endswith(name)] == ["saved"]
 
 
+def profiled(run: same.Run) -> bool:
+    """Whether each worker that ended the run reports what Lightning does."""
+    actions = ["run_training_epoch", "run_training_batch", "Strategy.training_step", "Strategy.validation_step"]
+    actions.append(f"[LightningModule]{type(run.module).__name__}.optimizer_step")
+    reports = [path.read_text() for path in run.root.glob("fit-simple*.txt")]
+    return len(reports) >= run.trainer.num_devices - 1 and all(name in text for name in actions for text in reports)
+
+
 def simple_profiler(root: Path) -> dict[str, Any]:
     return {"profiler": L.pytorch.profilers.SimpleProfiler(root, "simple")}
 
@@ -418,7 +426,7 @@ FLAGS: dict[str, Case] = {
     "profiler": Case(
         ("`profiler`", "`SimpleProfiler`, `AdvancedProfiler`"),
         fits(trainer=simple_profiler),
-        lambda run: "fit-simple.txt" in files(run),
+        lambda run: "fit-simple.txt" in files(run) and profiled(run),
     ),
     "plugins": Case(
         ("`plugins`",),

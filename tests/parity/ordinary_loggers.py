@@ -7,14 +7,19 @@ from typing import Any
 import lightning as L
 import same_script as same
 import torch
+from collecting import Collecting
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import grad_norm
+from metered import LOGGING_HOOKS, LogsEverywhereToo, log_in_hooks
+from metered import LogsEverywhere as PipelineLogsEverywhere
 from ordinary_flags import fits
 from ordinary_runs import Case, Ordinary, Session, WithExample, board, csv_rows
 from torch import Tensor, nn
 from torchmetrics import AUROC, F1Score, MaxMetric, MeanMetric, MetricCollection
+
+from lightning_recycle import LayerSpec
 
 __all__ = ["LOGGERS"]
 
@@ -52,7 +57,7 @@ class Collects(Ordinary):
 
 
 class LogsEverywhere(Ordinary):
-    """Logs in every hook where Lightning allows it, in its ways."""
+    """Logs in its steps, in Lightning's ways, and in every hook where that is allowed."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         returned = super().training_step(batch, batch_idx)
@@ -65,26 +70,20 @@ class LogsEverywhere(Ordinary):
         self.log_dict({"a/one": returned["loss"].detach(), "a/two": 2.0}, on_step=True, on_epoch=False)
         return returned
 
-    def on_train_start(self) -> None:
-        self.log("at_start", 1.0)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.log("before", float(batch_idx), on_step=True, on_epoch=True)
+log_in_hooks(LogsEverywhere)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("after", outputs["loss"], on_step=True, on_epoch=True)
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.log("zero_grad", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+def logs_everywhere(session: Session) -> None:
+    fits(LogsEverywhere, PipelineLogsEverywhere, callbacks=lambda root: [LogsEverywhereToo()])(session)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("lr", optimizer.param_groups[0]["lr"])
 
-    def on_train_epoch_end(self) -> None:
-        self.log("epochs", float(self.current_epoch + 1))
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("validated", float(self.global_step))
+EVERYWHERE = {
+    f"{who}/{hook}"
+    for who in ("module", "callback")
+    for hook in LOGGING_HOOKS
+    if "test" not in hook and "predict" not in hook
+}
 
 
 class Measures(Ordinary):
@@ -149,6 +148,18 @@ class Service(Logger):
         self._note("finalize", status)
 
 
+class PipelineOfRecipes(same.Classifier):
+    """With an example; no worker builds the layers of other stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 8, dtype=torch.float64)
+
+    def configure_pipeline(self) -> list[Any]:
+        widths = [(8, 16), (16, same.CLASSES)]
+        return [LayerSpec(nn.Linear, *width, dtype=torch.float64) for width in widths]
+
+
 def told(session: Session) -> None:
     fits(
         trainer=lambda root: {"logger": [Service(root), CSVLogger(root, name="csv", version=0)]},
@@ -167,13 +178,18 @@ def to_board_with_graph(root: Path) -> dict[str, Any]:
     return {"logger": TensorBoardLogger(root, name="board", version=0, log_graph=True)}
 
 
-def tags(run: same.Run) -> list[str]:
-    """The kinds of what the TensorBoard logger wrote."""
+def layers_in_the_graph(run: same.Run) -> set[str]:
+    """The linear layers in the graph that the TensorBoard logger wrote."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(run.root / "board" / "version_0"))
     accumulator.Reload()
-    return [tag for tag, found in accumulator.Tags().items() if found]
+    return {part for node in accumulator.Graph().node for part in node.name.split("/") if part.startswith("Linear")}
+
+
+def with_graph(session: Session) -> None:
+    fits(WithExample, PipelineOfRecipes, trainer=to_board_with_graph)(session)
+    session.run.results["layers"] = sorted(layers_in_the_graph(session.run))
 
 
 def to_both(root: Path) -> dict[str, Any]:
@@ -187,8 +203,8 @@ LOGGERS: dict[str, Case] = {
     ),
     "TensorBoardLogger with the graph": Case(
         ("`TensorBoardLogger`",),
-        fits(WithExample, trainer=to_board_with_graph),
-        lambda run: "graph" in tags(run),
+        with_graph,
+        lambda run: len(run.results["layers"]) >= 2,
     ),
     "a logger of a service": Case(
         ("`CSVLogger`", "`logger`, `callbacks`"),
@@ -197,13 +213,13 @@ LOGGERS: dict[str, Case] = {
     ),
     "self.log in steps and hooks": Case(
         ("`self.log`, `self.log_dict`", "the same metrics on every worker"),
-        fits(LogsEverywhere),
-        lambda run: {"before_epoch", "after_epoch", "epochs", "validated", "sum"} <= run.metrics.keys(),
+        logs_everywhere,
+        lambda run: {name.removesuffix("_epoch") for name in run.metrics} >= EVERYWHERE,
     ),
     "outputs collected in attributes": Case(
         ("outputs collected in attributes",),
-        fits(Collects),
-        lambda run: {"median", "trained"} <= run.metrics.keys(),
+        fits(Collects, Collecting),
+        lambda run: "trained" in run.metrics and any("median" in name for name in run.metrics),
         at=("validation", 1),
     ),
     "grad_norm": Case(("`grad_norm` in hooks",), fits(LogsNorms), lambda run: "grad_2.0_norm_total" in run.metrics),

@@ -3,14 +3,12 @@
 import csv
 import itertools
 import re
-from collections.abc import Callable
 from copy import deepcopy
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import same_script as same
 import torch
@@ -209,56 +207,6 @@ def test_the_throughput_monitor_counts_the_samples_of_all_workers(runs: same.Run
     assert logged(runs[1], "validate/samples") == logged(runs[0], "validate/samples")
     samples, batches = (logged(runs[1], f"train/device/{what}_per_sec") for what in ("samples", "batches"))
     same.assert_same(samples, [same.GLOBAL_BATCH * b for b in batches], 1e-6)
-
-
-# ---------------------------------------------------------------------- profilers
-
-
-def profiled(profiler: Callable[[Path], Any]) -> Callable[[same.Session], None]:
-    def script(session: same.Session) -> None:
-        session.fit(same.Classifier(), validates=True, max_epochs=1, profiler=profiler(session.root))
-
-    return script
-
-
-def simple(root: Path) -> Any:
-    return L.pytorch.profilers.SimpleProfiler(root, "simple")
-
-
-def pytorch(root: Path) -> Any:
-    return L.pytorch.profilers.PyTorchProfiler(root, "pytorch", export_to_chrome=True)
-
-
-ACTIONS = (
-    "run_training_epoch",
-    "run_training_batch",
-    "[Callback]ModelSummary",
-    "[LightningModule]Classifier.optimizer_step",
-    "Strategy.training_step",
-    "Strategy.validation_step",
-)
-
-
-def test_a_profiler_reports_the_same_actions(tmp_path: Path) -> None:
-    one, grid = same.run_both(profiled(simple), tmp_path)
-    assert one.files() == ["fit-simple.txt"]
-    assert grid.files() == [f"fit-simple-{rank}.txt" for rank in range(same.PIPELINES * same.STAGES)]  # as with DDP
-    texts = [(one.root / "fit-simple.txt").read_text(), (grid.root / "fit-simple-1.txt").read_text()]
-    for text in texts:
-        for action in ACTIONS:
-            assert action in text or action.startswith("[Callback]"), action
-
-
-@pytest.mark.long
-def test_the_pytorch_profiler_writes_a_trace_with_the_operations_of_the_layers(tmp_path: Path) -> None:
-    one, grid = same.run_both(profiled(pytorch), tmp_path)
-    for run in (one, grid):
-        traces = [file for file in run.files() if file.endswith(".json")]
-        assert traces
-        assert all("aten::linear" in (run.root / trace).read_text() for trace in traces)
-    assert len([file for file in one.files() if file.endswith(".json")]) * same.PIPELINES * same.STAGES == len(
-        [file for file in grid.files() if file.endswith(".json")]
-    )
 
 
 class Raises(Callback):

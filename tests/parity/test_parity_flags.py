@@ -1,7 +1,7 @@
 """Trainer flags and callbacks mean for a PipelineModule on a grid what they mean on one device.
 
 The cases are those of ordinary modules, whose matrix is in test_parity_ordinary_matrix.py; here are besides those in
-which there is little to train or to validate, and flags that follow a clock.
+which there is little to train or to validate, batches that are dicts, and flags that follow a clock.
 """
 
 import time
@@ -14,12 +14,71 @@ import same_script as same
 import torch
 from lightning.pytorch.callbacks import Callback
 from ordinary_callbacks import CALLBACKS
+from ordinary_data import DATA
 from ordinary_flags import FLAGS, fits
-from ordinary_runs import Case, all_differences, calls, on_a_grid, on_one_device, validated_at
+from ordinary_loggers import LOGGERS
+from ordinary_runs import (
+    Case,
+    Script,
+    Session,
+    all_differences,
+    calls,
+    on_a_grid,
+    on_one_device,
+    validated_at,
+)
+from torch.utils.data import DataLoader, Dataset
+
+RECORDS = same.GLOBAL_BATCH * same.STEPS_PER_EPOCH + 3
+
+
+class Records(Dataset[dict[str, torch.Tensor]]):
+    """Samples that are dicts."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.full((8,), index / len(self), dtype=torch.float64)
+        return {"x": x, "y": torch.tensor(index % 4)}
+
+
+class OfRecords(same.Classifier):
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        return batch["x"], batch["y"]
+
+    def predict_input(self, batch: Any) -> Any:
+        return batch["x"]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("seen_x", batch["x"].sum(), on_step=True, on_epoch=True)
+
+
+def with_records(**loader: Any) -> Script:
+    def script(session: Session) -> None:
+        module, trainer = session.prepared(OfRecords()), session.trainer(max_epochs=1)
+        made = DataLoader(Records(), batch_size=session.data.batch_size, **loader)
+        # On one device a smaller last batch would be trained on, too; a grid leaves it out.
+        training = DataLoader(Records(), batch_size=session.data.batch_size, **{**loader, "drop_last": True})
+        trainer.fit(module, training, made)
+        session.run.results["fit"] = session.run.metrics
+        session.run.results["predict"] = trainer.predict(module, made)
+
+    return script
+
+
+def predicted_all(run: same.Run) -> bool:
+    """Whatever drop_last says, a prediction is of all samples."""
+    return run.results["fit"]["seen_x_epoch"] != 0 and sum(map(len, run.results["predict"])) == RECORDS
+
 
 CASES: dict[str, Case] = {
     **FLAGS,
     **CALLBACKS,
+    **LOGGERS,
+    **DATA,
+    "batches that are dicts": Case((), with_records(drop_last=True), predicted_all),
+    "batches that are dicts, read by a process": Case((), with_records(num_workers=1), predicted_all),
     "no training": Case((), fits(limit_train_batches=0), lambda run: calls(run, "on_train_start") == 0),
     "limit_val_batches=0": Case((), fits(limit_val_batches=0), lambda run: calls(run, "on_validation_start") == 0),
     "no validation": Case((), fits(validates=False), lambda run: calls(run, "on_validation_start") == 0),
@@ -39,8 +98,14 @@ ALWAYS = [
     "reload_dataloaders_every_n_epochs",
     "BasePredictionWriter",
     "OnExceptionCheckpoint",
+    "profiler",
+    "a data module",
+    "runs of one Trainer",
+    "self.log in steps and hooks",
+    "TensorBoardLogger with the graph",
+    "batches that are dicts",
 ]
-LONG = ["inference_mode of a test", "barebones"]
+LONG = ["inference_mode of a test", "barebones", "PyTorchProfiler", "runs of one Trainer, by steps", "resuming"]
 VARIATIONS = [
     "no training",
     "no validation",
@@ -54,6 +119,8 @@ VARIATIONS = [
     "min_epochs",
     "deterministic and benchmark",
     "benchmark",
+    "outputs collected in attributes",
+    "batches that are dicts, read by a process",
 ]
 
 

@@ -324,3 +324,22 @@ def test_with_one_microbatch_the_last_batch_may_be_smaller(tmp_path: Path) -> No
     grid = same.on_a_grid(script, tmp_path / "grid", num_microbatches=1)
     same.assert_same(one.weights, grid.weights)
     same.assert_same(one.results, grid.results, same.FLOAT32_TOLERANCE)
+
+
+class NoisyOnTheDevice(same.Classifier):
+    """Augments whole batches, when they are on the device."""
+
+    def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
+        return [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]
+
+
+def augmented(session: same.Session) -> None:
+    session.fit(NoisyOnTheDevice(), max_epochs=2)
+
+
+def test_what_a_batch_hook_draws_depends_on_the_data_alone(tmp_path: Path) -> None:
+    for name in ("2x2", "again"):
+        (tmp_path / name).mkdir()
+    grid = same.on_a_grid(augmented, tmp_path / "2x2")
+    again = same.on_a_grid(augmented, tmp_path / "again", staggered=False, split_backward=False)
+    same.assert_same(grid.weights, again.weights)
