@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from state_graph import describe, differences
-from support.growth import AwaitReplacement, rejoined
+from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.training import difference, fit
+from support.sampling import sampled
+from support.training import committed_steps, difference, exact_fit, failures, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
@@ -230,3 +231,47 @@ class ChangesItsRate(L.Callback):
 def test_a_worker_with_another_learning_rate_than_its_peers_ends_the_run() -> None:
     with pytest.raises(ReCycleError, match=r"After step 3 .*lr is 0\.(2|0625) on worker .*0\.(2|0625)"):
         fit(Plateau().double(), 2, 2, data=DATA, callbacks=[ChangesItsRate()], max_steps=10)
+
+
+class WrongReplacement(L.Callback):
+    """Changes the learning rate, on a position's first ``wrong`` replacements only."""
+
+    def __init__(self, wrong: int) -> None:
+        self._wrong = wrong
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if 0 < strategy.incarnation <= self._wrong:
+            strategy.optimizers[0].param_groups[0]["lr"] = 0.5
+
+
+def grow(pipelines: int, stages: int, wrong: int) -> L.Trainer:
+    """Loses worker (1, 0); its first replacements, which come at steps 4 and 8, are ``wrong``."""
+    callbacks = [AwaitReplacement([4, 8]), WrongReplacement(wrong)]
+    options: dict[str, Any] = {"max_steps": 14, "strategy": {"max_restarts": 10}, "callbacks": callbacks}
+    return exact_fit(Regression().double(), pipelines, stages, [Fault("kill", 1, 0, step=2)], **options)
+
+
+@pytest.mark.parametrize("stages", sampled([1, 2], 1, rest=pytest.mark.long))
+def test_a_replacement_with_another_learning_rate_is_evicted_and_the_weights_are_exact(stages: int) -> None:
+    run = grow(3, stages, wrong=1)
+    (found,) = happened(run, "outvoted")
+    assert found.worker == (1, 0)
+    assert "lr is " in found.details["cause"]
+    assert not found.details["stays_empty"]
+    assert failures(run) == rejoined(run) == [(1, 0)] * 2
+    assert committed_steps(run) == list(range(14))
+
+
+@pytest.mark.long
+def test_after_two_such_evictions_the_position_stays_empty() -> None:
+    run = grow(3, 1, wrong=100)
+    assert not happened(run, "corruption")  # its device is well
+    assert [found.details["stays_empty"] for found in happened(run, "outvoted")] == [False, True]
+    assert len(happened(run, "restarting")) == 2
+    assert committed_steps(run) == list(range(14))
+
+
+def test_of_two_that_differ_nobody_knows_who_is_right() -> None:
+    with pytest.raises(ReCycleError, match="hold different values that must be the same: lr is"):
+        grow(2, 1, wrong=1)

@@ -78,13 +78,18 @@ def trainer(
     return grid_trainer(pipelines, stages, faults, options, **{"max_steps": STEPS, **kwargs})
 
 
+def samples_for(steps: int) -> TensorDataset:
+    return dataset(GLOBAL_BATCH * max(steps, STEPS))
+
+
 def fit(
     model: PipelineModule, pipelines: int, stages: int, faults: Sequence[Fault] = (), data: Any = None, **kwargs: Any
 ) -> L.Trainer:
-    """Trains ``model`` and returns the trainer."""
+    """Trains ``model`` and returns the trainer; by default on as many samples as its steps need."""
     loader, val, ckpt_path = kwargs.pop("loader", {}), kwargs.pop("val", None), kwargs.pop("ckpt_path", None)
     run = trainer(pipelines, stages, faults, **kwargs)
-    train = DataLoader(dataset() if data is None else data, batch_size=GLOBAL_BATCH // pipelines, **loader)
+    data = samples_for(kwargs.get("max_steps", STEPS)) if data is None else data
+    train = DataLoader(data, batch_size=GLOBAL_BATCH // pipelines, **loader)
     run.fit(model, train, val, ckpt_path=ckpt_path)
     return run
 
@@ -93,7 +98,7 @@ def exact_fit(
     model: PipelineModule, pipelines: int, stages: int, faults: Sequence[Fault] = (), data: Any = None, **kwargs: Any
 ) -> L.Trainer:
     """:func:`fit`, whose weights must be those of :func:`plain_loop` to 1e-10."""
-    data = dataset() if data is None else data
+    data = samples_for(kwargs.get("max_steps", STEPS)) if data is None else data
     expected = plain_loop(model, data, kwargs.get("max_steps", STEPS), kwargs.get("gradient_clip_val"))
     run = fit(model, pipelines, stages, faults, data, **kwargs)
     assert difference(model.state_dict(), expected) < TOLERANCE
