@@ -1,9 +1,10 @@
-"""Whatever fails, the weights equal those of a plain loop in one process (invariant 1), to 1e-10 in float64."""
+"""Whatever fails, the weights equal those of a plain loop in one process (invariant 1), to 1e-10 in float64.
+
+Kills at each operation are in test_exhaustive_kills.py.
+"""
 
 import copy
 import functools
-import itertools
-import random
 from typing import Any
 
 import pytest
@@ -11,59 +12,17 @@ import torch
 from support.growth import happened
 from support.models import GLOBAL_BATCH, AutoEncoder, Noisy, Regression, Scheduled, dataset
 from support.sampling import sampled
-from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit, plain_loop
+from support.training import TOLERANCE, difference, exact_fit, failures, fit, plain_loop
 from torch import Tensor, nn
 
 from lightning_recycle.callbacks import Fault
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3)]
-POINTS = ["forward", "backward_input", "backward_weight", "reduce", "optimizer"]
-
-ALL_KILLS = [
-    (grid, (pipeline, stage), step, at)
-    for grid in [(2, 2), (3, 2)]
-    for pipeline, stage, step, at in itertools.product(range(grid[0]), range(grid[1]), (0, 3, 9), POINTS)
-]
-TECHNIQUES: list[dict[str, Any]] = [
-    {"split_backward": True},
-    {"split_backward": True, "staggered": False},
-    {"split_backward": False},
-    {},
-]
-SAMPLE = random.Random(20261120).sample(ALL_KILLS, 12)
 
 
 @pytest.mark.parametrize(("pipelines", "stages"), sampled(GRIDS, 3, rest=pytest.mark.long))
 def test_weights_equal_a_plain_loop_on_every_grid(pipelines: int, stages: int) -> None:
     assert exact_fit(Regression().double(), pipelines, stages).global_step == 10
-
-
-@pytest.mark.parametrize(
-    ("grid", "worker", "step", "at", "technique"),
-    sampled(
-        [(*kill, how) for kill in SAMPLE for how in TECHNIQUES],
-        6,
-    ),
-)
-def test_weights_equal_after_a_kill(
-    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, Any]
-) -> None:
-    check_kill(grid, worker, step, at, technique)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("technique", TECHNIQUES[:2])
-@pytest.mark.parametrize(("grid", "worker", "step", "at"), ALL_KILLS)
-def test_weights_equal_after_every_kill(
-    grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, Any]
-) -> None:
-    check_kill(grid, worker, step, at, technique)
-
-
-def check_kill(grid: tuple[int, int], worker: tuple[int, int], step: int, at: str, technique: dict[str, Any]) -> None:
-    run = exact_fit(Regression().double(), *grid, [Fault("kill", *worker, step=step, at=at)], strategy=dict(technique))
-    assert failures(run) == [worker]
-    assert committed_steps(run) == list(range(10))
 
 
 def test_two_workers_of_different_stages_may_die_in_the_same_step() -> None:
