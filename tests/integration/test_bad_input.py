@@ -15,13 +15,13 @@ import pytest
 import torch
 from support.models import Regression, dataset
 from support.options import recycle_strategy
-from support.training import fit, on_one_device, trainer
+from support.training import fit, trainer
 from support.waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
+from lightning_recycle.callbacks import Fault, HeartbeatCallback
 from lightning_recycle.errors import ReCycleError
 
 
@@ -195,26 +195,15 @@ def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_a
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda: Fault("murder", 0, 0, 1), ["'murder'", "'kill'"]),
-        (lambda: Fault("kill", 0, 0, 1, at="lunch"), ["'lunch'", "'forward'"]),
-        (lambda: Fault("kill", 0, 0, -1), ["step"]),
-        (lambda: Fault("kill", 0, 0, 1, at="reduce", microbatch=1), ["microbatch"]),
         (lambda: HeartbeatCallback(interval=3, timeout=5), ["interval=3", "timeout=5"]),
-        (lambda: FaultInjectionCallback(["kill"]), ["'kill'", "Fault("]),
         (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
-        (lambda: fit(Regression(), 2, 2, [Fault("kill", 1, 0, 1, microbatch=6)]), ["microbatch", "0 to 5"]),
     ],
 )
-def test_wrong_faults_are_refused(fault: Any, words: list[str]) -> None:
+def test_wrong_callbacks_are_refused(fault: Any, words: list[str]) -> None:
+    """More of faults in tests/callbacks."""
     with pytest.raises(ConfigurationError) as caught:
         fault()
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_fault_injection_without_the_strategy_is_refused() -> None:
-    single = on_one_device(max_steps=1, callbacks=[FaultInjectionCallback([Fault("kill", 0, 0, 0)])])
-    with pytest.raises(ConfigurationError, match="strategy='recycle'"):
-        single.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
 
 
 @pytest.mark.long

@@ -40,6 +40,10 @@ class Cluster:
         source, destination = self.machines[a].address, self.machines[b].address
         self.hub.ip("rule", "add", "from", source, "to", destination, "blackhole")
 
+    def cut(self, rank: int) -> None:
+        """Takes the cable of rank ``rank`` away: nothing reaches it any more, the coordinator neither."""
+        self.machines[rank].ip("link", "set", "cable", "down")
+
     def end(self, evicted: int, others: tuple[int, ...]) -> str:
         """Waits for the end; ``evicted`` must have been told, and ``others`` have trained. Returns the record."""
         said = {rank: self.workers[rank].communicate(timeout=PATIENCE)[0] for rank in (*others, evicted)}
@@ -59,7 +63,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     spokes = [Machine(letter, f"10.77.{20 + number}.2") for number, letter in enumerate("abcd")]
     with namespaces(hub, *spokes):
         join(hub, spokes)
-        served = coordinator(hub, 1, "--timeout", str(TIMEOUT), "--start-timeout", "90")
+        served = coordinator(hub, 1, "--timeout", str(TIMEOUT), "--coordinator-timeout", "30", "--start-timeout", "90")
         output = tmp_path / "trained.pt"
         started = [worker(spoke, hub.address, STEPS, 0.15, output) for spoke in spokes]
         ranks = [await_line(process, "rank") for process in started]
@@ -106,3 +110,10 @@ def test_a_link_that_nobody_used_is_missed_when_another_worker_dies(cluster: Clu
     assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
     record = cluster.end(evicted=3, others=(0, 1))
     assert "it and worker (0, 0) cannot reach each other" in record
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_is_cut_off_for_good_does_not_live_on(cluster: Cluster) -> None:
+    cluster.cut(2)
+    assert seconds_until_they_go_on(cluster.workers[0]) < GO_ON
+    cluster.end(evicted=2, others=(0, 1, 3))

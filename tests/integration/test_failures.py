@@ -3,20 +3,23 @@
 import os
 import random
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
-from support.models import Regression, dataset
+from support.models import Regression
 from support.process_tree import worker_processes
 from support.sampling import sampled
 from support.training import exact_fit, failures, fit
 from torch import Tensor
 
-from lightning_recycle import StageLostError
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.errors import ReCycleError, StageLostError
 
 
 class UserBug(Exception):
@@ -28,21 +31,10 @@ class UserBug(Exception):
         return UserBug, (self.args[0], self.code)
 
 
-class Unpicklable(Exception):
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__(f"{a} and {b}")
-
-
 class BrokenLoss(Regression):
-    def __init__(self, error: str) -> None:
-        super().__init__()
-        self.error = error
-
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self.trainer.global_step == 2:
-            if self.error == "bug":
-                raise UserBug("a bug in loss", 42)
-            raise Unpicklable(1, 2)
+            raise UserBug("a bug in loss", 42)
         return super().loss(output, target)
 
 
@@ -66,36 +58,19 @@ def kill_at_random(seed: int) -> threading.Thread:
 @pytest.mark.parametrize("seed", sampled(range(6), 1))
 def test_a_worker_killed_from_outside_at_any_moment_changes_nothing(seed: int) -> None:
     thread = kill_at_random(seed)
-    run = exact_fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60)
+    run = exact_fit(Regression().double(), 2, 2, max_steps=60)
     thread.join(10)
     assert len(failures(run)) <= 1
-
-
-def test_the_loss_of_a_stage_is_one_clear_error() -> None:
-    with pytest.raises(StageLostError, match=r"stage 1 .*newest checkpoint"):
-        fit(Regression().double(), 2, 2, [Fault("kill", 0, 1, step=2), Fault("kill", 1, 1, step=5, at="reduce")])
-
-
-@pytest.mark.long
-def test_the_loss_of_the_only_pipeline_is_one_clear_error() -> None:
-    with pytest.raises(StageLostError, match="stage 0"):
-        fit(Regression().double(), 1, 2, [Fault("kill", 0, 0, step=2)])
 
 
 def test_a_users_exception_surfaces_once_as_itself_and_quickly() -> None:
     started = time.monotonic()
     with pytest.raises(UserBug, match="a bug in loss") as caught:
-        fit(BrokenLoss("bug").double(), 2, 2)
+        fit(BrokenLoss().double(), 2, 2)
     assert caught.value.code == 42
     assert "in loss" in str(caught.value.__cause__)
     assert "In worker" in str(caught.value.__cause__)
     assert time.monotonic() - started < 15
-
-
-@pytest.mark.long
-def test_an_exception_whose_init_takes_other_arguments_surfaces_as_itself() -> None:
-    with pytest.raises(Unpicklable, match="1 and 2"):
-        fit(BrokenLoss("unpicklable").double(), 2, 2)
 
 
 def test_the_leaders_death_keeps_metrics_and_progress(tmp_path: Path) -> None:
@@ -109,3 +84,56 @@ def test_the_leaders_death_keeps_metrics_and_progress(tmp_path: Path) -> None:
     assert [int(row.split(",")[header.index("step")]) for row in rows[1:]] == list(range(10))
     assert float(run.callback_metrics["recycle/live_workers"]) == 3
     assert "train_loss" in run.callback_metrics
+
+
+class Retries(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.strategy.grid_rank == 1:
+            try:
+                {}["missing"]
+            except KeyError as error:
+                raise RuntimeError("the row cannot be read") from error
+
+
+def test_an_exception_shows_its_cause_and_where_both_were_raised() -> None:
+    with pytest.raises(RuntimeError, match="the row cannot be read") as raised:
+        fit(Regression().double(), 2, 2, callbacks=[Retries()])
+    shown = str(raised.value.__cause__)
+    assert shown.startswith("In worker (0, 1):")
+    assert "KeyError: 'missing'" in shown
+    assert shown.count("in on_train_batch_start") == 2
+
+
+# ---------------------------------------------------------------------- code that ends its process
+
+
+class Leaves(L.Callback):
+    """Calls ``leave(code)`` in its third step, on one worker or on all."""
+
+    def __init__(self, leave: Callable[[Any], Any], code: Any, everywhere: bool = False) -> None:
+        self._leave, self._code, self._everywhere = leave, code, everywhere
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and (self._everywhere or trainer.strategy.grid_rank == 1):
+            self._leave(self._code)
+
+
+@pytest.mark.parametrize("everywhere", sampled([False, True], 1, rest=pytest.mark.long))
+@pytest.mark.parametrize("code", sampled([0, None], 1, rest=pytest.mark.long))
+def test_sys_exit_without_an_error_is_one(code: Any, everywhere: bool) -> None:
+    with pytest.raises(ReCycleError, match=r"Worker \(., .\) called sys\.exit\(0?\) before .*should_stop"):
+        fit(Regression().double(), 2, 2, callbacks=[Leaves(sys.exit, code, everywhere)])
+
+
+def test_sys_exit_with_a_status_ends_the_launching_process_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fit(Regression().double(), 2, 2, callbacks=[Leaves(sys.exit, 3)])
+    assert ended.value.code == 3
+    assert "Worker (0, 1) called sys.exit(3)" in caplog.text
+
+
+@pytest.mark.long
+def test_a_process_that_just_ends_is_a_failure_whatever_its_status() -> None:
+    assert failures(exact_fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0)])) == [(0, 1)]
+    with pytest.raises(StageLostError, match="it exited with code 0"):
+        fit(Regression().double(), 2, 2, callbacks=[Leaves(os._exit, 0, everywhere=True)])
