@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +13,25 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from saving import EVERY, FORMATS, LENGTH, CompleteOnly, checkpoints, listed, saves, wait_until_written
 from support.growth import happened
-from support.models import GLOBAL_BATCH, Regression, dataset
+from support.models import GLOBAL_BATCH, Regression
 from support.sampling import sampled
-from support.training import TOLERANCE, difference, exact_fit, fit, trainer
+from support.training import TOLERANCE, difference, exact_fit, fit, samples_for, trainer
 from support.waiting import PATIENCE
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.errors import CheckpointError, StageLostError
+from lightning_recycle.errors import StageLostError
 from lightning_recycle.session import checkpoints as checkpoints_module
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage
 
-LENGTH, EVERY = 10, 2
-FORMATS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
-
-
-def checkpoints(folder: Path) -> list[L.Callback]:
-    options: dict[str, Any] = {"monitor": "step", "mode": "max", "every_n_train_steps": EVERY}
-    return [
-        ModelCheckpoint(folder, "{step}", save_top_k=2, save_last=True, **options),
-        ModelCheckpoint(folder / "linked", "{step}", save_top_k=1, save_last="link", every_n_train_steps=EVERY),
-    ]
-
-
-class CompleteOnly(L.Callback):
-    """What a callback of the Trainer remembers as a checkpoint is there and whole, at every moment."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        for callback in trainer.checkpoint_callbacks:
-            assert isinstance(callback, ModelCheckpoint)
-            for path in {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}:
-                assert damage(path) is None, path
+WRITER_DIES = Fault("kill", pipeline=0, stage=1, step=4, at="checkpoint")
 
 
 def record_of(run: L.Trainer) -> list[dict[str, Any]]:
     return [callback.state_dict() for callback in run.checkpoint_callbacks]
-
-
-def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
-    """Waits until this worker has done its part in a checkpoint."""
-    strategy: Any = trainer.strategy
-    background = strategy.session.checkpoints.background
-    deadline = time.monotonic() + PATIENCE
-    while background and background.batch and not background.batch.is_written and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 @FORMATS
@@ -66,13 +39,10 @@ def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
 def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_run_resumes_exactly_from_one(
     sharded: bool, grid: tuple[int, int], tmp_path: Path
 ) -> None:
-    runs, options = {}, {"data": dataset(GLOBAL_BATCH * LENGTH), "max_steps": LENGTH, "enable_checkpointing": True}
+    runs = {}
     for background in (False, True):
-        folder = tmp_path / str(background)
-        runs[background] = exact_fit(
-            Regression().double(), *grid, callbacks=[*checkpoints(folder), CompleteOnly()], **options,
-            strategy={"save_distributed_checkpoint": sharded, "background": background},
-        )  # fmt: skip
+        callbacks = [*checkpoints(tmp_path / str(background)), CompleteOnly()]
+        runs[background] = saves(grid, callbacks, sharded=sharded, background=background)
     named = [str(record_of(runs[background])).replace(f"/{background}", "") for background in (False, True)]
     assert named[0] == named[1]
     files = [sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.ckpt"))
@@ -93,11 +63,7 @@ def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_ru
             states = [content["optimizer_states"][0]["state"] for content in (known, found)]
             assert states[0].keys() == states[1].keys()
             assert all(difference(states[0][key], states[1][key]) < TOLERANCE for key in states[0])
-    exact_fit(
-        Regression().double(), 2, 1, data=options["data"], max_steps=LENGTH,
-        ckpt_path=tmp_path / "True" / "step=8.ckpt",
-        strategy={"save_distributed_checkpoint": sharded, "background": True},
-    )  # fmt: skip
+    saves((2, 1), [], sharded=sharded, ckpt_path=tmp_path / "True" / "step=8.ckpt")
 
 
 @FORMATS
@@ -107,23 +73,13 @@ def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_ru
 def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
     sharded: bool, place: tuple[int, int], tmp_path: Path
 ) -> None:
-    pipeline, stage = place
-    faults = [Fault("kill", pipeline=pipeline, stage=stage, step=4, at="checkpoint")]
-    if place != (0, 1):
-        faults = [Fault("kill", pipeline=pipeline, stage=stage, step=4)]
-    run = exact_fit(
-        Regression().double(), 2, 2, faults, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
-        callbacks=[*checkpoints(tmp_path), CompleteOnly()], enable_checkpointing=True,
-        strategy={"save_distributed_checkpoint": sharded, "background": True},
-    )  # fmt: skip
+    fault = WRITER_DIES if place == (0, 1) else Fault("kill", *place, step=4)
+    run = saves((2, 2), [*checkpoints(tmp_path), CompleteOnly()], [fault], sharded)
     assert len(happened(run, "failure")) == 1
-    assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == [
-        "last.ckpt", "linked", "step=10.ckpt", "step=8.ckpt",
-    ]  # fmt: skip
+    assert listed(tmp_path) == ["last.ckpt", "linked", "step=10.ckpt", "step=8.ckpt"]
     for path in tmp_path.rglob("*.ckpt"):
         assert damage(path) is None
-    fit(Regression().double(), 1, 2, ckpt_path=tmp_path / "last.ckpt", data=dataset(GLOBAL_BATCH * LENGTH),
-        max_steps=LENGTH)  # fmt: skip
+    fit(Regression().double(), 1, 2, ckpt_path=tmp_path / "last.ckpt", max_steps=LENGTH)
 
 
 @FORMATS
@@ -132,11 +88,7 @@ def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_ste
 ) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
     waits = LambdaCallback(on_train_batch_start=wait_until_written)
-    run = exact_fit(
-        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=4, at="checkpoint")],
-        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=[saving, CompleteOnly(), waits],
-        enable_checkpointing=True, strategy={"save_distributed_checkpoint": sharded, "background": True},
-    )  # fmt: skip
+    run = saves((2, 2), [saving, CompleteOnly(), waits], [WRITER_DIES], sharded)
     assert [event.step for event in happened(run, "checkpoint_given_up")] == [4]
     assert [event.step for event in happened(run, "saved")] == [5, 8]
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=5.ckpt", "step=8.ckpt"]
@@ -145,11 +97,7 @@ def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_ste
 
 def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=LENGTH)
-    exact_fit(
-        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=LENGTH, at="checkpoint")],
-        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=[saving],
-        enable_checkpointing=True, strategy={"background": True},
-    )  # fmt: skip
+    saves((2, 2), [saving], [replace(WRITER_DIES, step=LENGTH)])
     assert os.listdir(tmp_path) == [f"step={LENGTH}.ckpt"]
     assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
 
@@ -171,22 +119,13 @@ class NoMemory(L.Callback):
 def test_training_waits_for_a_checkpoint_of_whose_state_no_copy_fits(
     sharded: bool, kills: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strategy = {"save_distributed_checkpoint": sharded}
-    run = exact_fit(
-        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=4, at="checkpoint")] if kills else [],
-        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=[NoMemory(), *checkpoints(tmp_path)],
-        enable_checkpointing=True, strategy=strategy,
-    )  # fmt: skip
+    faults = [WRITER_DIES] if kills else []
+    run = saves((2, 2), [NoMemory(), *checkpoints(tmp_path)], faults, sharded, background="auto")
     assert len(happened(run, "failure")) == kills
-    assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == [
-        "last.ckpt", "linked", "step=10.ckpt", "step=8.ckpt",
-    ]  # fmt: skip
+    assert listed(tmp_path) == ["last.ckpt", "linked", "step=10.ckpt", "step=8.ckpt"]
     for path in tmp_path.rglob("*.ckpt"):
         assert damage(path) is None
-    exact_fit(
-        Regression().double(), 1, 2, ckpt_path=tmp_path / "step=8.ckpt", data=dataset(GLOBAL_BATCH * LENGTH),
-        max_steps=LENGTH,
-    )  # fmt: skip
+    exact_fit(Regression().double(), 1, 2, ckpt_path=tmp_path / "step=8.ckpt", max_steps=LENGTH)
     assert "no memory for a copy of the state" in caplog.text
 
 
@@ -211,10 +150,7 @@ class ReadsItsOwn(ModelCheckpoint):
 @pytest.mark.parametrize("kind", ["hook", "subclass"])
 def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind: str, tmp_path: Path) -> None:
     saving = (ReadsItsOwn if kind == "subclass" else ModelCheckpoint)(tmp_path, "{step}", every_n_train_steps=EVERY)
-    run = exact_fit(
-        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
-        callbacks=[saving, *([SeesCheckpoints()] if kind == "hook" else [])], enable_checkpointing=True,
-    )  # fmt: skip
+    run = saves((1, 2), [saving, *([SeesCheckpoints()] if kind == "hook" else [])], background="auto")
     found = torch.load(tmp_path / f"step={LENGTH}.ckpt", weights_only=False)
     assert not happened(run, "checkpoint_begun")
     assert found.get("weights", len(found["state_dict"])) == len(found["state_dict"]) > 2
@@ -239,74 +175,30 @@ class NotesInterval(L.Callback):
 
 @pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.long), True])
 def test_all_workers_save_at_the_interval_that_costs_least(background: bool, tmp_path: Path) -> None:
-    strategy = {"background": background, "every_n_train_steps": "auto", "max_restarts": 1}
+    options: Any = {"background": background, "strategy": {"every_n_train_steps": "auto", "max_restarts": 1}}
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    run = exact_fit(
-        Regression().double(), 2, 2, [Fault("kill", pipeline=0, stage=1, step=6)], enable_checkpointing=True,
-        callbacks=[NotesInterval(tmp_path), saving], strategy=strategy,
-        data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
-    )  # fmt: skip
+    run = saves((2, 2), [NotesInterval(tmp_path), saving], [Fault("kill", 0, 1, step=6)], **options)
     notes = {int(path.stem): path.read_text().split() for path in tmp_path.glob("*.txt")}
     assert {len(set(found)) for found in notes.values()} == {1}
     assert notes[0][0] == notes[1][0] == "2"
     assert int(notes[9][0]) > 100  # without a failure: hours; steps take milliseconds
     assert [event.step for event in happened(run, "saved")] == [2]
-    path = tmp_path / "step=2.ckpt"
     saving = ModelCheckpoint(tmp_path / "again", "{step}", every_n_train_steps=2, save_top_k=-1)
     (tmp_path / "notes").mkdir()
-    exact_fit(
-        Regression().double(), 1, 2, enable_checkpointing=True, strategy=strategy, ckpt_path=path,
-        callbacks=[NotesInterval(tmp_path / "notes"), saving], data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
-    )  # fmt: skip
+    saves((1, 2), [NotesInterval(tmp_path / "notes"), saving], ckpt_path=tmp_path / "step=2.ckpt", **options)
 
 
 @FORMATS
 def test_holders_write_no_faster_than_they_may(sharded: bool, tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    run = exact_fit(
-        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * 2), max_steps=2, enable_checkpointing=True,
-        callbacks=[saving], strategy={"bandwidth": 0.01, "save_distributed_checkpoint": sharded},
-    )  # fmt: skip
+    run = saves((1, 2), [saving], sharded=sharded, background="auto", steps=2, strategy={"bandwidth": 0.01})
     (begun,), (saved,) = happened(run, "checkpoint_begun"), happened(run, "saved")
     path = tmp_path / "step=2.ckpt"
     sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.distcp"))]
     assert saved.time - begun.time > 0.9 * max(sizes) / 10_000
 
 
-# ---------------------------------------------------------------------- storage that is slow, or full
-
-
-class FullDisk(L.Callback):
-    """While checkpoints of steps 6 and 8 are written no file of a worker can grow beyond four kilobytes."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        wait_until_written(trainer)
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if 5 <= trainer.global_step < 8 else most, most))
-
-
-@FORMATS
-def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(sharded: bool, tmp_path: Path) -> None:
-    strategy = {"save_distributed_checkpoint": sharded, "background": True}
-    run = exact_fit(
-        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, enable_checkpointing=True,
-        callbacks=[*checkpoints(tmp_path), CompleteOnly(), FullDisk()], strategy=strategy,
-    )  # fmt: skip
-    assert {event.step for event in happened(run, "checkpoint_given_up")} == {6, 8}
-    assert "File too large" in happened(run, "checkpoint_given_up")[0].details["cause"]
-    assert {event.step for event in happened(run, "saved")} == {2, 4, 10}
-    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=10.ckpt", "step=4.ckpt"]
-    assert os.readlink(tmp_path / "linked" / "last.ckpt") == "step=10.ckpt"
-
-
-def test_a_full_disk_ends_the_run_if_wanted(tmp_path: Path) -> None:
-    strategy = {"on_checkpoint_error": "raise", "background": True}
-    with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
-        fit(
-            Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
-            enable_checkpointing=True, callbacks=[*checkpoints(tmp_path), FullDisk()], strategy=strategy,
-        )  # fmt: skip
-    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
+# ---------------------------------------------------------------------- storage that is slow
 
 
 class SlowIO(WholeCheckpointIO):
@@ -339,11 +231,8 @@ class IsFurther(L.Callback):
 def test_training_goes_on_while_storage_is_slow(wraps: bool, tmp_path: Path) -> None:
     slow: Any = SlowIO(tmp_path / "further")
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=4, save_top_k=-1)
-    run = exact_fit(
-        Regression().double(), 2, 2, data=dataset(GLOBAL_BATCH * 8), max_steps=8, enable_checkpointing=True,
-        callbacks=[saving, IsFurther(tmp_path / "further")],
-        strategy={"background": True, "checkpoint_io": AsyncCheckpointIO(slow) if wraps else slow},
-    )  # fmt: skip
+    strategy = {"checkpoint_io": AsyncCheckpointIO(slow) if wraps else slow}
+    run = saves((2, 2), [saving, IsFurther(tmp_path / "further")], steps=8, strategy=strategy)
     assert [event.step for event in happened(run, "saved")] == [4, 8]
     assert sorted(os.listdir(tmp_path / "saved")) == ["step=4.ckpt", "step=8.ckpt"]
 
@@ -365,21 +254,17 @@ class ReadsAtOnce(L.Callback):
 
 @FORMATS
 def test_a_checkpoint_that_a_hook_saves_is_there_when_it_goes_on(sharded: bool, tmp_path: Path) -> None:
-    exact_fit(
-        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * 3), max_steps=3, callbacks=[ReadsAtOnce()],
-        default_root_dir=tmp_path, strategy={"background": True, "save_distributed_checkpoint": sharded},
-    )  # fmt: skip
+    strategy = {"background": True, "save_distributed_checkpoint": sharded}
+    options: Any = {"default_root_dir": tmp_path, "strategy": strategy}
+    exact_fit(Regression().double(), 1, 2, max_steps=3, callbacks=[ReadsAtOnce()], **options)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["1.ckpt", "2.ckpt", "3.ckpt"]
 
 
 def test_a_checkpoint_is_left_out_if_the_one_before_takes_too_long(tmp_path: Path) -> None:
     further = tmp_path / "further"
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
-    run = exact_fit(
-        Regression().double(), 2, 1, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH,
-        callbacks=[saving, IsFurther(further), WaitsFromStepSeven()], enable_checkpointing=True,
-        strategy={"background": True, "signal_timeout": 0.5, "checkpoint_io": SlowIO(further)},
-    )  # fmt: skip
+    strategy = {"signal_timeout": 0.5, "checkpoint_io": SlowIO(further)}
+    run = saves((2, 1), [saving, IsFurther(further), WaitsFromStepSeven()], strategy=strategy)
     assert [event.step for event in happened(run, "saved")] == [2, 8, 10]
     assert sorted(os.listdir(tmp_path / "saved")) == ["step=10.ckpt", "step=2.ckpt", "step=8.ckpt"]
 
@@ -397,7 +282,7 @@ def test_an_error_of_a_plugin_ends_the_run_and_is_no_fault_of_the_machine(tmp_pa
         enable_checkpointing=True, strategy={"background": True, "checkpoint_io": BrokenIO()},
     )  # fmt: skip
     with pytest.raises(Exception, match="this plugin is broken"):
-        run.fit(Regression().double(), DataLoader(dataset(GLOBAL_BATCH * LENGTH), batch_size=GLOBAL_BATCH // 2))
+        run.fit(Regression().double(), DataLoader(samples_for(LENGTH), batch_size=GLOBAL_BATCH // 2))
     assert not happened(run, "retried")
     assert not happened(run, "evicted")
 
@@ -412,10 +297,7 @@ class Uploads(CSVLogger):
 
 def test_loggers_are_told_of_complete_checkpoints(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2)
-    exact_fit(
-        Regression().double(), 1, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, enable_checkpointing=True,
-        callbacks=[saving], logger=Uploads(tmp_path), strategy={"background": True},
-    )  # fmt: skip
+    saves((1, 2), [saving], logger=Uploads(tmp_path))
     told = sorted(path.name for path in tmp_path.rglob("told of *"))
     assert told == [f"told of step={step}.ckpt" for step in (10, 2, 4, 6, 8)]
 
@@ -468,7 +350,7 @@ def test_a_checkpoint_that_is_being_written_is_completed_however_the_run_ends(en
         1, 2, faults, max_steps=8, enable_checkpointing=True, callbacks=[saving, NotesClient(begun, end == "raised")],
         strategy={**options, "on_stage_lost": "restart" if end == "restarted" else "raise"},
     )  # fmt: skip
-    loader = DataLoader(dataset(GLOBAL_BATCH * LENGTH), batch_size=GLOBAL_BATCH)
+    loader = DataLoader(samples_for(LENGTH), batch_size=GLOBAL_BATCH)
     errors = {"lost": pytest.raises(StageLostError), "raised": pytest.raises(UserError)}
     with errors.get(end, contextlib.nullcontext()):
         run.fit(Regression().double(), loader)

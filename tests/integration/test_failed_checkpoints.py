@@ -13,10 +13,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from saving import CompleteOnly, checkpoints, saves, wait_until_written
 from support.growth import AwaitReplacement, happened
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.sampling import sampled
-from support.training import difference, exact_fit, plain_loop, trainer
+from support.training import difference, plain_loop, trainer
 from support.waiting import PATIENCE
 from torch.utils.data import DataLoader
 
@@ -24,12 +25,8 @@ from lightning_recycle import CheckpointOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import CheckpointError, ConfigurationError
 
-pytestmark = pytest.mark.long
-
-LENGTH, EVERY = 10, 2
-WAITING = {"background": False}  # test_background_checkpoints.py has the others
 FULL = range(5, 9)  # the steps at whose beginning the disk is full: the checkpoints of steps 6 and 8 fail
-BOTH = pytest.mark.parametrize("sharded", sampled([False, True], 1), ids=["file", "folder"])
+WAITING = [pytest.param(False, True, marks=pytest.mark.long), pytest.param(False, False, marks=pytest.mark.exhaustive)]
 
 
 class FullDisk(L.Callback):
@@ -42,6 +39,7 @@ class FullDisk(L.Callback):
         logging.getLogger("lightning_recycle").addHandler(logging.FileHandler(self._log))
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        wait_until_written(trainer)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if trainer.global_step in FULL else most, most))
 
@@ -69,32 +67,24 @@ class SameEverywhere(L.Callback):
             assert newest._last_global_step_saved == 4
 
 
-def checkpoints(folder: Path) -> list[L.Callback]:
-    options: dict[str, Any] = {"monitor": "step", "mode": "max", "every_n_train_steps": EVERY}
-    return [
-        ModelCheckpoint(folder, "{step}", save_top_k=2, save_last=True, **options),
-        ModelCheckpoint(folder / "linked", "{step}", save_top_k=1, save_last="link", every_n_train_steps=EVERY),
-    ]
-
-
-@BOTH
-def test_a_full_disk_fails_that_checkpoint_and_keeps_the_others(
-    sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(("background", "sharded"), [(True, False), (True, True), *WAITING])
+def test_a_full_disk_costs_that_checkpoint_and_keeps_the_ones_before(
+    background: bool, sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     log = tmp_path_factory.mktemp("log") / "workers.log"
-    callbacks = [*checkpoints(tmp_path), FullDisk(log), SameEverywhere()]
-    strategy = {"save_distributed_checkpoint": sharded, **WAITING}
-    run = exact_fit(
-        Regression().double(), 2, 2, data=dataset(GLOBAL_BATCH * LENGTH), max_steps=LENGTH, callbacks=callbacks,
-        enable_checkpointing=True, strategy=strategy,
-    )  # fmt: skip
-    assert sorted({event.step for event in happened(run, "saved")}) == [2, 4, 10]
+    callbacks = [*checkpoints(tmp_path), FullDisk(log), CompleteOnly() if background else SameEverywhere()]
+    run = saves((1 if background else 2, 2), callbacks, sharded=sharded, background=background)
+    assert {event.step for event in happened(run, "saved")} == {2, 4, 10}
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=10.ckpt", "step=4.ckpt"]
     assert sorted(os.listdir(tmp_path / "linked")) == ["last.ckpt", "step=10.ckpt"]
     assert os.readlink(tmp_path / "linked" / "last.ckpt") == "step=10.ckpt"
     (newest, _) = run.checkpoint_callbacks
     assert isinstance(newest, ModelCheckpoint)
     assert sorted(map(os.path.basename, newest.best_k_models)) == ["step=10.ckpt", "step=4.ckpt"]
+    if background:
+        assert {event.step for event in happened(run, "checkpoint_given_up")} == {6, 8}
+        assert "File too large" in happened(run, "checkpoint_given_up")[0].details["cause"]
+        return
     errors = log.read_text()
     assert str(tmp_path / "step=6.ckpt") in errors
     assert "MB to write" in errors
@@ -102,17 +92,13 @@ def test_a_full_disk_fails_that_checkpoint_and_keeps_the_others(
     assert "the training goes on" in errors
 
 
-@BOTH
+@pytest.mark.parametrize(("background", "sharded"), [(True, False), *WAITING])
 def test_a_full_disk_ends_the_run_if_wanted(
-    sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    background: bool, sharded: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    log = tmp_path_factory.mktemp("log") / "workers.log"
-    strategy = {"save_distributed_checkpoint": sharded, "on_checkpoint_error": "raise", **WAITING}
+    callbacks = [*checkpoints(tmp_path), FullDisk(tmp_path_factory.mktemp("log") / "workers.log")]
     with pytest.raises(CheckpointError, match=r"step=6\.ckpt .*MB to write.*File too large"):
-        exact_fit(
-            Regression().double(), 1, 2, max_steps=LENGTH, callbacks=[*checkpoints(tmp_path), FullDisk(log)],
-            enable_checkpointing=True, strategy=strategy,
-        )  # fmt: skip
+        saves((1, 2), callbacks, sharded=sharded, background=background, strategy={"on_checkpoint_error": "raise"})
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "linked", "step=2.ckpt", "step=4.ckpt"]
     with pytest.raises(ConfigurationError, match="on_checkpoint_error='stop'"):
         ReCycleStrategy(checkpoints=CheckpointOptions(on_checkpoint_error="stop"))  # type: ignore[arg-type]
@@ -158,7 +144,8 @@ class Loads(Regression):
         assert self.word == "saved"
 
 
-@BOTH
+@pytest.mark.long
+@pytest.mark.parametrize("sharded", sampled([False, True], 1), ids=["file", "folder"])
 def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Path) -> None:
     strategy: dict[str, Any] = {"save_distributed_checkpoint": sharded}
     first, model = Loads().double(), Loads().double()
@@ -176,6 +163,7 @@ def test_a_replacement_joins_a_run_that_was_resumed(sharded: bool, tmp_path: Pat
     assert difference(model.state_dict(), expected) < 1e-10
 
 
+@pytest.mark.long
 def test_one_that_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     torch.save({"w": torch.ones(1000)}, path)

@@ -1,0 +1,62 @@
+"""What tests of checkpoints share: callbacks that save, and that look at what is saved."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.models import Regression
+from support.training import exact_fit
+from support.waiting import PATIENCE
+
+from lightning_recycle.callbacks import Fault
+from lightning_recycle.session.checkpoint_files import damage
+
+LENGTH, EVERY = 10, 2
+FORMATS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+
+
+def saves(
+    grid: tuple[int, int], callbacks: Sequence[L.Callback], faults: Sequence[Fault] = (), sharded: bool = False,
+    background: Any = True, steps: int = LENGTH, strategy: dict[str, Any] | None = None, **arguments: Any,
+) -> L.Trainer:  # fmt: skip
+    """Trains exactly, by default while the checkpoints are written."""
+    options = {"save_distributed_checkpoint": sharded, "background": background, **(strategy or {})}
+    return exact_fit(
+        Regression().double(), *grid, faults, max_steps=steps, callbacks=callbacks, enable_checkpointing=True,
+        strategy=options, **arguments,
+    )  # fmt: skip
+
+
+def checkpoints(folder: Path) -> list[L.Callback]:
+    options: dict[str, Any] = {"monitor": "step", "mode": "max", "every_n_train_steps": EVERY}
+    return [
+        ModelCheckpoint(folder, "{step}", save_top_k=2, save_last=True, **options),
+        ModelCheckpoint(folder / "linked", "{step}", save_top_k=1, save_last="link", every_n_train_steps=EVERY),
+    ]
+
+
+def listed(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+class CompleteOnly(L.Callback):
+    """What a callback of the Trainer remembers as a checkpoint is there and whole, at every moment."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            assert isinstance(callback, ModelCheckpoint)
+            for path in {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}:
+                assert damage(path) is None, path
+
+
+def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
+    """Waits until this worker has done its part in a checkpoint."""
+    strategy: Any = trainer.strategy
+    background = strategy.session.checkpoints.background
+    deadline = time.monotonic() + PATIENCE
+    while background and background.batch and not background.batch.is_written and time.monotonic() < deadline:
+        time.sleep(0.01)
