@@ -29,7 +29,6 @@ from support.sampling import sampled
 from support.scripts import consolidated
 from support.training import failures
 from torch import Tensor, nn
-from torch.nn import functional
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_recycle import LayerSpec
@@ -325,40 +324,6 @@ def test_no_worker_copies_more_than_its_stage(tmp_path: Path) -> None:
         for grid in ({"stages": 2}, {"stages": 3, "num_microbatches": 4})
     )
     assert_same(whole, pieces)
-
-
-# ---------------------------------------------------------------------- an ordinary module
-
-
-class Ordinary(L.LightningModule):
-    """No PipelineModule: the model and its own steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(*Averaged().configure_pipeline())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return functional.cross_entropy(self.model(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", functional.cross_entropy(self.model(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sampled(EMA_AND_SWA, 1))
-def test_averages_of_an_ordinary_module_are_those_of_one_device(name: str, tmp_path: Path) -> None:
-    def script(session: Session, *more: Callback) -> None:
-        session.fit(Ordinary(), validates=True, callbacks=[AVERAGING[name](), *more], max_epochs=EPOCHS)
-
-    dies = FaultInjectionCallback([Fault("kill", 0, 0, step=6)])
-    one = on_one_device(script, tmp_path)
-    grid = on_a_grid(lambda session: script(session, dies), tmp_path, stages=1)
-    assert failures(grid.trainer) == [(0, 0)]
-    assert_same(one.weights, grid.weights)
-    assert_same(one.metrics, grid.metrics)
 
 
 # ---------------------------------------------------------------------- checkpoints
