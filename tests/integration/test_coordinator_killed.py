@@ -100,34 +100,6 @@ def test_without_the_file_and_without_all_workers_it_says_why_the_run_does_not_g
         assert "have not returned. They end. Start the run again from its newest checkpoint" in run.words()
 
 
-def test_workers_whose_coordinator_does_not_come_back_end(tmp_path: Path) -> None:
-    with cluster(tmp_path, 1000, 0.1) as run:
-        run.start_coordinator()
-        for _ in range(4):
-            run.start_worker(RECYCLE_CONNECT_SECONDS="2")
-        run.await_step(2)
-        run.kill_coordinator()
-        assert [worker.wait(PATIENCE) for worker in run.workers] == [EXIT_LOST_COORDINATOR] * 4, run.words()
-        assert "looks for another one" in run.words()
-
-
-def test_a_coordinator_that_is_stopped_for_a_while_goes_on(tmp_path: Path) -> None:
-    """For longer than any heartbeat may be late, and shorter than the workers wait for it."""
-    with cluster(tmp_path, 16, 0.1) as run:
-        run.start_coordinator("--timeout", "2", "--coordinator-timeout", "20")
-        for _ in range(4):
-            run.start_worker()
-        run.await_step(4)
-        assert run.coordinator is not None
-        run.coordinator.send_signal(signal.SIGSTOP)
-        time.sleep(8.0)
-        run.coordinator.send_signal(signal.SIGCONT)
-        run.end()
-        assert run.difference() < 1e-10
-        assert '"kind": "failure"' not in run.records[-1].read_text()
-        assert "looks for another one" not in run.words()
-
-
 def test_workers_that_have_given_up_a_stopped_coordinator_go_on_with_another_one(tmp_path: Path) -> None:
     with cluster(tmp_path, 16, 0.1) as run:
         run.start_coordinator("--coordinator-timeout", "2")

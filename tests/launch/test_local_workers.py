@@ -188,11 +188,6 @@ def test_the_collector_of_a_worker_works_and_leaves_alone_what_was_imported_for_
         assert group.start(None, "worker").describe_exit(SECONDS) == "it exited with code 0"
 
 
-def test_an_exit_status_of_255_is_one() -> None:
-    with LocalWorkerGroup(os._exit, None) as group:
-        assert group.start(255, "ends").describe_exit(SECONDS) == "it exited with code 255"
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("server_dies", sampled([False, True], 1))
 def test_workers_end_with_a_killed_launching_process_even_stopped_ones(server_dies: bool) -> None:
