@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from support.growth import AwaitReplacement
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.training import QUIET
+from support.training import QUIET, difference, plain_loop
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ReCycleStrategy
@@ -29,6 +29,12 @@ class Slow(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         print("step", self.global_step, flush=True)
         time.sleep(self.seconds)
+
+
+def error(output: Path, steps: int) -> float:
+    """How far the weights in ``output`` are from those of an undisturbed training."""
+    weights, _ = torch.load(output, weights_only=True)
+    return difference(weights, plain_loop(Slow().double(), dataset(GLOBAL_BATCH * steps), steps))
 
 
 def main() -> None:

@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from outside_worker import Slow
-from support.models import GLOBAL_BATCH, dataset
-from support.training import difference, plain_loop
+from outside_worker import error
+from support.training import TOLERANCE
 from support.waiting import PATIENCE
 
 HERE = Path(__file__).parent
@@ -48,6 +46,12 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
         }
 
+    def start(self, *options: str) -> None:
+        """A coordinator and all workers."""
+        self.start_coordinator(*options)
+        for _ in range(4):
+            self.start_worker()
+
     def start_coordinator(self, *options: str) -> None:
         command = [
             sys.executable,
@@ -68,11 +72,11 @@ class Cluster:
         self.coordinator.kill()
         self.coordinator.wait()
 
-    def start_worker(self, **environment: str) -> subprocess.Popen[str]:
+    def start_worker(self) -> subprocess.Popen[str]:
         script = [sys.executable, str(HERE / "outside_worker.py"), str(self.steps), str(self.seconds), str(self.output)]
         process = subprocess.Popen(
             [*script, *self.options],
-            env={**self._environment, **environment},
+            env=self._environment,
             cwd=HERE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -106,24 +110,23 @@ class Cluster:
         said = ["".join(line for _, line in lines) for lines in self.said]
         return "\n----\n".join([*said, *(record.read_text() for record in self.records)])
 
-    def end(self, *killed: int, seconds: float = PATIENCE) -> None:
-        """Waits for the end of all but the workers ``killed``; they and the coordinator say that it is well."""
-        deadline = time.monotonic() + seconds
+    def end(self, *killed: int) -> str:
+        """Waits for the end of all but the workers ``killed``; they and the coordinator say that it is well, and the
+        weights are those of the undisturbed training. Returns what the newest coordinator wrote.
+        """
+        deadline = time.monotonic() + PATIENCE
         for number, process in enumerate(self.workers):
             if number in killed:
                 continue
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired as error:
-                raise AssertionError(self.words()) from error
+            except subprocess.TimeoutExpired as timeout:
+                raise AssertionError(self.words()) from timeout
             assert process.returncode == 0, self.words()
         assert self.coordinator is not None
         assert self.coordinator.wait(PATIENCE) == 0, self.words()
-
-    def difference(self) -> float:
-        """From the undisturbed training."""
-        weights, _ = torch.load(self.output, weights_only=True)
-        return difference(weights, plain_loop(Slow().double(), dataset(GLOBAL_BATCH * self.steps), self.steps))
+        assert error(self.output, self.steps) < TOLERANCE
+        return self.records[-1].read_text()
 
     def close(self) -> None:
         processes = [*self.workers, *([self.coordinator] if self.coordinator is not None else [])]
