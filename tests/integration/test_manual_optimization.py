@@ -204,55 +204,45 @@ def ddp() -> dict[str, Any]:
     return seen(under_ddp(model), model)
 
 
-@pytest.mark.long
-def test_a_gan_trains_as_under_ddp(ddp: dict[str, Any]) -> None:
-    model, returned = GAN().double(), Returned()
-    trainer = on_grid(model, callbacks=[returned])
+TWO_KILLS = [
+    [Fault("kill", 0, 0, step=2, at=at, when=when), Fault("kill", 2, 0, step=7, at=at, when=when)]
+    for at in ("forward", "reduce", "optimizer")
+    for when in ("before", "after")
+]
+KILL = [Fault("kill", 1, 0, step=3)]
+RUNS: list[Any] = [
+    pytest.param({}, marks=pytest.mark.long, id="undisturbed"),
+    *sampled(
+        [{"dies": (1, 3, place)} for place in ("start", "between", "after the last backward", "end", "commit")],
+        2,
+        rest=pytest.mark.long,
+    ),
+    *sampled([{"faults": faults} for faults in TWO_KILLS], 1),
+    *sampled(
+        [{"faults": faults, "strategy": {"num_microbatches": 2}, "pipelines": 2} for faults in ([], KILL)],
+        1,
+        rest=pytest.mark.long,
+    ),
+    pytest.param({"pipelines": 1}, id="one worker, which has nobody to meet"),
+]
+
+
+@pytest.mark.parametrize("how", RUNS)
+def test_a_gan_trains_as_under_ddp_whoever_dies(ddp: dict[str, Any], how: dict[str, Any]) -> None:
+    how = dict(how)
+    model, returned = GAN(how.pop("dies", None)).double(), Returned()
+    trainer = on_grid(model, callbacks=[returned], **how)
     assert_equal(seen(trainer, model), ddp)
+    lost = [model.dies[0]] if model.dies else [fault.pipeline for fault in how.get("faults", ())]
+    assert failures(trainer) == [(pipeline, 0) for pipeline in lost]
     assert returned.steps == list(range(2, 2 * STEPS * EPOCHS + 1, 2))
     assert returned.losses[-1] == pytest.approx(ddp["metrics"]["g_loss_step"])
     assert [group["lr"] for o in trainer.optimizers for group in o.param_groups] == [0.005, 0.025]
 
 
-@pytest.mark.parametrize(
-    "place", sampled(["start", "between", "after the last backward", "end", "commit"], 2, rest=pytest.mark.long)
-)
-def test_a_worker_dies_in_a_step(ddp: dict[str, Any], place: str) -> None:
-    model, returned = GAN(dies=(1, 3, place)).double(), Returned()
-    trainer = on_grid(model, callbacks=[returned])
-    assert failures(trainer) == [(1, 0)]
-    assert_equal(seen(trainer, model), ddp)
-    assert returned.steps == list(range(2, 2 * STEPS * EPOCHS + 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("at", "when"), sampled(itertools.product(["forward", "reduce", "optimizer"], ["before", "after"]), 1)
-)
-def test_a_worker_dies_at_an_operation(ddp: dict[str, Any], at: str, when: str) -> None:
-    model = GAN().double()
-    faults = [Fault("kill", 0, 0, step=2, at=at, when=when), Fault("kill", 2, 0, step=7, at=at, when=when)]
-    trainer = on_grid(model, faults)
-    assert failures(trainer) == [(0, 0), (2, 0)]
-    assert_equal(seen(trainer, model), ddp)
-
-
-@pytest.mark.parametrize(
-    "faults", sampled([[], [Fault("kill", 1, 0, step=3)]], 1, rest=pytest.mark.long), ids=["", "kill"]
-)
-def test_several_microbatches_of_a_worker_take_turns(ddp: dict[str, Any], faults: list[Fault]) -> None:
-    model = GAN().double()
-    trainer = on_grid(model, faults, {"num_microbatches": 2}, PIPELINES - 1)
-    assert_equal(seen(trainer, model), ddp)
-
-
 def test_a_replacement_joins(ddp: dict[str, Any]) -> None:
     model = GAN().double()
-    trainer = on_grid(
-        model,
-        [Fault("kill", 1, 0, step=3)],
-        {"max_restarts": 10},
-        callbacks=[AwaitReplacement([12])],
-    )
+    trainer = on_grid(model, KILL, {"max_restarts": 10}, callbacks=[AwaitReplacement([12])])
     assert rejoined(trainer) == [(1, 0)]
     assert_equal(seen(trainer, model), ddp)
 
@@ -266,11 +256,6 @@ def test_a_checkpoint_resumes_on_another_grid(ddp: dict[str, Any], sharded: bool
     trainer = on_grid(resumed, pipelines=2, ckpt_path=tmp_path / "step=6.ckpt")
     assert difference(resumed.state_dict(), ddp["weights"]) < 1e-10
     assert trainer.global_step == 2 * STEPS * EPOCHS
-
-
-def test_one_worker_has_nobody_to_meet(ddp: dict[str, Any]) -> None:
-    model = GAN().double()
-    assert_equal(seen(on_grid(model, pipelines=1), model), ddp)
 
 
 # ---------------------------------------------------------------------- what users write
