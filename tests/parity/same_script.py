@@ -263,6 +263,7 @@ class Session:
     """What a script gets: how to make its Trainer, and its data."""
 
     def __init__(self, root: Path, strategy: Callable[[], dict[str, Any]], data: Data, run: Run) -> None:
+        root.mkdir(parents=True, exist_ok=True)
         self.root, self._strategy, self.data, self.run = root, strategy, data, run
 
     def trainer(self, **kwargs: Any) -> L.Trainer:
@@ -302,8 +303,6 @@ def on_a_grid(
 
 def run_both(script: Script, root: Path, **kwargs: Any) -> tuple[Run, Run]:
     """Runs ``script`` on one device and on the grid, each in a folder of its own below ``root``."""
-    for name in ("one", "grid"):
-        (root / name).mkdir()
     return on_one_device(script, root / "one", **kwargs), on_a_grid(script, root / "grid", **kwargs)
 
 

@@ -80,5 +80,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for case in sys.argv[2:]:
         print(SEPARATOR, flush=True)
-        (Path(sys.argv[1]) / case).mkdir()
         on_a_grid(CASES[case], Path(sys.argv[1]) / case)

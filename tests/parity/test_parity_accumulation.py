@@ -160,7 +160,6 @@ def resumes(path: Path) -> Callable[[same.Session], None]:
 
 @pytest.mark.parametrize("batch", sampled([4, 7, 10], 1))
 def test_a_run_resumes_after_a_step_of_several_batches_with_the_factor_of_its_epoch(tmp_path: Path, batch: int) -> None:
-    (tmp_path / "whole").mkdir()
     path = tmp_path / "saved.ckpt"
     whole = same.on_a_grid(trains({0: 2, 1: 3}, callbacks=[same.SavesAt(batch, path)]), tmp_path / "whole")
     resumed = same.on_a_grid(resumes(path), tmp_path)

@@ -181,20 +181,17 @@ def test_it_holds_what_the_last_checkpoint_of_the_workers_holds(fitted: Runs) ->
 
 @pytest.mark.parametrize("resume", sampled([same.on_one_device, same.on_a_grid], 1, rest=pytest.mark.long))
 def test_it_can_be_resumed_on_one_device_and_on_a_grid(resume: Any, fitted: Runs, tmp_path: Path) -> None:
-    def go_on(path: Path, run: Any) -> same.Run:
+    def go_on(before: same.Run, run: Any, folder: str) -> same.Run:
+        path = before.root / "after.ckpt"
+
         def script(session: Session) -> None:
             module = session.run.module = Module()
-            session.trainer(max_epochs=3).fit(
-                module, session.data.training(), session.data.validation(), ckpt_path=path, weights_only=False
-            )
+            loaders = session.data.training(), session.data.validation()
+            session.trainer(max_epochs=3).fit(module, *loaders, ckpt_path=path, weights_only=False)
 
-        folder.mkdir()
-        return run(script, folder)
+        return run(script, tmp_path / folder)
 
-    folder = tmp_path / "one"
-    expected = go_on(fitted[0].root / "after.ckpt", same.on_one_device)
-    folder = tmp_path / "resumed"
-    resumed = go_on(fitted[1].root / "after.ckpt", resume)
+    expected, resumed = go_on(fitted[0], same.on_one_device, "one"), go_on(fitted[1], resume, "resumed")
     assert resumed.progress == expected.progress
     assert_same(expected.weights, resumed.weights)
 

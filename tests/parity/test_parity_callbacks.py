@@ -130,8 +130,6 @@ MONITORED = Case(
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> same.Runs:
     root = tmp_path_factory.mktemp("monitored")
-    for name in ("one", "grid"):
-        (root / name).mkdir()
     return on_one_device(MONITORED, root / "one"), on_a_grid(MONITORED, same.STAGES, "none", root / "grid")
 
 

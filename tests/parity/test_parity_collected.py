@@ -61,8 +61,6 @@ def test_what_is_made_of_collected_outputs_is_that_of_one_device_though_workers_
     def with_a_kill(session: same.Session) -> None:
         collected(session, Fault("kill", 0, stage, step=5, at="backward_input"), Fault("kill", 1, stage, step=9))
 
-    for name in ("one", "grid"):
-        (tmp_path / name).mkdir()
     one = same.on_one_device(collected, tmp_path / "one")
     grid = same.on_a_grid(with_a_kill, tmp_path / "grid", max_restarts=10)
     assert grid.results["history"].count("failure") == 2

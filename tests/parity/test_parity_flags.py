@@ -133,11 +133,9 @@ VARIATIONS = [
     ],
 )
 def test_a_flag_means_the_same(tmp_path: Path, name: str) -> None:
-    case, folders = CASES[name], [tmp_path / "one", tmp_path / "grid"]
-    for folder in folders:
-        folder.mkdir()
-    one = on_one_device(case, folders[0], pipeline=True)
-    grid = on_a_grid(case, same.STAGES, "none", folders[1], pipeline=True)
+    case = CASES[name]
+    one = on_one_device(case, tmp_path / "one", pipeline=True)
+    grid = on_a_grid(case, same.STAGES, "none", tmp_path / "grid", pipeline=True)
     for run in (one, grid):
         assert case.claim(run), f"{name} did not do what it says"
     found = all_differences(case, one, grid, None)

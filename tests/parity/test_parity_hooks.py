@@ -133,7 +133,6 @@ def evaluated(session: same.Session) -> None:
 
 @pytest.mark.parametrize("entry", sampled(["validate", "test", "predict"], 1, rest=pytest.mark.long))
 def test_the_hooks_of_an_evaluation_are_those_of_one_device(tmp_path: Path, entry: str) -> None:
-    (tmp_path / entry).mkdir()
     one, grid = same.run_both(evaluated, tmp_path / entry)
     phase = "validation" if entry == "validate" else entry
     diary = one.diary("callback")

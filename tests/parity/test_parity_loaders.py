@@ -278,7 +278,6 @@ KILLED = [
 
 @pytest.mark.parametrize("name", KILLED)
 def test_a_kill_changes_nothing_and_a_replacement_finds_its_place(tmp_path: Path, name: str) -> None:
-    (tmp_path / "one").mkdir()
     one = same.on_one_device(trains_on(name, epochs=3), tmp_path / "one")
     faults = FaultInjectionCallback([Fault("kill", 1, 1, step=2), Fault("kill", 0, 0, step=6)])
     grid = same.on_a_grid(trains_on(name, faults, AwaitReplacement([4, 8]), epochs=3), tmp_path, max_restarts=10)
@@ -298,8 +297,6 @@ RESUMED = [
 @pytest.mark.parametrize(("name", "batch"), RESUMED)
 def test_a_run_resumes_where_it_was(tmp_path: Path, name: str, batch: int) -> None:
     path = tmp_path / "saved.ckpt"
-    for folder in ("whole", "resumed"):
-        (tmp_path / folder).mkdir()
     whole = same.on_a_grid(trains_on(name, same.SavesAt(batch, path), epochs=3), tmp_path / "whole")
     resumed = same.on_a_grid(trains_on(name, epochs=3, ckpt_path=path), tmp_path / "resumed")
     same.assert_same(whole.weights, resumed.weights)
@@ -318,8 +315,6 @@ def test_batches_of_any_size_need_one_microbatch_and_the_error_says_so(tmp_path:
 @pytest.mark.long
 def test_with_one_microbatch_the_last_batch_may_be_smaller(tmp_path: Path) -> None:
     script = in_each_phase(lambda _: Sized(last=3))
-    for name in ("one", "grid"):
-        (tmp_path / name).mkdir()
     one = same.on_one_device(script, tmp_path / "one")
     grid = same.on_a_grid(script, tmp_path / "grid", num_microbatches=1)
     same.assert_same(one.weights, grid.weights)
@@ -338,8 +333,6 @@ def augmented(session: same.Session) -> None:
 
 
 def test_what_a_batch_hook_draws_depends_on_the_data_alone(tmp_path: Path) -> None:
-    for name in ("2x2", "again"):
-        (tmp_path / name).mkdir()
     grid = same.on_a_grid(augmented, tmp_path / "2x2")
     again = same.on_a_grid(augmented, tmp_path / "again", staggered=False, split_backward=False)
     same.assert_same(grid.weights, again.weights)

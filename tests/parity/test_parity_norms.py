@@ -60,8 +60,6 @@ def noted(run: same.Run) -> list[list[str]]:
 def test_grad_norm_is_that_of_one_device_on_every_worker(
     tmp_path: Path, module: type[LogsNorms], staggered: bool
 ) -> None:
-    for name in ("one", "grid"):
-        (tmp_path / name).mkdir()
     one = same.on_one_device(logged(module), tmp_path / "one")
     grid = same.on_a_grid(logged(module), tmp_path / "grid", staggered=staggered)
     assert "grad_2.0_norm_total" in one.metrics
@@ -76,8 +74,6 @@ def test_grad_norm_is_that_of_one_device_on_every_worker(
 @pytest.mark.parametrize("stage", sampled([0, 1], 1, rest=pytest.mark.long))
 @pytest.mark.parametrize("at", sampled(["backward_input", "optimizer"], 1, rest=pytest.mark.long))
 def test_grad_norm_is_complete_whoever_dies(tmp_path: Path, stage: int, at: str) -> None:
-    for name in ("one", "grid"):
-        (tmp_path / name).mkdir()
     one = same.on_one_device(logged(LogsNorms), tmp_path / "one")
     fault = Fault("kill", 0, stage, step=3, at=at)
     grid = same.on_a_grid(logged(LogsNorms, fault), tmp_path / "grid", max_restarts=10)

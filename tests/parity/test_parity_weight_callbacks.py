@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
-from same_script import STEPS_PER_EPOCH, Classifier, Run, Session, assert_same, on_one_device
+from same_script import STEPS_PER_EPOCH, Classifier, Run, Session, assert_same, on_a_grid, on_one_device
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
 from support.scripts import consolidated
@@ -177,11 +177,6 @@ def training(
     return script
 
 
-def on_a_grid(script: same.Script, root: Path, stages: int = 2, **strategy: Any) -> Run:
-    root.mkdir(exist_ok=True)
-    return same.on_a_grid(script, root, stages=stages, **strategy)
-
-
 @functools.cache
 def on_one(name: str) -> Run:
     """On one device, without this strategy."""
@@ -216,7 +211,7 @@ def long(parameters: list[Any]) -> list[Any]:
     ],
 )
 def test_all_that_is_trained_is_that_of_one_device(name: str, stages: int, tmp_path: Path) -> None:
-    run = on_a_grid(training(name), tmp_path, stages)
+    run = on_a_grid(training(name), tmp_path, stages=stages)
     assert_same_training(on_one(name), run)
     assert len(run.results["validations"]) == EPOCHS + 1  # with the sanity check
 
@@ -273,7 +268,7 @@ def test_the_same_though_the_donor_of_a_replacement_dies(name: str, joins: int, 
     """What the new worker holds is then all that there is of the first stage."""
     faults = [Fault("kill", 1, 0, step=joins - 3), Fault("kill", 0, 0, step=joins + 2)]
     more = [FaultInjectionCallback(faults), AwaitReplacement([joins])]
-    run = on_a_grid(training(name, *more), tmp_path, stages, max_restarts=10)
+    run = on_a_grid(training(name, *more), tmp_path, stages=stages, max_restarts=10)
     assert rejoined(run.trainer)[:1] == [(1, 0)]
     assert failures(run.trainer) == [(1, 0), (0, 0)]
     assert_same_training(on_one(name), run)
