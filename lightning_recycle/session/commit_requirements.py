@@ -58,6 +58,7 @@ __all__ = [
     "overflow_of_all",
     "restore_scale",
     "scaler_of",
+    "sees_old_gradients",
     "sees_zeroing",
     "steps_alone",
 ]
@@ -164,6 +165,11 @@ def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> boo
 def sees_zeroing(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether the user's code is called when gradients are zeroed."""
     return _overrides(trainer, module, ("on_before_zero_grad",), ("optimizer_zero_grad",))
+
+
+def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether the user's code is called in a step while the gradients of the step before are there."""
+    return sees_zeroing(trainer, module) or _overrides(trainer, module, ("on_train_batch_start",), ())
 
 
 def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> Callable[[], Any]:

@@ -67,7 +67,7 @@ class WorkerSnapshot:
         hooks: how often the donor has run collectives of its position in hooks.
         saves: the state of checkpoints that are written in the background.
         side_effects: side effects of hooks and steps on the module's attributes.
-        gradients: those that a module that optimizes by itself has left, by parameter.
+        gradients: those of the step before, by parameter, if the user's code may look at them.
         generators: the states of the generators from which hooks draw.
         accumulated: the gradients of the batches since the newest step of the optimizer.
     """
@@ -114,7 +114,7 @@ class StateTransfer:
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
         self._recorder, self._side_effects = recorder, recorder.side_effects
-        self._executor, self._weights, self._stop_requests = steps.executor, weights, steps.stop_requests
+        self._executor, self._weights, self._steps = steps.executor, weights, steps
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
         self._joined_with: WorkerSnapshot | None = None
@@ -159,6 +159,7 @@ class StateTransfer:
         # It has begun this step already if the newcomer, which is to take part, could not get its state at once.
         has_posted = self._background is not None and self._background.has_posted
         named = [] if module.automatic_optimization else module.named_parameters()
+        left = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
         return WorkerSnapshot(
             objects=user_graph(trainer).pack(self._large_data.unchanged()),
             weights=tuple(weights_of(module)),
@@ -169,12 +170,12 @@ class StateTransfer:
             trainer=TrainerState.of(trainer, is_bound_to_process),
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
             averages=self._weights.states(),
-            stop_agreed=self._stop_requests.agreed,
+            stop_agreed=self._steps.stop_requests.agreed,
             next_collective=self._context.client.member.next_collective - has_posted,
             hooks=self._context.client.member.hooks,
             saves=None if self._background is None else self._background.state(),
             side_effects=self._side_effects.state(),
-            gradients={name: parameter.grad for name, parameter in named if parameter.grad is not None},
+            gradients=left or self._steps.old_gradients,
             generators=generator_states(),
             accumulated=self._executor.accumulated.state(),
         )
@@ -199,7 +200,7 @@ class StateTransfer:
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
         self._weights.joined()
-        self._stop_requests.agreed = snapshot.stop_agreed
+        self._steps.stop_requests.agreed = snapshot.stop_agreed
         self._side_effects.load_state(snapshot.side_effects)
         self._joined_with = snapshot
 
@@ -221,10 +222,9 @@ class StateTransfer:
         take_pruned_form(module, snapshot.weights)
         user_graph(trainer).update(snapshot.objects, self._context.device, self._large)
         self._recorder.find_again()
-        if not module.automatic_optimization:
-            for name, parameter in module.named_parameters():
-                grad = snapshot.gradients.get(name)
-                parameter.grad = None if grad is None else grad.clone().to(parameter.device)
+        for name, parameter in module.named_parameters():
+            grad = snapshot.gradients.get(name)
+            parameter.grad = None if grad is None else grad.clone().to(parameter.device)
         snapshot.trainer.load_progress(trainer)
         self._weights.load(snapshot.averages)
         load_parameter_groups(module, trainer.optimizers, snapshot.groups)

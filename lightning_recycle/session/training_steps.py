@@ -27,7 +27,13 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.commit_requirements import OptimizerStep, clip_factor, overflow_of_all, scaler_of
+from lightning_recycle.session.commit_requirements import (
+    OptimizerStep,
+    clip_factor,
+    overflow_of_all,
+    scaler_of,
+    sees_old_gradients,
+)
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
@@ -71,6 +77,7 @@ class TrainingSteps:
         records_outputs: whether the module has a hook that sees outputs in training.
         first_batch: the number of batches that the Trainer had trained on before this run.
         after_step: what all workers do after the newest step.
+        old_gradients: those of the step before the current one by parameter, if a hook of the user may look at them.
     """
 
     executor: Executor
@@ -100,6 +107,7 @@ class TrainingSteps:
         self.records_outputs = parts.records_training
         self.first_batch = 0
         self.after_step = AfterStep.GO_ON
+        self.old_gradients: dict[str, Tensor] = {}
         self.stop_requests = StopRequests(context, self)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
@@ -145,6 +153,7 @@ class TrainingSteps:
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         self.transfer.complete()  # its donor waited here, after the same hooks
+        self.old_gradients = self._find_old_gradients()
         scaler, side_effects = scaler_of(self._trainer), self._recorder.side_effects
 
         def apply_with_hooks(result: StepResult) -> None:
@@ -178,6 +187,12 @@ class TrainingSteps:
         if self.layers is not None:
             self.layers.applied()
         return result
+
+    def _find_old_gradients(self) -> dict[str, Tensor]:
+        # A module that optimizes by itself has its own until it zeroes them.
+        if not (self._module.automatic_optimization and sees_old_gradients(self._trainer, self._module)):
+            return {}
+        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
 
     def _warn_of_writes(self, before: Mapping[str, Any]) -> None:
         now = untrained_marks(self._module) if before else {}

@@ -212,6 +212,14 @@ class MeanTeacher(Classifier):
         super().__init__()
         self.teacher = copy.deepcopy(self.head).requires_grad_(False)
         self.seen: list[float] = []
+        self.seen_at_start: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen_at_start.append(self.gradient_norm())
+
+    def gradient_norm(self) -> float:
+        gradient = self.head.bias.grad
+        return 0.0 if gradient is None else float(gradient.norm())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
@@ -220,21 +228,25 @@ class MeanTeacher(Classifier):
 
     @torch.no_grad()
     def on_before_zero_grad(self, _: Any) -> None:
-        gradient = self.head.bias.grad
-        self.seen.append(0.0 if gradient is None else float(gradient.norm()))
+        self.seen.append(self.gradient_norm())
         for average, parameter in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
-            average.lerp_(parameter, 0.1)
+            average.lerp_(parameter, 0.1 * (1 + self.seen[-1]))
 
 
-def test_gradients_are_zeroed_between_the_forward_and_the_backward() -> None:
+@pytest.mark.parametrize("batches", [1, 2])
+def test_gradients_are_zeroed_between_the_forward_and_the_backward(batches: int) -> None:
+    """A replacement has those of the step before it came."""
     ours, theirs = MeanTeacher().double(), MeanTeacher().double()
-    options: Any = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2}
+    options: Any = {"max_epochs": EPOCHS, "accumulate_grad_batches": batches}
     on_one_device(**options).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
-    run = on_grid(2, [Fault("kill", 1, 0, step=4)], **options)
+    faults = [Fault("kill", 1, 0, step=2), Fault("kill", 0, 0, step=7)]
+    run = on_grid(2, faults, {"max_restarts": 10}, callbacks=[AwaitReplacement([5])], **options)
     run.fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
-    assert failures(run) == [(1, 0)]
+    assert failures(run) == [(1, 0), (0, 0)]
+    assert rejoined(run)[0] == (1, 0)
     assert difference(ours.state_dict(), theirs.state_dict()) < 1e-10
     assert ours.seen == pytest.approx(theirs.seen)
+    assert ours.seen_at_start == pytest.approx(theirs.seen_at_start)
 
 
 class WithBranches(Classifier):
