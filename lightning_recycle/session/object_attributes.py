@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 from unittest.mock import NonCallableMock
 
@@ -41,8 +41,10 @@ __all__ = [
     "TableKey",
     "attributes_of",
     "class_of",
+    "content_of",
     "hooks_of",
     "is_bound_to_process",
+    "is_local",
     "is_node",
     "is_own",
     "number_hooks",
@@ -135,6 +137,19 @@ def origin(function: Any) -> str:
         function = function.__func__
     names = getattr(function, "__globals__", None)
     return str(type(function).__module__ if names is None else names.get("__name__", ""))
+
+
+def is_local(function: FunctionType) -> bool:
+    """Whether a function of the user's travels with its variables and defaults; others are found by their names."""
+    return "<" in function.__qualname__ and origin(function).partition(".")[0] not in _FRAMEWORKS
+
+
+def content_of(cell: CellType) -> Any:
+    """The value of a variable, MISSING before the first."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")

@@ -4,8 +4,8 @@ Concept: both processes have the same *roots* (the module, callbacks, the data m
 plain attributes that is reached from them is a *node*, named by the path that leads to it. A pack holds the attributes
 of all nodes, in one pickle: references between nodes are paths, tensors are listed beside it and sent as such, and
 *anchors* (the Trainer, optimizers, loggers) are names for the receiver's own. The receiver writes the attributes into
-the nodes that it has, and lists, dicts, tensors and generators into those at the same place; it makes only what it
-lacks. So references to its objects stay valid, such as an optimizer's to parameters.
+the nodes that it has, and lists, dicts, tensors, generators and variables of local functions into those at the same
+place; it makes only what it lacks. So references to its objects stay valid, such as an optimizer's to parameters.
 
 Contract: the sender's objects are not changed. What cannot be pickled stays behind, and the receiver keeps its own. A
 tensor or array of over a megabyte that is what it was when the run began is not sent: the receiver has it from its own
@@ -24,8 +24,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
+from functools import cached_property, partial
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -47,8 +47,10 @@ from lightning_recycle.session.object_attributes import (
     TableKey,
     attributes_of,
     class_of,
+    content_of,
     hooks_of,
     is_bound_to_process,
+    is_local,
     is_node,
     is_weight,
     put_hooks,
@@ -369,6 +371,7 @@ class _Update:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
         self._made, self._shared = loader.made, loader.shared
         self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here
+        self._known = {id(node) for nodes in (graph._nodes, graph._anchors, loader.made) for node in nodes.values()}
         self._claimed: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
 
@@ -468,6 +471,38 @@ class _Update:
         target.update({key: value for key, value in found.items() if value is not MISSING})
         return target
 
+    def function(self, old: Any, new: Any) -> Any:
+        if not is_local(new):
+            return new
+        target = old if old is not None and old.__code__ == new.__code__ else new
+        self.claim(target, new)
+        for here, there in zip(target.__closure__ or (), new.__closure__ or (), strict=True):
+            if (value := content_of(there)) is not MISSING:
+                here.cell_contents = self._held(content_of(here), value)
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            setattr(target, name, self.merged(getattr(target, name), getattr(new, name)))
+        return target
+
+    def method(self, old: Any, new: Any) -> Any:
+        return MethodType(new.__func__, self._held(MISSING if old is None else old.__self__, new.__self__))
+
+    def _held(self, old: Any, new: Any) -> Any:
+        """The object of this process for ``new``, which only functions hold if it is no node."""
+        if id(new) in self._taken or id(new) in self._known or not is_node(new):
+            return self.merged(old, new)
+        self._received.append(new)
+        target = old if type(old) is type(new) and id(old) not in self._claimed | self._known else new
+        self.claim(target, new)
+        self._write(target, True, attributes_of(new), set())
+        return target
+
+    def partial(self, old: Any, new: Any) -> Any:
+        target = new if old is None else old
+        self.claim(target, new)
+        names = ("func", "args", "keywords", "__dict__")
+        target.__setstate__(tuple(self.merged(getattr(target, name), getattr(new, name)) for name in names))
+        return target
+
     def generator(self, old: Any, new: Any) -> Any:
         if old is None:
             self.claim(new, new)
@@ -489,6 +524,9 @@ _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
     ((np.ndarray,), _Update.array),
     ((list, tuple, deque), _Update.items),
     ((dict, OrderedDict, defaultdict), _Update.mapping),
+    ((FunctionType,), _Update.function),
+    ((MethodType,), _Update.method),
+    ((partial,), _Update.partial),
     ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), _Update.generator),
 )
 

@@ -83,6 +83,33 @@ class Hooked(Plain):
             optimizer.param_groups[0]["params"][-1].mul_(0.9)
 
 
+class RemembersFeatures(Plain):
+    """Local hooks fill a list that the step reads, and count the calls in a variable of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+        features, calls = self.features, 0
+
+        def remember(_: nn.Module, __: Any, output: Tensor) -> None:
+            features[:] = [output]
+
+        def weaken(gradient: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return gradient / calls
+
+        self.net[0].register_forward_hook(remember)
+        self.weaken = weaken
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.features[-1].pow(2).mean()
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        bias = self.net[2].bias
+        bias.grad = self.weaken(bias.grad)
+
+
 class Replaced(Plain):
     """Methods of single objects, attributes of parameters, options of the Trainer, a further callback."""
 
@@ -191,7 +218,7 @@ def _assert_same_after_a_replacement(
     return module, trainer
 
 
-@pytest.mark.parametrize("kind", sampled([Hooked, Replaced, SharedMemory], 1, rest=pytest.mark.long))
+@pytest.mark.parametrize("kind", sampled([Hooked, RemembersFeatures, Replaced, SharedMemory], 2, rest=pytest.mark.long))
 def test_a_replacement_has_what_hooks_have_put_into_odd_places(kind: type[L.LightningModule]) -> None:
     module, trainer = _assert_same_after_a_replacement(kind, Samples())
     if isinstance(module, Replaced):  # settings and callbacks come home

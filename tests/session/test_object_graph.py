@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import dataclass
+from functools import partial
 from types import GeneratorType
 from typing import Any
 from unittest.mock import MagicMock
@@ -117,6 +118,68 @@ def _draw(generator: Any) -> float:
     if isinstance(generator, torch.Generator):
         return torch.rand(1, generator=generator).item()
     return float(generator.random())
+
+
+class Calls:
+    """Is held by a method alone."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.number, self.seen = 0, seen
+
+    def count(self) -> None:
+        self.number += 1
+        self.seen.append(-2)
+
+
+class Counting:
+    """Counts in all that functions hold, wherever that is kept."""
+
+    def __init__(self) -> None:
+        seen: list[int] = []
+        calls, total = Calls(seen), 0
+
+        def closes_over() -> None:
+            nonlocal total
+            total += 1
+            seen.append(total)
+
+        def has_default(counts: dict[str, int] = {"calls": 0}) -> None:  # noqa: B006
+            counts["calls"] += 1
+
+        self.functions = [closes_over, has_default, calls.count, partial(list.append, seen, -1)]
+        self.found = lambda: (total, seen, has_default.__defaults__, calls.number)
+
+    def call(self) -> None:
+        for function in self.functions:
+            function()
+
+
+def test_what_functions_hold_arrives_in_the_receivers_own_functions() -> None:
+    sender, receiver = Counting(), Counting()
+    seen = receiver.found()[1]
+    functions = list(receiver.functions)
+    sender.call()
+    _carried(sender, receiver, "helper")
+    assert receiver.found() == sender.found() == (1, [1, -2, -1], ({"calls": 1},), 1)
+    for function in functions:
+        function()
+    assert receiver.found() == (2, [1, -2, -1, 2, -2, -1], ({"calls": 2},), 2)
+    assert receiver.found()[1] is seen
+    assert sender.found()[0] == 1
+
+
+def test_a_hook_writes_into_the_receivers_dict_and_reads_its_modules() -> None:
+    sender, receiver = Net(), Net()
+    _remember_outputs(sender)
+    _carried(sender, receiver)
+    receiver.net(torch.ones(1, 2))
+    assert receiver.by_name == {"a": [], "last": [id(receiver.helper)]}
+    assert sender.by_name == {"a": []}
+
+
+def _remember_outputs(module: Net) -> None:
+    found, helper, alone = module.by_name, module.helper, nn.Linear(500, 600)
+    module.net.register_forward_hook(lambda *_: found.update(last=[id(helper)] if alone.bias is not None else []))
 
 
 def test_modules_and_buffers_that_were_added_changed_and_removed_are_the_senders() -> None:
