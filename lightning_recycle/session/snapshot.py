@@ -39,6 +39,7 @@ from lightning_recycle.session.weight_callbacks import (
     load_parameter_groups,
     take_pruned_form,
 )
+from lightning_recycle.tensor_memory import local_part, sharded_like
 
 if TYPE_CHECKING:
     from lightning_recycle.session.training_steps import TrainingSteps
@@ -67,7 +68,7 @@ class WorkerSnapshot:
         hooks: how often the donor has run collectives of its position in hooks.
         saves: the state of checkpoints that are written in the background.
         side_effects: side effects of hooks and steps on the module's attributes.
-        gradients: those of the step before, by parameter, if the user's code may look at them.
+        gradients: those of the step before, by parameter, if hooks may look at them; the parts of sharded ones.
         generators: the states of the generators from which hooks draw.
         accumulated: the gradients of the batches since the newest step of the optimizer.
     """
@@ -175,7 +176,7 @@ class StateTransfer:
             hooks=self._context.client.member.hooks,
             saves=None if self._background is None else self._background.state(),
             side_effects=self._side_effects.state(),
-            gradients=left or self._steps.old_gradients,
+            gradients={name: local_part(grad) for name, grad in (left or self._steps.old_gradients).items()},
             generators=generator_states(),
             accumulated=self._executor.accumulated.state(),
         )
@@ -224,7 +225,7 @@ class StateTransfer:
         self._recorder.find_again()
         for name, parameter in module.named_parameters():
             grad = snapshot.gradients.get(name)
-            parameter.grad = None if grad is None else grad.clone().to(parameter.device)
+            parameter.grad = None if grad is None else sharded_like(parameter, grad.clone().to(parameter.device))
         snapshot.trainer.load_progress(trainer)
         self._weights.load(snapshot.averages)
         load_parameter_groups(module, trainer.optimizers, snapshot.groups)
