@@ -84,8 +84,9 @@ class ControlClient(ActivityRecorder):
 
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends, and the workers with which this one may
-    be in a hook that must not end; ``regroup`` from the main thread while
-    it waits in :meth:`arrive`; ``complete_saves`` from whichever thread ends this process without a result.
+    be in a hook that must not end; ``regroup`` from the main thread while it waits in :meth:`arrive`, and ``on_leader``
+    when an answer has named another leader; ``complete_saves`` from whichever thread ends this process without a
+    result.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class ControlClient(ActivityRecorder):
         super().__init__()
         self.on_interrupt: Callable[[int, Collection[int]], None] | None = None
         self.regroup: Callable[[], None] | None = None
+        self.on_leader: Callable[[], None] = lambda: None
         self.heartbeat_interval = heartbeat_interval
         self._address, self._authkey, self._patience = address, authkey, patience
         self._enrolled: messages.Enrolled | None = None
@@ -439,7 +441,11 @@ class ControlClient(ActivityRecorder):
 
     def _await_answer(self, arrival: messages.Arrive, interruptible: bool, leads: bool = True) -> dict[int, Any]:
         what = f"collective {arrival.name!r}"
+        leader = self.member.leader
         answer = self._wait(lambda: self.member.answer(arrival.number, leads), what, interruptible=interruptible)
+        if self.member.leader != leader:
+            with self.busy("taking over from the last leader"):  # loggers and progress bars are the user's
+                self.on_leader()
         return unpack_all(answer.payloads)
 
     # ------------------------------------------------------------------ beside the training

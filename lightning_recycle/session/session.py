@@ -168,6 +168,7 @@ class Session:
         undo_failed_saves(trainer, self.checkpoints)
         self._relay = LogRelay(context, self.executor, module)
         self._recorder.on_logger_call = self._relay.on_call
+        self.client.on_leader = self._lead
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:
             PipelineFitLoop.install(trainer, self.steps)
@@ -190,7 +191,7 @@ class Session:
     def _make_steps(self, ties: StageTies) -> TrainingSteps:
         context, trainer = self._context, self.trainer
         steps = TrainingSteps(
-            context, self.parts, self._recorder, self.loaders, self._preemption, self.reach, self._on_generation
+            context, self.parts, self._recorder, self.loaders, self._preemption, self.reach, self._lead
         )
         builder = StageBuilder(context, self.parts, self._recorder)
         if context.fitting and self.parts.optimizes_itself:
@@ -346,8 +347,8 @@ class Session:
 
     # ------------------------------------------------------------------ leadership
 
-    def _on_generation(self) -> None:
-        """A new generation is complete: this worker may have become the leader."""
+    def _lead(self) -> None:
+        """A new generation is complete, or an answer came in one: this worker may have become the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._follow_leader()
         if self.collectives.is_leader and not was_leader:

@@ -67,3 +67,14 @@ def test_an_exception_is_told_even_if_its_words_are_no_unicode() -> None:
     summary, text = in_words(ValueError("no such file: /data/\udcff.png"))
     encode(Crash(0, False, summary, None, text))
     assert summary == "ValueError: no such file: /data/\\udcff.png"
+
+
+def test_a_worker_takes_over_as_soon_as_an_answer_names_it_as_leader(theirs: MessageConnection) -> None:
+    """What hooks log next is its to write."""
+    client = ThreadClient(1, ("", 0), b"", heartbeat_interval=60.0)
+    seen: list[int] = []
+    client.on_leader = lambda: seen.append(client.leader)
+    for number, leader in enumerate((0, 0, 1)):
+        theirs.send(messages.Answer(number, {}, leader))
+        client.arrive("barrier")
+    assert seen == [0, 1]
