@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.control.protocol.layout_change import has_ties, is_layout, ranges
-from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
+from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measured
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
@@ -232,7 +232,7 @@ class StageLayers:
         elif self._steps == _FIRST_MEASURED + _MEASURED:
             meters = self._end_measuring()
             if meters.keys() == set(self.owned):
-                self._context.client.send(self._facts(meters))
+                self._context.client.send(Measured(self._context.place.rank, layers=self._facts(meters)))
             else:  # layers have moved meanwhile
                 self._steps = 0
 
@@ -248,7 +248,6 @@ class StageLayers:
             parameters = [list(module.parameters()) for module in modules]
             buffers = [list(module.buffers()) for module in modules]
         return LayerFacts(
-            rank=self._context.place.rank,
             cuts=self.cuts,
             first=owned.start,
             seconds=tuple(meter.seconds for meter in meters.values()),

@@ -55,13 +55,12 @@ def test_re_routing_goes_on(
     for stage, (begin, end) in enumerate(pairwise(cuts)):
         own = seconds[begin:end]
         sizes, none = (state,) * half, (0,) * half
-        plans.take(
-            Worker(0, stage), LayerFacts(stage, cuts, begin, own, none, sizes, sizes, (True,) * half, fixed=fixed)
-        )
+        facts = LayerFacts(cuts, begin, own, none, sizes, sizes, (True,) * half, fixed=fixed)
+        plans.take(Worker(0, stage), Measured(stage, layers=facts))
     if state:  # 4 layers of 1,000 bytes, and room for 1.5 micro-batches
         for rank in range(GRID.num_workers):
             footprint = Footprint("a", 10_000, 0, 2 * state * half, 0, 1_000, 1_000, 1_000)
-            plans.take(GRID.worker(rank), Measured(rank, footprint))
+            plans.take(GRID.worker(rank), Measured(rank, footprint=footprint))
     for _ in range(10):
         for stage, (begin, end) in enumerate(pairwise(cuts)):
             took = sum(seconds[begin:end])
@@ -89,9 +88,8 @@ def test_layers_move_away_from_the_stage_that_has_lost_a_worker(open_plans: Open
     plans = open_plans("always", "16 micro-batches")
     sizes = (10**6,) * 8
     for stage in range(2):
-        plans.take(
-            Worker(0, stage), LayerFacts(stage, (0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
-        )
+        facts = LayerFacts((0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
+        plans.take(Worker(0, stage), Measured(stage, layers=facts))
     for _ in range(10):
         for stage in range(2):
             plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)

@@ -114,7 +114,7 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: P
     seconds = {stage: {"F": 1.0, "B": 1.0, "W": 1.0} for stage in range(2)}
     plans.measurements.operation_seconds = seconds
     for rank in range(4):
-        plans.take(GRID.worker(rank), Measured(rank, footprint(after_forward=50, after_backward=50)))
+        plans.take(GRID.worker(rank), Measured(rank, footprint=footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)
     (ready,) = plans.better()
     assert ready.roster == (0, 1, 2, 3)
@@ -131,7 +131,7 @@ def test_a_better_plan_for_the_memory_there_is_replaces_the_first_one(planner: P
 def test_a_plan_that_does_not_fit_is_replaced_by_a_longer_one(planner: PlanProvider, plans: RunPlans) -> None:
     for rank in range(4):
         worker, held = GRID.worker(rank), footprint(after_forward=300, after_backward=300, checkpoint=300)
-        plans.take(worker, Measured(rank, held))
+        plans.take(worker, Measured(rank, footprint=held))
     three_steps(planner, plans)
     (ready,) = plans.better()
     assert ready.details["gain"] < 0
@@ -151,7 +151,7 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
 
     monkeypatch.setattr(plan_maker, "make_plan", long_answer)
     for rank in range(4):
-        plans.take(GRID.worker(rank), Measured(rank, footprint(after_forward=50, after_backward=50)))
+        plans.take(GRID.worker(rank), Measured(rank, footprint=footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)
     assert plans.better() == []
     assert planner.plan(ALL, plans.operation_seconds).period == first < longer.period
@@ -166,7 +166,7 @@ def test_a_plan_that_cannot_be_made_is_named_by_what_it_was_for(
 
     monkeypatch.setattr(plan_maker, "make_plan", fail)
     for rank in range(4):
-        plans.take(GRID.worker(rank), Measured(rank, footprint()))
+        plans.take(GRID.worker(rank), Measured(rank, footprint=footprint()))
     three_steps(planner, plans)
     assert sorted(record.getMessage() for record in caplog.records) == [
         "No plan could be made ahead for the failure of (0, 0): no room",

@@ -9,7 +9,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
-from lightning_recycle.control.protocol.messages import Applied, Tried
+from lightning_recycle.control.protocol.messages import Applied, Measured
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
 from lightning_recycle.planning.grid import OpKind
@@ -48,7 +48,7 @@ class Run:
 
     def tried(self, trial: SplitTrial) -> None:
         for worker in GRID.workers():
-            self.plans.take(worker, Tried(GRID.rank(worker), trial))
+            self.plans.take(worker, Measured(GRID.rank(worker), trial=trial))
         self.settle()
 
     def settle(self) -> None:
@@ -133,7 +133,7 @@ def test_one_worker_of_each_stage_that_works_is_waited_for(open_run: Callable[..
     run.steps()
     for worker in GRID.workers():
         assert run.planner.assumptions.splitting is None
-        run.plans.take(worker, Tried(GRID.rank(worker), CHEAP))
+        run.plans.take(worker, Measured(GRID.rank(worker), trial=CHEAP))
     assert run.planner.assumptions.splitting is not None
 
 

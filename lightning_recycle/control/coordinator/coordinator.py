@@ -583,7 +583,7 @@ class Coordinator:
             case messages.Reached(milestone=messages.Milestone.CONNECTED):
                 self._on_connected(message)
                 return
-            case messages.Profiled() | messages.Measured() | messages.LayerFacts() | messages.Tried():
+            case messages.Measured():
                 if self._is_first_member(rank):
                     self._plans.take(self._position(rank), message)
                 return

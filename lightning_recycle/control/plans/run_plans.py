@@ -38,7 +38,7 @@ from lightning_recycle.control.plans.layout_choice import LayoutChoice, Rebalanc
 from lightning_recycle.control.plans.plan_maker import ReadyPlan, newest
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.planning_queue import Job, Urgency
-from lightning_recycle.control.protocol.messages import Applied, Cuts, LayerFacts, Measured, Profiled, Returned, Tried
+from lightning_recycle.control.protocol.messages import Applied, Cuts, Measured, Returned
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.grid import Grid, Worker
@@ -173,31 +173,29 @@ class RunPlans:
         """``worker`` reports again what it had measured."""
         if message.facts:
             self.measurements.took(worker.stage, message.facts[-1].operation_seconds)
-        for measurement in (message.profiled, message.measured, message.layers, message.tried):
-            if measurement is not None:
-                self.take(worker, measurement)
+        if message.measured is not None:
+            self.take(worker, message.measured)
 
-    def take(self, worker: Worker, message: Profiled | Measured | LayerFacts | Tried) -> None:
+    def take(self, worker: Worker, message: Measured) -> None:
         """``worker`` has measured something."""
         newest = self.schedules[-1] if self.schedules else None
-        match message:
-            case Profiled():
-                if (profile := self.measurements.profiled(worker.stage, message)) is not None:
-                    self._on_profile(profile)
-            case LayerFacts():
-                self._layouts.told(message)
-            case Measured():
-                footprints = self.measurements.footprints
-                footprints[worker] = message.footprint
-                if newest is not None and footprints.keys() >= set(newest.live_workers):
-                    self._planner.assumptions.measured(footprints)
-                    self._plan_ahead_again()
-            case Tried():
-                trials = self.measurements.trials
-                trials[worker] = message.trial
-                if newest is not None and trials.keys() >= set(newest.live_workers) - newest.idle_workers():
-                    self._planner.assumptions.tried(trials)
-                    self._plan_ahead_again()
+        told = message.profiled
+        if told is not None and (profile := self.measurements.profiled(worker.stage, told)) is not None:
+            self._on_profile(profile)
+        if message.footprint is not None:
+            footprints = self.measurements.footprints
+            footprints[worker] = message.footprint
+            if newest is not None and footprints.keys() >= set(newest.live_workers):
+                self._planner.assumptions.measured(footprints)
+                self._plan_ahead_again()
+        if message.layers is not None:
+            self._layouts.told(message.layers)
+        if message.trial is not None:
+            trials = self.measurements.trials
+            trials[worker] = message.trial
+            if newest is not None and trials.keys() >= set(newest.live_workers) - newest.idle_workers():
+                self._planner.assumptions.tried(trials)
+                self._plan_ahead_again()
 
     def stepped(self, seconds: float | None) -> None:
         """A step was committed, ``seconds`` after the previous one."""

@@ -337,13 +337,6 @@ _STEPS = 2
 _STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
 """Who begins step b + 3 has applied b + 2; no worker can before all have begun step b + 1, and had what came before."""
 
-_MEASURED: Mapping[type[Any], str] = {
-    messages.Profiled: "profiled",
-    messages.Measured: "measured",
-    messages.LayerFacts: "layers",
-    messages.Tried: "tried",
-}
-
 
 class MessageRecord:
     """Messages that a worker has sent and received, and others may lack."""
@@ -361,7 +354,7 @@ class MessageRecord:
         self.restored = 0
         self.is_ready = self.entered = self.ends_run = False
         self.leave: messages.Leave | None = None
-        self._measured: dict[str, Any] = {}  # likewise, the newest of each kind
+        self.measured: messages.Measured | None = None
         self._losses: dict[int, messages.Losses] = {}
         self._told: dict[int, messages.StepLoss] = {}
         self._answered_at = -1  # the newest step that it had begun when the answer came
@@ -397,8 +390,9 @@ class MessageRecord:
                 self.leave = message
             case messages.EndRun():
                 self.ends_run = True
-            case messages.Profiled() | messages.Measured() | messages.LayerFacts() | messages.Tried():
-                self._measured[_MEASURED[type(message)]] = message
+            case messages.Measured():
+                new = {name: value for name in message.__slots__ if (value := getattr(message, name)) is not None}
+                self.measured = replace(self.measured or message, **new)
 
     def heard(self, message: Any, rank: int, begun: int) -> None:
         """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
@@ -458,6 +452,5 @@ class MessageRecord:
             losses=tuple(self._losses.values()),
             told=tuple(self._told.values()),
             **held,
-            **self._measured,
             **who,
         )

@@ -351,27 +351,10 @@ class Applied:
 class Profiled:
     """Profile of a worker's stage over ``steps`` steps, and of its link to the next stage (0 without one)."""
 
-    rank: int
     stage: StageProfile
     latency: float
     bandwidth: float
     steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Memory of a worker, measured in its first steps."""
-
-    rank: int
-    footprint: Footprint
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """Cost of split backwards of a worker, tried in its first steps."""
-
-    rank: int
-    trial: SplitTrial
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,7 +531,6 @@ class LayerFacts:
     """Measurements of the layers of a worker, in their order.
 
     Args:
-        rank: the worker's rank.
         cuts: the layout under which it has them.
         first: the first of them.
         seconds: of a forward, relative to each other.
@@ -561,7 +543,6 @@ class LayerFacts:
         fixed: why they cannot go to another worker; empty if they can.
     """
 
-    rank: int
     cuts: Cuts
     first: int
     seconds: tuple[float, ...]
@@ -572,6 +553,20 @@ class LayerFacts:
     tied: tuple[tuple[int, ...], ...] = ()
     fixed: str = ""
     whole: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a worker has measured in its first steps, and not told before.
+
+    ``footprint``: its memory. ``trial``: the cost of its split backwards.
+    """
+
+    rank: int
+    profiled: Profiled | None = None
+    footprint: Footprint | None = None
+    layers: LayerFacts | None = None
+    trial: SplitTrial | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -631,7 +626,7 @@ class Returned:
         entered: whether it has said that it has got its state, if the training had begun without it.
         leave: its wish to leave, if it has said so.
         ends_run: whether it has said that all are to end.
-        profiled, measured, layers, tried: what it measured, if it has said so.
+        measured: all that it has told of what it measured.
     """
 
     rank: int
@@ -669,10 +664,7 @@ class Returned:
     entered: bool = False
     leave: Leave | None = None
     ends_run: bool = False
-    profiled: Profiled | None = None
     measured: Measured | None = None
-    layers: LayerFacts | None = None
-    tried: Tried | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -973,9 +965,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Broken,
     Losses,
     Applied,
-    Profiled,
     Measured,
-    Tried,
     Commit,
     Undo,
     Arrive,
@@ -987,7 +977,6 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Incomparable,
     Crash,
     LayoutWanted,
-    LayerFacts,
     Publish,
     LookUp,
     FaultInjected,

@@ -317,16 +317,17 @@ class StepMeasurements:
         if first is None:
             return
         if first.tries_splitting and (tried := first.trial()) is not None:
-            self._client.send(messages.Tried(rank, tried))
+            self._client.send(messages.Measured(rank, trial=tried))
             self._tried, self._tries_splitting, first.tries_splitting = tried, False, False
         if self._profiles and first.count == _PROFILED:
             seconds = dict(self.timings.seconds)
             profile = first.profile(seconds if self._tried is None else self._tried.divided(seconds))
             steps = _PROFILED - _PROFILE_WARM_UP
-            self._client.send(messages.Profiled(rank, profile, self._latency, self._bandwidth, steps))
+            profiled = messages.Profiled(profile, self._latency, self._bandwidth, steps)
+            self._client.send(messages.Measured(rank, profiled))
             self._profiles = False
         if (footprint := first.footprint()) is not None:
-            self._client.send(messages.Measured(rank, footprint))
+            self._client.send(messages.Measured(rank, footprint=footprint))
             self._awaits_memory = False
         self._end_if_known()
 
