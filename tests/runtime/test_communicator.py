@@ -359,13 +359,6 @@ def assert_abort_unblocks(team: Team, rank: int, generation: int) -> None:
 
 
 @pytest.mark.parametrize("operation", BLOCKING)
-def test_abort_unblocks(four: Team, operation: str) -> None:
-    four.regroup(0, 1)
-    four.members[0].start(*BLOCKING[operation])
-    assert_abort_unblocks(four, 0, four.generation)
-
-
-@pytest.mark.parametrize("operation", BLOCKING)
 def test_abort_unblocks_although_the_peer_is_stopped(team: Team, operation: str) -> None:
     team.regroup(0, 1)
     team.members[1].stop()
