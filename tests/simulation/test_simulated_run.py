@@ -100,17 +100,6 @@ def test_a_checkpoint_loss_goes_back_over_pauses_and_configurations() -> None:
     ]
 
 
-def test_a_checkpoint_that_a_failure_interrupts_does_not_count() -> None:
-    first = replace(STEADY, checkpoint_every=20.0, checkpoint_seconds=5.0)
-    answer = Reaction(replace(first, gpus=31, useful_gpu_seconds=232.5), (Downtime("load", 2.0),), Loss.CHECKPOINT)
-    result = run({(22.0, "down"): answer}, [sim.Outage(22.0, (0,))], duration=30.0, first=first)
-    assert timeline(result)[:3] == [
-        (0, 20, "lost", "steady"),
-        (20, 22, "paused", "checkpoint"),
-        (22, 24, "paused", "load"),
-    ]
-
-
 def test_a_repair_waits_for_the_end_of_the_step() -> None:
     answers = {(0.0, "down"): None, (36.0, "up"): Reaction(STEADY, (Downtime("join", 2.0),), at_boundary=True)}
     result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=LESS)
@@ -132,22 +121,6 @@ def test_a_repair_waits_for_the_end_of_the_newest_step_that_somebody_has_begun(l
     result = run(answers, [sim.Outage(0.0, (5,), 36.0)], first=overlapping)
     assert timeline(result)[2] == (boundary, boundary + 2, "paused", "join")
     assert "redone" not in parts(result)
-
-
-def test_a_failure_in_a_pause_starts_the_pause_again_and_loses_nothing_more() -> None:
-    answers = {
-        (36.0, "down"): Reaction(LESS, (Downtime("regroup", 10.0),), Loss.STEP),
-        (40.0, "down"): Reaction(
-            replace(LESS, gpus=30, useful_gpu_seconds=225.0), (Downtime("again", 10.0),), Loss.STEP
-        ),
-    }
-    result = run(answers, [sim.Outage(36.0, (5,)), sim.Outage(40.0, (6,))])
-    assert timeline(result)[2:] == [
-        (36, 40, "paused", "regroup"),
-        (40, 50, "paused", "again"),
-        (50, 100, "training", "less"),
-    ]
-    assert result.samples == pytest.approx(300 + 500)
 
 
 def test_a_step_goes_on_at_another_speed_where_a_policy_loses_nothing() -> None:
