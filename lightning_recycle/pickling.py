@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import IO, Any
 
 import cloudpickle
@@ -46,6 +46,7 @@ from lightning_recycle.tensor_memory import has_plain_memory
 __all__ = [
     "MainModule",
     "MainPickler",
+    "content_of",
     "dumps",
     "end_import",
     "enter_main",
@@ -295,12 +296,43 @@ class MainPickler(cloudpickle.Pickler):
                 return NotImplemented
             if _found(value.__qualname__) is value and "." not in value.__qualname__:
                 self.definitions[value.__qualname__] = value
+        if isinstance(value, CellType):
+            return _empty_cell, ()  # each function that has it brings its content
         reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and value.__closure__ and isinstance(reduced, tuple):
+            return _with_shared_cells(value, value.__closure__, reduced)
         if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) > 2:  # a class that is put together
             # The states of callbacks and data modules are found by this name, which cloudpickle leaves out.
             attributes, _ = reduced[2]
             attributes["__qualname__"] = value.__qualname__
         return reduced
+
+
+def _with_shared_cells(function: FunctionType, cells: tuple[CellType, ...], reduced: tuple[Any, ...]) -> Any:
+    """``reduced``, with variables that functions share as they do here: cloudpickle gives each function its own."""
+    make, (*arguments, _), (attributes, members), *_, setter = reduced
+    state = setter, (attributes, {**members, "__closure__": None}), [*map(content_of, cells)]
+    return make, (*arguments, cells), state, None, None, _fill_cells
+
+
+def content_of(cell: CellType) -> tuple[Any, ...]:
+    """The value of a variable of functions; empty before the first."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _empty_cell() -> CellType:
+    return CellType()
+
+
+def _fill_cells(function: Any, state: tuple[Any, Any, list[tuple[Any, ...]]]) -> None:
+    setter, own, contents = state
+    setter(function, own)
+    for cell, content in zip(function.__closure__, contents, strict=True):
+        if content:
+            (cell.cell_contents,) = content
 
 
 class _Namespace(dict[str, Any]):

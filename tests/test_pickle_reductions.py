@@ -42,6 +42,33 @@ def test_tensors_that_share_memory_still_do() -> None:
     assert other_flat.resize_(20).numel() == 20  # its memory is its own
 
 
+def test_functions_that_share_variables_still_do() -> None:
+    count, items = 0, [1]
+
+    def advance() -> Any:
+        nonlocal count
+        count += 1
+        items.append(count)
+        return found  # which hold each other
+
+    def found() -> Any:
+        return count, items, advance
+
+    if count:
+        later = 1
+
+    def has_no_value() -> int:
+        return later
+
+    advance()
+    other_found, other_advance, other_has_no_value = _again((found, advance, has_no_value))
+    assert other_advance() is other_found
+    assert other_found() == (2, [1, 1, 2], other_advance)
+    assert found() == (1, [1, 1], advance)
+    with pytest.raises(NameError, match="later"):
+        other_has_no_value()
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -41,7 +41,7 @@ __all__ = [
     "TableKey",
     "attributes_of",
     "class_of",
-    "content_of",
+    "function_with",
     "hooks_of",
     "is_bound_to_process",
     "is_local",
@@ -144,12 +144,12 @@ def is_local(function: FunctionType) -> bool:
     return "<" in function.__qualname__ and origin(function).partition(".")[0] not in _FRAMEWORKS
 
 
-def content_of(cell: CellType) -> Any:
-    """The value of a variable, MISSING before the first."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
+def function_with(function: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
+    """A copy of ``function`` with these variables."""
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    for name in ("__kwdefaults__", "__dict__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+        setattr(made, name, getattr(function, name))
+    return made
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")

@@ -40,14 +40,14 @@ from torchmetrics.wrappers import MetricTracker
 from typing_extensions import override
 
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.pickling import MainModule, MainPickler, parametrize_class, reduced_array
+from lightning_recycle.pickling import MainModule, MainPickler, content_of, parametrize_class, reduced_array
 from lightning_recycle.session.object_attributes import (
     MISSING,
     OF_ONE_PROCESS,
     TableKey,
     attributes_of,
     class_of,
-    content_of,
+    function_with,
     hooks_of,
     is_bound_to_process,
     is_local,
@@ -472,13 +472,26 @@ class _Update:
         return target
 
     def function(self, old: Any, new: Any) -> Any:
+        """A local function, with the variables that others of this process share with it."""
         if not is_local(new):
             return new
         target = old if old is not None and old.__code__ == new.__code__ else new
+        own, received = target.__closure__ or (), new.__closure__ or ()
+        filled = []
+        for here, there in zip(own, received, strict=True):
+            if id(there) not in self._taken:
+                self._received.append(there)
+                self.claim(there if id(here) in self._claimed else here, there)
+                filled.append(there)
+        cells = tuple(self._taken[id(there)] for there in received)
+        if any(cell is not here for cell, here in zip(cells, own, strict=True)):
+            target = function_with(target, cells)
         self.claim(target, new)
-        for here, there in zip(target.__closure__ or (), new.__closure__ or (), strict=True):
-            if (value := content_of(there)) is not MISSING:
-                here.cell_contents = self._held(content_of(here), value)
+        for there in filled:
+            cell = self._taken[id(there)]
+            for value in content_of(there):
+                before = content_of(cell)
+                cell.cell_contents = self._held(before[0] if before else MISSING, value)
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             setattr(target, name, self.merged(getattr(target, name), getattr(new, name)))
         return target
@@ -491,7 +504,8 @@ class _Update:
         if id(new) in self._taken or id(new) in self._known or not is_node(new):
             return self.merged(old, new)
         self._received.append(new)
-        target = old if type(old) is type(new) and id(old) not in self._claimed | self._known else new
+        is_free = id(old) not in self._claimed and id(old) not in self._known
+        target = old if type(old) is type(new) and is_free else new
         self.claim(target, new)
         self._write(target, True, attributes_of(new), set())
         return target

@@ -177,6 +177,36 @@ def test_a_hook_writes_into_the_receivers_dict_and_reads_its_modules() -> None:
     assert sender.by_name == {"a": []}
 
 
+def test_local_functions_share_their_variables_with_hooks() -> None:
+    """A hook of the sender is new in the receiver; the function in the attribute is its own."""
+    sender, receiver = Net(), Net()
+    for module in (sender, receiver):
+        _share_a_count(module)
+    sender.advance()
+    _carried(sender, receiver)
+    advance = receiver.advance
+    _carried(sender, receiver)
+    assert receiver.advance is advance
+    advance()
+    receiver.net(torch.ones(1, 2))
+    assert receiver.by_name["count"] == [2]
+    assert "count" not in sender.by_name
+
+
+def _share_a_count(module: Net) -> None:
+    count = 0
+
+    def advance() -> None:
+        nonlocal count
+        count += 1
+
+    def show(*_: Any) -> None:
+        module.by_name["count"] = [count]
+
+    module.advance = advance
+    module.net.register_forward_hook(show)
+
+
 def _remember_outputs(module: Net) -> None:
     found, helper, alone = module.by_name, module.helper, nn.Linear(500, 600)
     module.net.register_forward_hook(lambda *_: found.update(last=[id(helper)] if alone.bias is not None else []))
