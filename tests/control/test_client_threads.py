@@ -73,7 +73,7 @@ def test_a_worker_takes_over_as_soon_as_an_answer_names_it_as_leader(theirs: Mes
     """What hooks log next is its to write."""
     client = ThreadClient(1, ("", 0), b"", heartbeat_interval=60.0)
     seen: list[int] = []
-    client.on_leader = lambda: seen.append(client.leader)
+    client.on_leader = lambda: seen.append(client.member.leader)
     for number, leader in enumerate((0, 0, 1)):
         theirs.send(messages.Answer(number, {}, leader))
         client.arrive("barrier")

@@ -40,7 +40,11 @@ class AwaitChange(L.Callback):
         strategy: Any = trainer.strategy
         client = strategy.session.client
         deadline = time.monotonic() + LONGEST_WAIT
-        while trainer.global_step == CHANGE and not client.member.pauses and time.monotonic() < deadline:
+        while (
+            trainer.global_step == CHANGE
+            and not (client.member.is_paused or client.member.plans)
+            and time.monotonic() < deadline
+        ):
             if client.interrupted or client.generation > 0:  # somebody died: there is no change for that generation
                 return
             time.sleep(0.002)

@@ -131,7 +131,11 @@ class AwaitBetter(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         client = cast("Any", trainer.strategy).session.client
         deadline = time.monotonic() + 60.0
-        while trainer.global_step == 8 and not client.member.pauses and time.monotonic() < deadline:
+        while (
+            trainer.global_step == 8
+            and not (client.member.is_paused or client.member.plans)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.002)
 
 
