@@ -267,6 +267,18 @@ def test_connections_are_bounded_in_number_and_time(
         plane.until(lambda: answers(port))
 
 
+def test_a_default_timeout_of_the_users_script_is_none_of_the_server(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket.setdefaulttimeout(0.05)
+    try:
+        with served(Monitor("x"), ("127.0.0.1", 0)):
+            time.sleep(0.3)
+    finally:
+        socket.setdefaulttimeout(None)
+    assert not caplog.records
+
+
 def test_an_address_that_is_taken_is_an_error_that_says_so(runtime: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = taken.getsockname()

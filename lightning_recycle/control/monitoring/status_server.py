@@ -77,6 +77,7 @@ class StatusServer:
 
     def __enter__(self) -> StatusServer:
         for listener in self._listeners:
+            listener.settimeout(None)  # whatever the user's script has made the default
             threading.Thread(target=self._serve, args=(listener,), name="recycle-status", daemon=True).start()
         return self
 
@@ -101,9 +102,9 @@ class StatusServer:
 
     def _answer(self, connection: socket.socket, places: threading.Semaphore) -> None:
         limit = threading.Timer(_CONNECTION_SECONDS, _cut, (connection,))
-        limit.start()
         self._open.add(connection)
         try:
+            limit.start()
             connection.settimeout(_READ_SECONDS)
             _Handler(connection, ("", 0), self)  # type: ignore[arg-type]
         except OSError as error:  # the other side has left, or was too slow
