@@ -489,9 +489,10 @@ class _Update:
         self.claim(target, new)
         for there in filled:
             cell = self._taken[id(there)]
+            before = content_of(cell)
             for value in content_of(there):
-                before = content_of(cell)
-                cell.cell_contents = self._held(before[0] if before else MISSING, value)
+                if value is not MISSING:
+                    cell.cell_contents = self._held(before[0] if before else MISSING, value)
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             setattr(target, name, self.merged(getattr(target, name), getattr(new, name)))
         return target

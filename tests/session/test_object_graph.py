@@ -193,6 +193,20 @@ def test_local_functions_share_their_variables_with_hooks() -> None:
     assert "count" not in sender.by_name
 
 
+def test_a_function_keeps_its_own_anchor_where_that_has_no_name_yet() -> None:
+    sender, receiver = Net(), Net()
+    loggers = Helper(sender), Helper(receiver)
+    for module, logger in zip((sender, receiver), loggers, strict=True):
+        module.shown = _returns(logger)
+    packed = ObjectGraph({"module": sender}, {"logger": loggers[0]}).pack()
+    ObjectGraph({"module": receiver}, {}).update(packed, _CPU)
+    assert receiver.shown() is loggers[1]
+
+
+def _returns(value: Any) -> Any:
+    return lambda: value
+
+
 def _share_a_count(module: Net) -> None:
     count = 0
 
