@@ -78,7 +78,7 @@ class FakeWorker:
 
     def beat(self) -> None:
         activity = messages.Activity(self.version, "waits", "steps", time.monotonic())
-        self.say(messages.Heartbeat(self.rank, self.member.generation, activity, 0.0, False, self.member.begun))
+        self.say(messages.Heartbeat(self.rank, self.member.generation, activity, 0.0, self.member.begun))
 
     def hear(self, message: Any) -> None:
         for reply in self.member.receive(message):

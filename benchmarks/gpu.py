@@ -444,9 +444,9 @@ def until_ended(victim: int, at: int, worker: Worker, told: Connection) -> None:
     times: dict[str, float] = {}
     abort = worker.communicator.abort
 
-    def timed_abort(generation: int) -> None:
+    def timed_abort(*what: Any) -> None:
         times.setdefault("heard", time.time())
-        abort(generation)
+        abort(*what)
         times.setdefault("aborted", time.time())
 
     def end(step: int, op: Any) -> None:

@@ -285,11 +285,11 @@ def ablation(grid: Grid, failed: Worker, effort: int) -> list[float]:
     costs, limit = Costs.uniform(grid.stages), (grid.stages,) * grid.stages
     one = Grid(1, grid.stages, grid.microbatches)
     # The baseline is planned as well as possible, whatever the effort for the plans compared with it.
-    zero_bubble = planned_step(Problem(one, costs, frozenset(), Technique(True, False), limit)).seconds
+    zero_bubble = planned_step(Problem(one, costs, frozenset(), Technique(True, False), limit)).period
     steps = ((False, False), (True, False), (True, True))
     plans = (Problem(grid, costs, frozenset([failed]), Technique(*step)) for step in steps)
     usual = one_f_one_b_seconds(costs, grid.microbatches)
-    return [usual, zero_bubble, *(planned_step(problem, effort).seconds for problem in plans)]
+    return [usual, zero_bubble, *(planned_step(problem, effort).period for problem in plans)]
 
 
 def ablation_table() -> Iterable[Table]:
