@@ -240,7 +240,7 @@ def test_gradients_are_zeroed_between_the_forward_and_the_backward(batches: int)
     options: Any = {"max_epochs": EPOCHS, "accumulate_grad_batches": batches}
     on_one_device(**options).fit(theirs, DataLoader(data(), BATCH, drop_last=True))
     faults = [Fault("kill", 1, 0, step=2), Fault("kill", 0, 0, step=7)]
-    run = on_grid(2, faults, {"max_restarts": 10}, callbacks=[AwaitReplacement([5])], **options)
+    run = on_grid(2, faults, {"max_restarts": 10}, callbacks=[AwaitReplacement([5 // batches])], **options)
     run.fit(ours, DataLoader(data(), BATCH // 2, drop_last=True))
     assert failures(run) == [(1, 0), (0, 0)]
     assert rejoined(run)[0] == (1, 0)
