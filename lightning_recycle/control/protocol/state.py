@@ -51,7 +51,7 @@ class StartDue:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Worker ``rank`` is dead for certain, or declared so; or the process is that was to join as ``rank``."""
+    """Worker ``rank``, or the process that was to join as it, is dead for certain or declared so."""
 
     rank: int
     cause: str
