@@ -85,8 +85,8 @@ class ControlClient(ActivityRecorder):
     ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
     thread when a generation is announced, with the number of the one that ends, and the workers with which this one may
     be in a hook that must not end; ``regroup`` from the main thread while it waits in :meth:`arrive`, and ``on_leader``
-    when an answer has named another leader; ``complete_saves`` from whichever thread ends this process without a
-    result.
+    when an answer or a new generation may have named another leader; ``complete_saves`` from whichever thread ends this
+    process without a result.
     """
 
     def __init__(

@@ -190,9 +190,7 @@ class Session:
 
     def _make_steps(self, ties: StageTies) -> TrainingSteps:
         context, trainer = self._context, self.trainer
-        steps = TrainingSteps(
-            context, self.parts, self._recorder, self.loaders, self._preemption, self.reach, self._lead
-        )
+        steps = TrainingSteps(context, self.parts, self._recorder, self.loaders, self._preemption, self.reach)
         builder = StageBuilder(context, self.parts, self._recorder)
         if context.fitting and self.parts.optimizes_itself:
             self.executor, self.manual = builder.manual_executor(ties, steps)

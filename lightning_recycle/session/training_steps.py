@@ -64,7 +64,6 @@ class TrainingSteps:
         loaders: the sources of steps.
         preemption: the signals to this worker.
         reach: called with a point of the run and the step.
-        on_generation: called when a new generation is complete.
 
     Attributes:
         stop_requests: the agreement about ``trainer.should_stop``.
@@ -95,12 +94,10 @@ class TrainingSteps:
         loaders: StepLoaders,
         preemption: Preemption,
         reach: Callable[[str, int], None],
-        on_generation: Callable[[], None],
     ) -> None:
         self._context, self._trainer, self._client = context, context.trainer, context.client
         self._parts, self._recorder, self.loaders = parts, recorder, loaders
         self._preemption, self._reach = preemption, reach
-        self._on_generation = on_generation
         self._suspicion = suspicion_of(context.options.recovery.machine_errors)
         self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
         self.layers: StageLayers | None = None
@@ -270,7 +267,7 @@ class TrainingSteps:
     def on_generation(self) -> None:
         if self._client.generation == 0:
             self._checks.announce(self.executor.version)
-        self._on_generation()
+        self._client.on_leader()
 
     def on_recovery(self, step: int) -> None:
         self._recorder.side_effects.run_again()
