@@ -37,6 +37,7 @@ __all__ = [
     "delete",
     "link",
     "put_in_place",
+    "put_in_place_if_left",
     "read_json",
     "refusing",
     "remove",
@@ -64,12 +65,12 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # some file systems canno
 
 
 @contextlib.contextmanager
-def replacing(path: str | PathLike[str], before_naming: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
+def replacing(path: str | PathLike[str], before_naming: Callable[[Path], None] | None = None) -> Iterator[BinaryIO]:
     """Yields a new file that becomes ``path`` at the end of the block, with its directory if needed.
 
     Args:
         path: the name of the file; an old one is replaced.
-        before_naming: called when the new content is on the disk, right before the file gets its name.
+        before_naming: called with the temporary name when the new content is on the disk there.
 
     Raises:
         OSError: when the file system refuses; the old file is then unchanged.
@@ -83,7 +84,7 @@ def replacing(path: str | PathLike[str], before_naming: Callable[[], None] | Non
             file.flush()
             os.fsync(file.fileno())
         if before_naming is not None:
-            before_naming()
+            before_naming(temporary)
         put_in_place(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -234,6 +235,16 @@ def put_in_place(new: Path, path: str | PathLike[str]) -> None:
             raise
     sync_folder(path.parent)
     delete(aside)
+
+
+def put_in_place_if_left(temporary: str | PathLike[str], path: str | PathLike[str]) -> None:
+    """:func:`put_in_place`, for a writer that is gone and may have done it.
+
+    Raises:
+        OSError: when the file system refuses.
+    """
+    if os.path.lexists(temporary):
+        put_in_place(Path(temporary), path)
 
 
 def restored(path: str | PathLike[str]) -> Path | None:

@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.activity import ActivityRecorder
@@ -120,7 +119,7 @@ class ControlClient(ActivityRecorder):
         self.complete_saves: Callable[[], None] | None = None
         self._completes = False  # a checkpoint, after the run
         self._parcels: dict[tuple[int, int, str], messages.Payload | None] = {}  # by batch, sender and key
-        self._posted: Callable[[], Mapping[int, Any]] = dict  # the answer to what was posted last
+        self._questions = -1  # the number of the newest question whether it is a member
         self._is_in_hook = False
         self.returns = 0  # how often it has found another coordinator; parcels are lost with the old one
         self._wake_heartbeat = threading.Event()
@@ -236,10 +235,22 @@ class ControlClient(ActivityRecorder):
         """Returns if this worker is still a member, and ends the process otherwise. To be called before anything that
         only a member of the generation may do. ``in_background``: whether the thread that trains is another one.
         """
-        number = self.member.confirmed + 1
-        self.send(messages.Confirm(self.rank, number))
+        self._confirm(lambda number: messages.Confirm(self.rank, number), shown=not in_background)
+
+    def announce(self, batch: int, index: int, temporary: str) -> None:
+        """As :meth:`confirm`, from a thread beside the training: this worker may give a checkpoint its name.
+
+        Args:
+            batch, index, temporary: as in :class:`~lightning_recycle.control.protocol.messages.SaveAnnounced`.
+        """
+        self._confirm(lambda number: messages.SaveAnnounced(self.rank, number, batch, index, temporary), shown=False)
+
+    def _confirm(self, question: Callable[[int], Any], shown: bool) -> None:
+        with self._changed:
+            self._questions = number = max(self._questions, self.member.confirmed) + 1
+        self.send(question(number))
         what = "confirmation that it is a member"
-        self._wait(lambda: self.member.confirmed >= number or self._completes or None, what, shown=not in_background)
+        self._wait(lambda: self.member.confirmed >= number or self._completes or None, what, shown=shown)
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.
@@ -370,22 +381,9 @@ class ControlClient(ActivityRecorder):
         """
         if self.joining:
             return {self.rank: payload}
-        self._posted()
         arrival = self.member.arrive(name, pack(payload))
         self.send(arrival)
         return self._hiding_failures(lambda interruptible: self._await_answer(arrival, interruptible))
-
-    def post(self, name: str, payload: Any = None) -> Callable[[], Mapping[int, Any]]:
-        """As :meth:`arrive`, without waiting: what it returns waits for the answer, and hides failures until then. So
-        does the next control collective, as a coordinator that is started again is told of the newest only.
-        """
-        self._posted()
-        arrival = self.member.arrive(name, pack(payload))
-        self.send(arrival)
-        self._posted = cache(
-            lambda: self._hiding_failures(lambda interruptible: self._await_answer(arrival, interruptible, leads=False))
-        )
-        return self._posted
 
     def _hiding_failures(self, wait: Callable[[bool], _T]) -> _T:
         """Result of ``wait`` (interruptible); carries out the regroups that are announced meanwhile."""
@@ -407,7 +405,6 @@ class ControlClient(ActivityRecorder):
             Interrupted: when a generation was announced before the answer came: nobody has one. Recompute ``payload``
                 and arrive again.
         """
-        self._posted()
         message = self.member.arrive_in_generation(name, pack(payload))
         self.send(message)
         return self._await_answer(message, interruptible=True)
@@ -439,10 +436,10 @@ class ControlClient(ActivityRecorder):
         self.send(messages.Crash(self.rank, True, why, None, ""))
         self._exit(why, EXIT_RAISED)
 
-    def _await_answer(self, arrival: messages.Arrive, interruptible: bool, leads: bool = True) -> dict[int, Any]:
+    def _await_answer(self, arrival: messages.Arrive, interruptible: bool) -> dict[int, Any]:
         what = f"collective {arrival.name!r}"
         leader = self.member.leader
-        answer = self._wait(lambda: self.member.answer(arrival.number, leads), what, interruptible=interruptible)
+        answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
         if self.member.leader != leader:
             with self.busy("taking over from the last leader"):  # loggers and progress bars are the user's
                 self.on_leader()

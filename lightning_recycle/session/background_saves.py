@@ -6,15 +6,14 @@ the same functions: messages between holders (:class:`HolderGroup`) replace the 
 *writer*, which gives the checkpoint its name.
 
 All checkpoints of one boundary are a *batch*, and share the copies. There is one batch at a time: the next one, and the
-end of the training, wait for it. At the boundary no worker waits for others: each works out the holders from the roster
-and what all know. In each step after it all post what they know of the batch when they begin, and have the answers when
-they have applied it. So all take up what follows from it (the record of ``ModelCheckpoint``, deletions, links, messages
-to loggers) after the same step. It is given up if a holder is lost, as no other worker can make that version any more;
-if a loss at the boundary made workers choose different holders; or if the coordinator is started again while parts are
-under way.
+end of the training, wait for it. No worker waits for others at the boundary: the holders were named by the last message
+that all have had, and how a batch ended comes with one of the next
+(:mod:`~lightning_recycle.control.protocol.saves`). So all take up what follows (the record of ``ModelCheckpoint``,
+deletions, links, messages to loggers) after the same step. What all workers know of a batch is in
+:class:`CommonState`, which a newcomer gets from its donor.
 
 Contract: no wait of a thread outlives the worker that it waits for; whatever a thread meets becomes the outcome of its
-checkpoint. Only a member of the run names a file.
+checkpoint. A file gets its name only after the coordinator was told that it is whole.
 
 Must not know: Lightning's callbacks, what a checkpoint is for.
 """
@@ -29,22 +28,25 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.payload import pack, unpack
+from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.files import Pace, temporary_path
+from lightning_recycle.control.protocol.saves import batch_number
+from lightning_recycle.files import Pace, put_in_place_if_left, temporary_path
 from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.optimizer_states import copied, fits
-from lightning_recycle.tensor_memory import has_plain_memory
+from lightning_recycle.tensor_memory import has_plain_memory, to_cpu
 from lightning_recycle.torch_internals import version_of
 
 __all__ = ["Action", "BackgroundSaves", "Batch", "CommonState", "HolderGroup", "SaveRequest", "StateCopies"]
@@ -172,8 +174,9 @@ class HolderGroup:
         client: the connection to the coordinator.
         positions: which worker is which member of which position.
         number: the batch's number, the same on all workers.
-        ranks: the holder of each stage.
-        writer: the rank of the one that gives the checkpoint its name.
+        version: how many steps its checkpoints hold.
+        ranks: the holder of each stage; the last one is the writer.
+        since: a generation in which they were alive.
         pace: how fast each of them writes and sends.
         request: which checkpoint of the batch is being written.
         is_wanted: whether all others still wait for the batch.
@@ -182,16 +185,17 @@ class HolderGroup:
     client: ControlClient
     positions: Positions
     number: int
+    version: int
     ranks: tuple[int, ...]
-    writer: int
+    since: int
     pace: Pace = field(default_factory=Pace)
     request: int = 0
     is_wanted: bool = True
     _messages: int = 0
 
     def __post_init__(self) -> None:
-        self.rank = self.client.rank
-        self._returns, self._since = self.client.returns, self.client.generation
+        self.rank, self.writer = self.client.rank, self.ranks[-1]
+        self._returns = self.client.returns
 
     @property
     def is_leader(self) -> bool:
@@ -213,19 +217,26 @@ class HolderGroup:
         self._messages += 1
         question, answer = f"{name} {self._messages}", f"answer {self._messages}"
         if self.is_leader:
-            found = {rank: value if rank == self.rank else self._take(rank, question) for rank in self.ranks}
+            parts = {rank: self._take(rank, question) for rank in others}
+            found = {rank: self._of_this_step(*part) for rank, part in parts.items()}
+            found[self.rank] = value
             for rank in others:
                 self._give(rank, answer, found)
             return found
-        self._give(self.writer, question, value)
+        self._give(self.writer, question, (self.version, value))
         return self._take(self.writer, answer)  # type: ignore[no-any-return]
+
+    def _of_this_step(self, version: int, value: Any) -> Any:
+        if version != self.version:
+            raise GivenUp(f"a worker gave its state after {version} steps, and it is to hold {self.version}")
+        return value
 
     def send(self, value: Any) -> None:
         """Sends ``value`` to the writer, in pieces, as the writer takes them."""
         pieces = _Pieces(self)
         try:
             stream = io.BufferedWriter(pieces, _PIECE)
-            torch.save(value, stream)
+            torch.save((self.version, value), stream)
             stream.close()
         except RuntimeError:  # torch ends its archive after an exception of the stream, too, and finds a part missing
             if pieces.given_up is not None:
@@ -245,7 +256,7 @@ class HolderGroup:
                     file.write(piece)
                     number += 1
                     self._give(rank, f"taken {number}", None)
-            return torch.load(spool, map_location="cpu", mmap=True, weights_only=False)
+            return self._of_this_step(*torch.load(spool, map_location="cpu", mmap=True, weights_only=False))
         finally:
             spool.unlink(missing_ok=True)
 
@@ -255,14 +266,18 @@ class HolderGroup:
             if rank != self.rank:
                 self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
 
-    def confirm(self) -> None:
-        """Returns if this worker may name a checkpoint.
+    def confirm(self, temporary: Path | None = None) -> None:
+        """Returns if this worker may go on; with ``temporary``, where the whole file is, announces it: from then on it
+        counts.
 
         Raises:
-            GivenUp: if all have given it up.
+            GivenUp: if it is not wanted any more.
         """
-        self.client.confirm(in_background=True)
         self._check()
+        if temporary is None:
+            self.client.confirm(in_background=True)
+        else:
+            self.client.announce(self.number, self.request, os.path.abspath(temporary))
 
     def _check(self) -> None:
         if not self.is_wanted:
@@ -279,7 +294,7 @@ class HolderGroup:
 
     def _take(self, rank: int, key: str) -> Any:
         try:
-            return self.client.take(rank, self.number, f"{self.request} {key}", self._since, self._goes_on)
+            return self.client.take(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
         except Interrupted:
             raise GivenUp(self._why(rank)) from None
 
@@ -293,7 +308,7 @@ class HolderGroup:
     def _why(self, rank: int) -> str:
         failed = self._failed()
         if failed is not None:
-            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", self._since, lambda: True))
+            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True))
         if self.client.returns != self._returns:
             return "the coordinator was started again, and parts of it were under way"
         return f"the worker of rank {rank} was lost, which had a part of it"
@@ -342,12 +357,16 @@ class SaveRequest:
     Args:
         path: where it is to be.
         write: writes it together with the other holders; None if this worker has no part in it.
+        weights_only: whether no run can go on from it.
+        is_new: whether it is known to replace nothing.
         failure: why it was not written.
         error: an exception of the user's code, such as of an object that cannot be pickled.
     """
 
     path: str
     write: Callable[[], WriteFailure | None] | None
+    weights_only: bool = False
+    is_new: bool = False
     failure: WriteFailure | None = None
     error: BaseException | None = None
 
@@ -375,62 +394,60 @@ class Batch:
         version: the number of steps.
         group: the holders; on all workers.
         copies: this holder's copies.
+        ended: called in the writer's thread when it is done with a checkpoint: its index, why there is none, and for
+            how many seconds the thread has written.
         requests: the checkpoints, in order.
         actions: what follows, in order.
-        writing_seconds: how long this worker's thread has written.
+        is_sealed: whether all are asked for, and are written.
     """
 
     version: int
     group: HolderGroup
     copies: StateCopies
+    ended: Callable[[int, WriteFailure | None, float], None]
     requests: list[SaveRequest] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
-    writing_seconds: float = 0.0
-    _written: int = 0
+    is_sealed: bool = False
     _thread: threading.Thread | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_done: threading.Event = field(default_factory=threading.Event)
 
-    def add(self, request: SaveRequest) -> None:
-        """Has ``request`` written after those before it."""
-        with self._lock:
-            self.requests.append(request)
-            if request.write is not None and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="recycle-checkpoint", daemon=True)
-                self._thread.start()
+    def start(self) -> None:
+        """All checkpoints are asked for: begins to write them, if this worker has a part in them."""
+        self.is_sealed = True
+        if self.group.is_column_leader:
+            self._thread = threading.Thread(target=self._run, name="recycle-checkpoint", daemon=True)
+            self._thread.start()
 
     @property
     def is_written(self) -> bool:
         """Whether this worker has done its part."""
-        with self._lock:
-            return self._thread is None
+        return self.is_sealed and (self._thread is None or self._is_done.is_set())
 
     def _run(self) -> None:
         began = time.perf_counter()
-        while True:
-            with self._lock:
-                if self._written == len(self.requests):
-                    self.writing_seconds += time.perf_counter() - began
-                    self._thread = None
-                    break
-                request = self.requests[self._written]
-                self.group.request = self._written
-                self._written += 1
-            assert request.write is not None
-            try:
-                if not self.copies.finish():
-                    raise GivenUp("the optimizer's state was changed between two steps")
-                if not self.copies.are_originals:  # for which the training waits
-                    self._yield()
-                request.failure = request.write()
-                continue
-            except GivenUp as error:
-                why = str(error)
-            except BaseException as error:
-                request.error = error
-                why = f"{type(error).__name__}: {error}"
-            request.failure = _given_up(request.path, why)
-            with contextlib.suppress(Exception):
-                self.group.fail(why)
+        for index, request in enumerate(self.requests):
+            self.group.request = index
+            request.failure = self._write(request)
+            if self.group.is_leader:
+                self.ended(index, request.failure, time.perf_counter() - began)
+        self._is_done.set()
+
+    def _write(self, request: SaveRequest) -> WriteFailure | None:
+        assert request.write is not None
+        try:
+            if not self.copies.finish():
+                raise GivenUp("the optimizer's state was changed between two steps")
+            if not self.copies.are_originals:  # for which the training waits
+                self._yield()
+            return request.write()
+        except GivenUp as error:
+            why = str(error)
+        except BaseException as error:
+            request.error = error
+            why = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the others wait no longer than this worker lives
+            self.group.fail(why)
+        return _given_up(request.path, why)
 
     @staticmethod
     def _yield() -> None:
@@ -443,46 +460,49 @@ class Batch:
         for error in [request.error for request in self.requests if request.error is not None]:
             raise error
 
-    def report(self) -> BatchReport:
-        """This worker's report to all."""
-        is_written, group = self.is_written, self.group
-        failures = tuple(request.failure for request in self.requests)
-        paths = tuple(request.path for request in self.requests)
-        holders = (*group.ranks, group.writer)
-        return BatchReport(group.is_leader, holders, is_written, self.version, paths, failures, tuple(self.actions))
-
 
 def _given_up(path: str, why: str) -> WriteFailure:
     return WriteFailure(f"The checkpoint {path} is given up: {why}.", is_refusal=False)
 
 
-@dataclass(frozen=True)
-class BatchReport:
-    """What a worker knows of a batch.
+@dataclass
+class PendingBatch:
+    """A batch that has begun and whose outcome is not known yet; the same on all workers.
 
     Args:
-        writes: whether it is the writer.
-        holders: who is to write.
-        is_written: whether it has done its part.
-        version: the number of steps.
-        paths: the checkpoints.
-        failures: why each was not written; None for one that was, or with which this worker had nothing to do.
-        actions: what follows.
-        facts: what it has measured.
+        number: its number.
+        version: how many steps its checkpoints hold.
+        paths: the checkpoints, in order.
+        new: those of them that replace nothing.
+        actions: what follows, in order.
     """
 
-    writes: bool
-    holders: tuple[int, ...]
-    is_written: bool
+    number: int
     version: int
     paths: tuple[str, ...]
-    failures: tuple[WriteFailure | None, ...]
+    new: frozenset[str]
     actions: tuple[Action, ...]
-    facts: Any = None
 
 
-CommonState: TypeAlias = tuple[bool, Mapping[int, int], dict[str, set[str]]]
-"""Whether a batch is pending, how busy each worker is, and the names in folders: the same on all workers."""
+@dataclass(frozen=True)
+class CommonState:
+    """State of background checkpoints that all workers have in common.
+
+    Args:
+        status: as of the newest message that is the same for all workers.
+        batches: how many have begun.
+        pending: the batch that has begun, if there is one.
+        given_up: what is to be asked for again at the next boundary.
+        unnamed: temporary paths and names of whole files whose writer was lost.
+        names: of folders with checkpoints, the names in them.
+    """
+
+    status: SaveStatus
+    batches: int
+    pending: PendingBatch | None
+    given_up: tuple[Any, ...]
+    unnamed: tuple[tuple[str, str], ...]
+    names: Mapping[str, set[str]]
 
 
 class BackgroundSaves:
@@ -490,62 +510,92 @@ class BackgroundSaves:
 
     Args:
         context: the context of the worker.
-        load: how busy this worker is with the current plan; the least busy one of a stage is its holder.
 
     Attributes:
-        on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
+        on_failures: called on all workers with why checkpoints were not written, by path.
+        discard: called on the leader with the path of a new checkpoint that was given up.
         measure: returns what this worker has measured, if its thread has written for so many seconds.
-        on_facts: called on all workers with what those measured that took part in a batch.
+        on_facts: called on all workers with what the writer of a batch has measured.
+        stalled: returns for how many seconds checkpoints have held up this worker so far.
         actions: what may follow when a checkpoint is complete, by name. Called on all workers with why it is not, or
             None, and :attr:`Action.arguments`.
         by_writer: what the writer does of them where a run ends before all know the outcome, by name.
-        is_pending: whether a batch was begun whose outcome is not known yet; the same on all workers.
+        pending: the batch that has begun and whose outcome is not known; the same on all workers.
+        given_up: what is to be asked for again at the next boundary; the same on all workers.
         names: of folders with checkpoints, the names in them; the same on all workers.
+        batch: this worker's part in the current batch.
     """
 
-    def __init__(self, context: WorkerContext, load: Callable[[], int]) -> None:
-        self._collectives, self._options, self._load = context.collectives, context.options.checkpoints, load
+    def __init__(self, context: WorkerContext) -> None:
+        self._collectives, self._options = context.collectives, context.options.checkpoints
+        self._client = context.client
         self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
-        self.on_failures: Callable[[int, Mapping[str, WriteFailure]], None] = lambda version, failures: None
+        self.on_failures: Callable[[Mapping[str, WriteFailure]], None] = lambda failures: None
+        self.discard: Callable[[str], None] = lambda path: None
         self.measure: Callable[[float], Any] = lambda seconds: None
-        self.on_facts: Callable[[list[Any]], None] = lambda facts: None
+        self.on_facts: Callable[[Any], None] = lambda facts: None
+        self.stalled: Callable[[], float] = lambda: 0.0
         self.actions: dict[str, Callable[..., None]] = {}
         self.by_writer: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
-        self.is_pending = False
+        self.pending: PendingBatch | None = None
+        self.given_up: tuple[Any, ...] = ()
         self.names: dict[str, set[str]] = {}
-        self._loads: Mapping[int, int] = {}
-        self._posted: Callable[[], Mapping[int, Any]] | None = None
+        self._batches = 0
+        self._unnamed: tuple[tuple[str, str], ...] = ()
         self._old_copies: StateCopies | None = None
         self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
 
     # ------------------------------------------------------------------ the next batch
 
     def begin(self, version: int) -> Batch | None:
-        """The batch of the boundary after ``version`` steps; None if the one before is not complete. All call it."""
-        if self.batch is not None and self.batch.version == version:
+        """The batch of the boundary after ``version`` steps, which :meth:`seal` completes; None if the one before is
+        not over. All call it.
+        """
+        if self.batch is not None and not self.batch.is_sealed:
             return self.batch
-        collectives = self._collectives
-        # Who has just answered is newer than the generation, which this worker may not have entered yet.
-        live = self._agree(self._patience) or collectives.live_workers
-        if self.is_pending:
+        self._agree(self._patience)
+        if self.pending is not None:
             return None
-        collectives.settle()
-        positions = collectives.positions
-        ranks = [
-            min((self._loads.get(rank, 0), rank) for rank in live if positions.stage(rank) == stage)[1]
-            for stage in range(collectives.grid.stages)
-        ]
-        writer = ranks[-1]
-        if not self._options.save_distributed_checkpoint:  # a file of the whole model
-            writer = collectives.leader
-            ranks[positions.stage(writer)] = writer
-        number, bandwidth = collectives.client.member.next_collective, self._options.bandwidth
+        status = self._client.member.saves
+        if not status.holders:  # before the first step
+            self._collectives.barrier("checkpoint")
+            status = self._client.member.saves
+        self._collectives.settle()
+        bandwidth = self._options.bandwidth
         pace = Pace(None if bandwidth is None else 1e6 * bandwidth)
-        group = HolderGroup(collectives.client, positions, number, tuple(ranks), writer, pace)
-        self.batch = Batch(version, group, StateCopies(self._old_copies))
-        self.is_pending, self._old_copies = True, None
+        number = batch_number(status, self._batches)
+        holders = (status.holders, status.generation)
+        group = HolderGroup(self._client, self._collectives.positions, number, version, *holders, pace)
+        self.batch = Batch(version, group, StateCopies(self._old_copies), self._ended)
+        self._old_copies = None
         return self.batch
+
+    def seal(self) -> None:
+        """At the step boundary: what was asked for since :meth:`begin` is written from now on. All call it."""
+        batch = self.batch
+        if batch is None or batch.is_sealed:
+            return
+        if not batch.requests:
+            self.batch, self._old_copies = None, batch.copies
+            self._follow(batch.actions, {})
+            return
+        paths = tuple(request.path for request in batch.requests)
+        new = frozenset(request.path for request in batch.requests if request.is_new)
+        self.pending = PendingBatch(batch.group.number, batch.version, paths, new, tuple(batch.actions))
+        self._batches += 1
+        weights_only = tuple(request.weights_only for request in batch.requests)
+        where = (batch.version, batch.group.writer, paths, weights_only, self.stalled())
+        self._client.send(SaveBegun(self._client.rank, self.pending.number, *where))
+        batch.start()
+
+    def _ended(self, index: int, failure: WriteFailure | None, seconds: float) -> None:
+        """Called in the thread of the writer, which is done with a checkpoint."""
+        why = None if failure is None else SaveFailure(failure.text, failure.is_refusal)
+        assert self.batch is not None
+        facts = pack(self.measure(seconds))
+        number = self.batch.group.number
+        self._client.send(SaveEnded(self._client.rank, number, index, why, self.stalled(), facts))
 
     @property
     def is_deferring(self) -> bool:
@@ -585,34 +635,25 @@ class BackgroundSaves:
         if self.batch is not None:
             self.batch.copies.finish()
 
-    def post(self) -> None:
-        """Early in a step: lets all others know what this worker knows of the batch, if there is one. They have posted
-        theirs when this one has applied the step, as all have begun it.
-        """
-        if self.is_pending and self._posted is None:
-            self._posted = self._collectives.client.post("checkpoint", self._known())
-
-    @property
-    def has_posted(self) -> bool:
-        """Whether this worker has, in the current step."""
-        return self._posted is not None
-
     def take_up(self) -> None:
-        """After a step: takes up what follows from the batch, if it was complete when all began the step."""
-        self.post()  # if a recovery has applied the step in this worker
+        """After a step: takes up what follows from the batch, if it was over when the losses of the step were known."""
         if self.batch is not None:
             self.batch.raise_error()
-        if self._posted is not None:
-            posted, self._posted = self._posted, None
-            self._hear(posted())
+        self._hear()
 
     def state(self) -> CommonState:
         """The state that all workers have in common."""
-        return self.is_pending, self._loads, self.names
+        pending, status = self.pending, self._client.member.saves
+        if pending is not None:
+            actions = (replace(action, arguments=to_cpu(action.arguments)) for action in pending.actions)
+            pending = replace(pending, actions=tuple(actions))
+        return CommonState(status, self._batches, pending, to_cpu(self.given_up), self._unnamed, self.names)
 
     def enter(self, state: CommonState) -> None:
         """This worker enters a running training; ``state``: of its donor."""
-        (self.is_pending, self._loads, self.names), self._posted = state, None
+        self._client.member.saves = state.status
+        self._batches, self.pending, self.given_up = state.batches, state.pending, state.given_up
+        self._unnamed, self.names = state.unnamed, dict(state.names)
 
     def complete(self) -> None:
         """Waits for the batch, and takes up what follows from it; all workers call it."""
@@ -622,7 +663,7 @@ class BackgroundSaves:
         """Waits until the thread has written what it has no copies of, or a generation is announced in which they may
         change: then it is given up.
         """
-        batch, client = self.batch, self._collectives.client
+        batch, client = self.batch, self._client
         if batch is not None and batch.copies.are_originals:
             with client.busy("writing a checkpoint"):
                 while not (batch.is_written or client.interrupted):
@@ -646,63 +687,59 @@ class BackgroundSaves:
                 except OSError as error:
                     log.warning("After the last checkpoint of the run a file is not as it should be: %s.", error)
 
-    def _agree(self, patience: float | None) -> tuple[int, ...]:
-        """At a boundary, if a batch is pending: waits for it, for ``patience`` seconds or without limit, and for all
-        others, whose ranks it returns. They are asked first: a holder may wait for one that chose others.
+    def name_files(self) -> None:
+        """The leader gives whole files their names whose writer was lost before they surely had them."""
+        if not self._collectives.is_leader:
+            return
+        unnamed, self._unnamed = self._unnamed, ()
+        for temporary, path in unnamed:
+            try:
+                put_in_place_if_left(temporary, path)
+            except OSError as error:
+                log.warning("The checkpoint %s is complete, but its name is refused: %s.", path, error)
+
+    def _agree(self, patience: float | None) -> None:
+        """If a batch is pending: waits for it, for ``patience`` seconds or without limit, at the same point of all
+        workers' program.
         """
-        batch = self.batch
-        live: tuple[int, ...] = ()
         end = float("inf") if patience is None else time.monotonic() + patience
-        for waits in (False, True):
-            if not self.is_pending:
-                break
-            if batch is not None and waits:
-                self._collectives.client.await_thread(
-                    lambda: batch.is_written or time.monotonic() > end, "writing a checkpoint"
+        while self.pending is not None:
+            if (batch := self.batch) is not None:
+                self._client.await_thread(
+                    lambda batch=batch: batch.is_written or time.monotonic() > end,  # type: ignore[misc]
+                    "writing a checkpoint",
                 )
-            if batch is not None:
                 batch.raise_error()
-            found = self._collectives.gather_all("checkpoint", self._known())
-            self._hear(found)
-            live = tuple(found)
-        return live
-
-    def _known(self) -> tuple[int, BatchReport | None]:
-        """What this worker lets all others know: its load, and its report."""
-        if (batch := self.batch) is None:
-            return self._load(), None
-        return self._load(), replace(batch.report(), facts=self.measure(batch.writing_seconds))
-
-    def _hear(self, found: Mapping[int, tuple[int, BatchReport | None]]) -> None:
-        self._loads = {rank: load for rank, (load, _) in found.items()}
-        reports = [one for _, (_, one) in sorted(found.items()) if one is not None]
-        writers = [one for one in reports if one.writes]
-        writer = next((one for one in writers if one.is_written and not any(one.failures)), None)
-        if writer is None and len({one.holders for one in reports}) == 1 and writers:
-            (writer,) = writers  # otherwise some did not know of a loss yet when they chose the holders
-            if not writer.is_written:
+            self._collectives.barrier("checkpoint")
+            self._hear()
+            if patience is not None:
                 return
-        self.is_pending = False
-        if reports:
-            self._end(reports[0], writer)
-            self.on_facts([one.facts for one in reports])
 
-    def _end(self, known: BatchReport, writer: BatchReport | None) -> None:
-        """All know the outcome of the batch, those that came since it began, too."""
-        batch, self.batch = self.batch, None
+    def _hear(self) -> None:
+        """Takes up what follows from the batch, if the newest status says how it ended."""
+        status, pending = self._client.member.saves, self.pending
+        if pending is None or status.batch != pending.number:
+            return
+        batch, self.batch, self.pending = self.batch, None, None
         if batch is not None:
             batch.group.end()
             if batch.is_written:
                 self._old_copies = batch.copies
                 batch.copies.forget_originals()
-        lost = "the worker that wrote it was lost"
-        failures = {
-            path: _given_up(path, lost) if writer is None else failure
-            for path, failure in zip(known.paths, (writer or known).failures, strict=True)
-        }
-        failed = {path: failure for path, failure in failures.items() if failure is not None}
-        for action in known.actions:
+        self._unnamed = tuple((temporary, pending.paths[index]) for index, temporary in status.unnamed.items())
+        self.name_files()
+        outcomes = zip(pending.paths, status.failures, strict=True)
+        failed = {path: WriteFailure(why.text, why.is_refusal) for path, why in outcomes if why is not None}
+        if self._collectives.is_leader:
+            for path in pending.new & failed.keys():
+                self.discard(path)
+        self._follow(pending.actions, failed)
+        if failed:
+            self.on_failures(failed)
+        if status.facts is not None:
+            self.on_facts(unpack(status.facts))
+
+    def _follow(self, actions: Iterable[Action], failed: Mapping[str, WriteFailure]) -> None:
+        for action in actions:
             failure = next((failed[path] for path in action.paths if path in failed), None)
             self.actions[action.name](failure, *action.arguments)
-        if failed:
-            self.on_failures(known.version, failed)

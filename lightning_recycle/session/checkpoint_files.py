@@ -122,7 +122,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         checkpoint: dict[str, Any],
         path: str | Path,
         storage_options: Any | None = None,
-        before_naming: Callable[[], None] | None = None,
+        before_naming: Callable[[Path], None] | None = None,
         pace: Pace | None = None,
     ) -> None:
         """Writes a checkpoint.
@@ -131,7 +131,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             checkpoint: the checkpoint.
             path: the file's path or URL.
             storage_options: not supported, as in Lightning's class.
-            before_naming: called right before a file of this machine gets its name.
+            before_naming: called with its temporary path right before a file of this machine gets its name.
             pace: how fast a file of this machine is written; as fast as possible by default.
 
         Raises:
@@ -335,8 +335,8 @@ class Writers(Protocol):
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all of them, by rank."""
 
-    def confirm(self) -> None:
-        """Returns if this worker may name the folder."""
+    def confirm(self, temporary: Path | None = None) -> None:
+        """Returns if this worker may give what is at ``temporary`` its name."""
 
 
 def save_sharded(
@@ -344,7 +344,7 @@ def save_sharded(
     shard: dict[str, Any],
     rest: dict[str, Any],
     collectives: Writers,
-    before_naming: Callable[[], None],
+    before_naming: Callable[[Path | None], None],
 ) -> bool | WriteFailure:
     """Writes this worker's shard together with all others; every live worker takes part.
 
@@ -353,7 +353,8 @@ def save_sharded(
         shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
         rest: what does not belong to a stage.
         collectives: all who write.
-        before_naming: called by the leader right before the folder gets its name.
+        before_naming: called by the leader right before the folder gets its name, with its temporary path if it is on
+            this machine.
 
     Returns:
         Whether this worker gave the folder its name; or why there is no checkpoint, the same on all workers.
@@ -411,7 +412,7 @@ def _write_once(
     shard: dict[str, Any],
     rest: dict[str, Any],
     collectives: Writers,
-    before_naming: Callable[[], None],
+    before_naming: Callable[[Path | None], None],
     upload: _Upload | None,
 ) -> bool | WriteFailure | None:
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""
@@ -463,11 +464,11 @@ def _write_once(
         write_manifest(folder, checksums)
         if upload is not None:
             upload.put(folder, (_TORCH_METADATA, METADATA_FILENAME))
-            before_naming()
+            before_naming(None)
             upload.put(folder, (_MANIFEST,))
             return True
         sync_folder(folder)
-        before_naming()
+        before_naming(folder)
         put_in_place(folder, path)
         return True
 

@@ -11,16 +11,18 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.optim import Optimizer
 
-from lightning_recycle.control.protocol.messages import Saved, SavePhase
+from lightning_recycle.control.protocol.messages import Saved
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import link, remove
@@ -147,7 +149,6 @@ class Checkpoints:
     stall_seconds: float = 0.0
     _unwinding: bool = False
     _counted_stall: float = 0.0
-    _weights_only: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         context, wanted = self.context, self.context.options.checkpoints
@@ -158,8 +159,11 @@ class Checkpoints:
             self.interval = SaveInterval(lambda: context.client.member.counters.get("failures", 0.0))
         if self.background is not None:
             self.background.on_failures = self._not_completed
+            self.background.discard = self._discard
+            self.background.stalled = lambda: self.stall_seconds
             if self.interval is not None:
-                self.background.measure, self.background.on_facts = self._measured, self._follow
+                self.background.measure = self._measured
+                self.background.on_facts = lambda facts: self._follow([facts])
             self.background.actions["link"] = lambda failure, *paths: None if failure else self.link(*paths)
             self.background.actions["remove"] = lambda failure, path: None if failure else self.remove(path)
             self.background.by_writer.update(link=link, remove=self._delete)
@@ -289,16 +293,15 @@ class Checkpoints:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
                 run, or is to be :meth:`noticed`. Otherwise the leader warns. In the background that comes later.
         """
+        is_new = self._is_new(path)
         self._exists(path)
-        self._weights_only.discard(os.fspath(path))
-        if "optimizer_states" not in checkpoint:
-            self._weights_only.add(os.fspath(path))
         with self._stalling():
             if (background := self.in_background) is not None:
-                self._ask(background, checkpoint, path, storage_options)
+                self._ask(background, checkpoint, path, storage_options, is_new)
             else:
                 self._save_together(checkpoint, path, storage_options)
         if background is not None and not background.is_deferring:
+            background.seal()
             self.complete()  # the user's code may read it next
         if background is None and self.interval is not None and not self.collectives.client.joining:
             self._follow(list(self.collectives.gather_all("interval", self._measured(0.0)).values()))
@@ -327,6 +330,11 @@ class Checkpoints:
             found = [os.path.basename(path) for path in list_folder(folder)]
             self.background.names[folder] = set(self.collectives.broadcast(found))
         return name in self.background.names[folder]
+
+    def _is_new(self, path: Any) -> bool:
+        """Whether it is known that there is nothing at ``path``."""
+        folder, name = os.path.split(path)
+        return self.background is not None and name not in self.background.names.get(folder, {name})
 
     def _exists(self, path: Any, exists: bool = True) -> None:
         folder, name = os.path.split(path)
@@ -361,6 +369,16 @@ class Checkpoints:
                 raise CheckpointError(f"The old checkpoint {path} could not be deleted: {error}.") from error
             log.warning("The old checkpoint %s could not be deleted and stays: %s.", path, error)
 
+    def _discard(self, path: str) -> None:
+        """Deletes a new checkpoint that was given up, if its writer came to give it its name where nothing asks first:
+        on other file systems than this machine's, and by a CheckpointIO of the user's.
+        """
+        try:
+            if get_filesystem(path).exists(path):
+                self._delete(path)
+        except OSError as error:
+            log.warning("The checkpoint %s was given up, could not be deleted and stays: %s.", path, error)
+
     def _delete(self, path: Any) -> None:
         if self.sharded and (local := local_path(path)) is not None:
             remove(local)
@@ -393,29 +411,31 @@ class Checkpoints:
             plugin.save_checkpoint(checkpoint, path, storage_options, confirm, pace)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        self._announce(path, version)
+        if batch is None:
+            self._saved(path, "optimizer_states" not in checkpoint)
 
-    def _announce(self, path: Any, version: int, phase: SavePhase = SavePhase.COMPLETE, why: str = "") -> None:
-        facts = (phase, why, self.stall_seconds, os.fspath(path) in self._weights_only)
-        saved = Saved(self.collectives.rank, os.fspath(path), version, *facts)
-        self.collectives.client.send(saved)
+    def _saved(self, path: Any, weights_only: bool) -> None:
+        """This worker has given a checkpoint its name for which all wait."""
+        facts = (self.executor.version, self.stall_seconds, weights_only)
+        self.collectives.client.send(Saved(self.collectives.rank, os.fspath(path), *facts))
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
         weights = {kind: checkpoint.pop(kind) for kind in ("state_dict", *_FURTHER_WEIGHTS) if kind in checkpoint}
+        weights_only = "optimizer_states" not in checkpoint
         shard = self._shard(self._own_weights(weights), checkpoint.pop("optimizer_states", []))
-        return self._save_folder(path, shard, checkpoint, self.collectives, self.executor.version)
+        outcome = self._save_folder(path, shard, checkpoint, self.collectives, self.executor.version)
+        if outcome is True:
+            self._saved(path, weights_only)
+        return outcome if isinstance(outcome, WriteFailure) else None
 
     def _save_folder(
         self, path: Any, shard: dict[str, Any], rest: dict[str, Any], writers: Writers, version: int
-    ) -> WriteFailure | None:
-        def before_naming() -> None:
+    ) -> bool | WriteFailure:
+        def before_naming(temporary: Path | None) -> None:
             self.reach("checkpoint", version)
-            writers.confirm()
+            writers.confirm(temporary)
 
-        outcome = save_sharded(path, shard, rest, writers, before_naming)
-        if outcome is True:
-            self._announce(path, version)
-        return outcome if isinstance(outcome, WriteFailure) else None
+        return save_sharded(path, shard, rest, writers, before_naming)
 
     def _own_weights(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Of ``weights``, by kind, those that this stage writes."""
@@ -456,6 +476,7 @@ class Checkpoints:
         """Waits for checkpoints that were asked for, and takes up what follows from them; all workers call it."""
         if (background := self.in_background) is not None:
             with self._stalling():
+                background.seal()
                 background.complete()
             with self._waiting():
                 self.ask_again()
@@ -483,12 +504,31 @@ class Checkpoints:
         finally:
             self.stall_seconds += time.perf_counter() - began
 
+    def at_boundary(self, ends_step: bool) -> None:
+        """A step boundary, as far as hooks are concerned: what was asked for is written from now on, and what was given
+        up is asked for again; not between batches whose gradients one step takes together.
+        """
+        if (background := self.in_background) is not None:
+            if ends_step:
+                self.ask_again()
+            with self._stalling():
+                background.seal()
+                background.await_originals()
+
     def end_training(self) -> None:
         """The training is over: nothing is written in the background any more."""
         self.complete()
         self.is_training = False
 
-    def _ask(self, background: BackgroundSaves, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    def _ask(
+        self,
+        background: BackgroundSaves,
+        checkpoint: dict[str, Any],
+        path: Any,
+        storage_options: Any,
+        is_new: bool,
+    ) -> None:
+        weights_only = "optimizer_states" not in checkpoint
         batch = self._begun(background)
         if batch is None:
             return
@@ -500,9 +540,7 @@ class Checkpoints:
             of_stages = self._written_by_stage if self.sharded else self._written_by_leader
             write = partial(of_stages, batch, part, rest, path, storage_options)
         background.asked(os.fspath(path))
-        batch.add(SaveRequest(os.fspath(path), write))
-        if write is not None:
-            background.await_originals()
+        batch.requests.append(SaveRequest(os.fspath(path), write, weights_only, is_new))
 
     def _limit(self, copies: StateCopies, state: Any) -> None:
         """Has ``copies`` of ``state`` made only if there is memory for them."""
@@ -549,7 +587,6 @@ class Checkpoints:
         content: list[Any] = []
 
         def write() -> None:
-            self._announce(path, batch.version, SavePhase.BEGUN)
             own = self.collectives.rank
             parts = [part if rank == own else group.receive(rank, path) for rank in group.ranks]
             content.extend((one.weights, one.states) for one in parts)
@@ -575,8 +612,6 @@ class Checkpoints:
         self, batch: Batch, part: _StagePart, frozen: Callable[[], dict[str, Any]], path: Any, storage_options: Any
     ) -> WriteFailure | None:
         group, rest = batch.group, frozen()
-        if group.is_leader:
-            self._announce(path, batch.version, SavePhase.BEGUN)
         told = group.gather_all("names and objects", (part.names, part.objects))
         names, objects = zip(*(told[rank] for rank in group.ranks), strict=True)
         states = [
@@ -586,7 +621,8 @@ class Checkpoints:
         kept = {name: value for name, value in rest.items() if name not in (*part.weights, "optimizer_states")}
         if part.objects is not None:
             kept[_OBJECTS] = list(objects)
-        return self._save_folder(path, self._shard(part.weights, states), kept, group, batch.version)
+        outcome = self._save_folder(path, self._shard(part.weights, states), kept, group, batch.version)
+        return outcome if isinstance(outcome, WriteFailure) else None
 
     # ------------------------------------------------------------------ how often
 
@@ -618,11 +654,8 @@ class Checkpoints:
             if self.collectives.is_leader:
                 log.info("From now on a checkpoint is saved every %d steps: %s.", steps, why)
 
-    def _not_completed(self, version: int, failures: Mapping[str, WriteFailure]) -> None:
+    def _not_completed(self, failures: Mapping[str, WriteFailure]) -> None:
         """All know that checkpoints of the background were not written."""
-        if self.collectives.is_leader:
-            for path, failure in failures.items():
-                self._announce(path, version, SavePhase.GIVEN_UP, failure.text)
         for failure in failures.values():
             self._not_written(failure)
 

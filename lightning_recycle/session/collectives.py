@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -126,8 +127,8 @@ class WorkerCollectives:
         """Whether this worker speaks for its stage, or for its part of that."""
         return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
-    def confirm(self) -> None:
-        """Returns if this worker is still a member of the run, and may name a checkpoint."""
+    def confirm(self, temporary: Path | None = None) -> None:
+        """Returns if this worker is a member of the run, and may give the checkpoint at ``temporary`` its name."""
         self.client.confirm()
 
     # ------------------------------------------------------------------ collectives

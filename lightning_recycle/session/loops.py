@@ -246,6 +246,11 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self._runner.end_step()
 
     @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        super().on_advance_end(data_fetcher)
+        self._runner.checkpoints.at_boundary(ends_step(self.trainer))
+
+    @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         if self._has_advanced:
             self._runner.stop_requests.agree(StopPlace.STEP_END)
@@ -330,6 +335,7 @@ class PipelineFitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         self.runner.settle()  # hooks at the end of an epoch may look at parameters
         super().on_advance_end()
+        self.runner.checkpoints.at_boundary(ends_step=True)
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:

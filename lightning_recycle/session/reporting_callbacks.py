@@ -283,9 +283,8 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
             setattr(callback, _EXISTS, partial(_exists, callback, checkpoints))
     checkpoints.save_every = partial(_save_every, callbacks)
     if checkpoints.background is not None:
-        given_up: list[tuple[Any, ...]] = []
-        checkpoints.ask_again = partial(_ask_again, trainer, callbacks, given_up)
-        checkpoints.background.actions["record"] = partial(_take_up, callbacks, given_up)
+        checkpoints.ask_again = partial(_ask_again, trainer, callbacks, checkpoints.background)
+        checkpoints.background.actions["record"] = partial(_take_up, callbacks, checkpoints.background)
         checkpoints.background.actions["notify"] = partial(_notify, trainer, callbacks)
 
 
@@ -380,7 +379,7 @@ def _state(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints) -> 
     """The state for a checkpoint, with those of this step that are asked for before it, as if they were written."""
     now, background = _record(callback), checkpoints.background
     batch = None if background is None else background.batch
-    for action in () if batch is None else batch.actions:
+    for action in () if batch is None or batch.is_sealed else batch.actions:
         if action.name == "record" and action.arguments[0][0] == number:
             vars(callback).update(action.arguments[2])
     try:
@@ -407,24 +406,27 @@ def _save_every(callbacks: list[ModelCheckpoint], steps: int) -> bool:
 
 def _take_up(
     callbacks: list[ModelCheckpoint],
-    given_up: list[tuple[Any, ...]],
+    background: BackgroundSaves,
     failure: WriteFailure | None,
     call: tuple[Any, ...],
     before: dict[str, Any],
     after: dict[str, Any],
 ) -> None:
     callback = callbacks[call[0]]
+    is_repeated = failure is not None and not failure.is_refusal and call[1] != "on_exception"
     for name, value in (before if failure else after).items():
+        if is_repeated and name == "_last_global_step_saved":
+            continue  # this is what asks again, at a boundary
         if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
             setattr(callback, name, value)
-    if failure is not None and not failure.is_refusal and call[1] != "on_exception":
-        given_up.append(call)
+    if is_repeated:
+        background.given_up += ((*call, after.get("_last_global_step_saved", callback._last_global_step_saved)),)
 
 
-def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], given_up: list[tuple[Any, ...]]) -> None:
-    """Saves what was given up because a worker was lost, except for callbacks that have saved after this step."""
-    calls = [call for call in given_up if callbacks[call[0]]._last_global_step_saved != trainer.global_step]
-    given_up.clear()
+def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], background: BackgroundSaves) -> None:
+    """Saves what was given up because a worker was lost, except for callbacks that have asked for another one since."""
+    given_up, background.given_up = background.given_up, ()
+    calls = [call for *call, step in given_up if callbacks[call[0]]._last_global_step_saved == step]
     for number, name, metrics in calls:
         now = callbacks[number]._monitor_candidates(trainer)
         getattr(callbacks[number], name)(trainer, {**metrics, "epoch": now["epoch"], "step": now["step"]})

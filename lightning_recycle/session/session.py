@@ -206,7 +206,6 @@ class Session:
         background = self._background_saves() if context.fitting else None
         if background is not None:
             self.client.complete_saves = background.await_thread
-            self.executor.before_operation.append(steps.before_operation)
         steps.transfer = transfer = StateTransfer(context, self.module, self._recorder, steps, self.weights, background)
         self.checkpoints = steps.checkpoints = Checkpoints(
             context, self.parts, self.executor, ties.copies, self.reach, transfer, background
@@ -227,7 +226,7 @@ class Session:
             return None
         if not wanted.background or self.mesh is not None:
             return None
-        return BackgroundSaves(self._context, lambda: self.executor.num_operations)
+        return BackgroundSaves(self._context)
 
     def resume_seed(self, seed: int) -> None:
         """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""
@@ -354,6 +353,8 @@ class Session:
             show_progress_bar(self.trainer, self._dataloader_idx)
             keep_monitors_going(self.trainer, self.steps.first_batch)
             self._relay.take_over()
+            if self.checkpoints.background is not None:
+                self.checkpoints.background.name_files()
 
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.collectives.is_leader else max(1, self.place.rank)  # type: ignore[attr-defined]

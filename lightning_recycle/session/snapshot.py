@@ -157,8 +157,6 @@ class StateTransfer:
     def take(self) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
-        # It has begun this step already if the newcomer, which is to take part, could not get its state at once.
-        has_posted = self._background is not None and self._background.has_posted
         named = [] if module.automatic_optimization else module.named_parameters()
         left = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
         return WorkerSnapshot(
@@ -172,7 +170,7 @@ class StateTransfer:
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
             averages=self._weights.states(),
             stop_agreed=self._steps.stop_requests.agreed,
-            next_collective=self._context.client.member.next_collective - has_posted,
+            next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
             saves=None if self._background is None else self._background.state(),
             side_effects=self._side_effects.state(),

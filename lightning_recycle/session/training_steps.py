@@ -20,7 +20,6 @@ from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restor
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.planning.grid import Op
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
@@ -109,7 +108,6 @@ class TrainingSteps:
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
         self._seen_steps = 0
-        self._running = -1  # the step that Lightning's loop is in
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         double = any(p.dtype is torch.float64 for p in parts.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -154,7 +152,6 @@ class TrainingSteps:
         scaler, side_effects = scaler_of(self._trainer), self._recorder.side_effects
 
         def apply_with_hooks(result: StepResult) -> None:
-            self._post()
             if self.checkpoints.background is not None:
                 self.checkpoints.background.finish_copies()
             side_effects.rewind()
@@ -168,7 +165,6 @@ class TrainingSteps:
                 self._checks.announce(number + 1)
 
         number, self._handle = self.executor.version, handle
-        self._running = number
         by_schedule = not self._parts.optimizes_itself
         watches = self._seen_steps < _WATCHED_STEPS and side_effects.written is None and by_schedule
         self._seen_steps += 1
@@ -178,7 +174,6 @@ class TrainingSteps:
         side_effects.begin_step()
         with self._module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
-        self._running = -1
         self.checkpoints.take_up()
         self.after_step = result.after_step
         if self.layers is not None:
@@ -205,19 +200,11 @@ class TrainingSteps:
             )
             self._seen_steps = _WATCHED_STEPS
 
-    def before_operation(self, step: int, _: Op) -> None:
-        if step == self._running:  # otherwise it is computed for others once more
-            self._post()
-
-    def _post(self) -> None:
-        if (background := self.checkpoints.in_background) is not None:
-            background.post()
-
     def settle(self) -> None:
         self.executor.settle_newest()
 
     def end_step(self) -> None:
-        self.checkpoints.ask_again()
+        self.checkpoints.at_boundary(ends_step(self._trainer))
         self.ending.end(self._trainer)
 
     def ends_after_batch(self) -> bool:

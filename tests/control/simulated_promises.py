@@ -106,6 +106,38 @@ class Promises:
         self._agreed_at = -1  # the stop point at which all know that they stop
         self._stopped_at = -1
         self.stopped_at_once = False
+        self._batches: dict[int, Any] = {}  # version and holders of each batch
+        self._batches_over: dict[int, Any] = {}  # the version at which its outcome is taken up, and the failures
+        self._named: set[tuple[int, int]] = set()  # batch and index of files under their names
+
+    # ------------------------------------------------------------------ what workers save
+
+    def on_saves_begun(self, worker: SimulatedWorker, holders: tuple[int, ...], again: bool) -> None:
+        """``worker`` comes to the boundary of a batch."""
+        mine = (worker.version, holders, again)
+        known = self._batches.setdefault(worker.pending, mine)
+        if known != mine:
+            raise Violation(f"{worker} begins batch {worker.pending} with {mine}, others with {known}")
+
+    def on_saves_over(self, worker: SimulatedWorker, status: messages.SaveStatus) -> None:
+        """``worker`` takes up how a batch ended."""
+        mine = (worker.version, status.failures)
+        known = self._batches_over.setdefault(status.batch, mine)
+        if known != mine:
+            raise Violation(f"{worker} takes up {mine} of batch {status.batch}, others {known}")
+        for index, failure in enumerate(status.failures):
+            is_named = (status.batch, index) in self._named
+            if failure is not None and is_named:
+                raise Violation(f"file {index} of batch {status.batch} is given up, and has its name")
+            if failure is None and not is_named and index not in status.unnamed:
+                raise Violation(f"file {index} of batch {status.batch} is complete, and has no name")
+
+    def on_named(self, worker: SimulatedWorker, batch: int, index: int) -> None:
+        """A file gets its name."""
+        self._named.add((batch, index))
+        over = self._batches_over.get(batch)
+        if over is not None and over[1][index] is not None:
+            raise Violation(f"{worker} names file {index} of batch {batch}, which was given up")
 
     # ------------------------------------------------------------------ what workers do
 

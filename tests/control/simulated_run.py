@@ -149,7 +149,7 @@ class Run:
         members: the processes of each position.
         quorum: whether the run begins before all workers have come.
         lanes: whether there are more lanes than pipelines.
-        posts: whether all post something in each step.
+        saves: whether checkpoints are written in the background after each step.
         hooks: whether some hooks run collectives of their position.
     """
 
@@ -168,7 +168,7 @@ class Run:
         members: int = 1,
         quorum: bool = False,
         lanes: bool = False,
-        posts: bool = False,
+        saves: bool = False,
         hooks: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
@@ -177,7 +177,8 @@ class Run:
         self.grid = self.chance.choice(GRIDS)
         if strays:  # somebody must be right
             self.grid = random.Random(f"grid {seed}").choice([grid for grid in GRIDS if grid.pipelines > 2])
-        self.members, self.posts = members, posts
+        self.members, self.saves = members, saves
+        self._saving = random.Random(f"saves {seed}")
         if members > 1:
             some = [grid for grid in GRIDS_OF_MEMBERS if not strays or grid.pipelines > 2]
             self.grid = random.Random(f"grid {seed}").choice(some)
@@ -458,6 +459,61 @@ class Run:
         self.promises.on_applied(worker, step, gradient, self.state.steps.summed if self._is_up else step + 1)
         self.promises.on_shared(worker, step, shared, self.shares)
 
+    # ------------------------------------------------------------------ the threads of writers, and the disk
+
+    def begins_saves(self, worker: SimulatedWorker, holders: tuple[int, ...], again: bool) -> None:
+        self.met["save"] += 1
+        self.met["save asked for again"] += again
+        self.promises.on_saves_begun(worker, holders, again)
+
+    def takes_up(self, worker: SimulatedWorker, status: messages.SaveStatus) -> None:
+        self.met["save complete"] += not any(status.failures)
+        self.met["save given up"] += any(status.failures)
+        self.met["save without a name"] += bool(status.unnamed)
+        self.promises.on_saves_over(worker, status)
+
+    def names(self, worker: SimulatedWorker, batch: int, index: int) -> None:
+        """A whole file gets its name, from the writer or the leader."""
+        self._say(f"{worker} names file {index} of batch {batch}")
+        self.promises.on_named(worker, batch, index)
+
+    def writes(self, worker: SimulatedWorker, batch: int, index: int) -> None:
+        """The thread of ``worker`` begins to write a file."""
+        self._at(5 * self._saving.random() * self.delay(), self._announces, worker, batch, index)
+
+    def _announces(self, worker: SimulatedWorker, batch: int, index: int) -> None:
+        if self._saving.random() < 0.15:
+            self.send(worker, messages.SaveEnded(worker.rank, batch, index, messages.SaveFailure("no part", False)))
+            self._next_file(worker, batch, index)
+            return
+        number = worker.questions = worker.questions + 1
+        self.send(worker, messages.SaveAnnounced(worker.rank, number, batch, index, f"temporary {batch}.{index}"))
+        if self._follow_ups and self._saving.random() < 0.2:
+            self._follow_ups -= 1  # around the moment at which the file counts
+            self._at(self._saving.random() * 0.06, self._break, worker)
+        self._names_when_confirmed(worker, number, batch, index)
+
+    def _names_when_confirmed(self, worker: SimulatedWorker, number: int, batch: int, index: int) -> None:
+        if not worker.alive or self.outcome is not None:
+            return
+        if worker.member.confirmed < number or self.now < worker.frozen:
+            self._at(0.01 + self.delay(), self._names_when_confirmed, worker, number, batch, index)
+            return
+        self.names(worker, batch, index)
+        self._at(self.delay(), self._ends_file, worker, batch, index)
+
+    def _ends_file(self, worker: SimulatedWorker, batch: int, index: int) -> None:
+        if worker.alive:
+            self.send(worker, messages.SaveEnded(worker.rank, batch, index))
+            self._next_file(worker, batch, index)
+
+    def _next_file(self, worker: SimulatedWorker, batch: int, index: int) -> None:
+        if index == 0:
+            self.writes(worker, batch, 1)
+            return
+        worker.is_writing = False
+        self._poke(worker)
+
     def has(self, worker: SimulatedWorker, fact: Fact) -> bool:
         """Whether ``fact`` has arrived at ``worker``."""
         return fact in self.facts and worker.rank not in self._held_back.get(fact, ())
@@ -651,7 +707,7 @@ class Run:
                     message = replace(message, program=self._linked_by)
                 elif command.schedule is not None:
                     message = replace(message, program=command.schedule)
-                if not isinstance(message, messages.Judged):
+                if not isinstance(message, messages.Judged | messages.Confirmed):
                     self.promises.on_message(command.ranks, message, self.state)
                 self._follow_up(message)
                 self._post_all(command.ranks, message)

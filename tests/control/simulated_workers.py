@@ -23,6 +23,7 @@ from lightning_recycle.control.protocol.layout_change import transfers
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import AfterStep
 from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.control.protocol.saves import batch_number
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined
 from lightning_recycle.planning.grid import Grid
 
@@ -225,7 +226,13 @@ class SimulatedWorker:
         self.place = (OUTSIDE, "set-up")  # of an exception
         self.is_past = False
         self.position = 0  # in the script
-        self.posted: messages.Arrive | None = None  # in the step that it runs
+        # BackgroundSaves
+        self.batches = 0
+        self.pending = -1  # the batch that has begun and whose outcome it does not know
+        self.given_up = False  # whether one is to be asked for again
+        self.unnamed: tuple[tuple[int, int], ...] = ()  # batches and indices of whole files without a surely given name
+        self.is_writing = False  # whether its thread has a part to do
+        self.questions = -1  # the number of the newest question of that thread
         self.done = False
         self.thread = self.main()
 
@@ -356,6 +363,9 @@ class SimulatedWorker:
                 yield from self.validate(number)
             elif kind == "result":
                 yield from self.deliver()
+            elif kind == "end":
+                yield from self.complete_saves()
+                yield from self.arrive(f"{kind} {number}", self.position)
             else:
                 yield from self.arrive(f"{kind} {number}", self.position)
             if ("after", number) in self.network.hooks and kind in ("collective", "validation"):
@@ -451,20 +461,54 @@ class SimulatedWorker:
         def run() -> Waits:
             if self.version == number:
                 yield from self.begin_step(number)
-                self.post(number)
                 yield from self.program(number)
 
         yield from self.retried(run)
-        self.post(number)  # if a recovery has applied the step
-        if self.posted is not None:
-            yield from self.await_answer_of_all(self.posted, regroups=True)
-            self.posted = None
+        self.hear_of_saves()
+        self.begin_saves()
 
-    def post(self, number: int) -> None:
-        """BackgroundSaves.post, where a checkpoint is always pending."""
-        if self.posted is None and self.network.posts:
-            self.posted = self.member.arrive(f"posted in step {number}", number)
-            self.send(self.posted)
+    # ------------------------------------------------------------------ BackgroundSaves
+
+    def begin_saves(self) -> None:
+        """BackgroundSaves.seal, where two checkpoints are asked for after each step unless a batch is pending."""
+        status = self.member.saves
+        if not self.network.saves or self.pending >= 0 or not status.holders:
+            return
+        self.pending = batch_number(status, self.batches)
+        self.batches += 1
+        self.network.begins_saves(self, status.holders, self.given_up)
+        self.given_up = False
+        paths = tuple(f"{self.pending}.{index}" for index in range(2))
+        writer = status.holders[-1]
+        self.send(messages.SaveBegun(self.rank, self.pending, self.version, writer, paths, (False, True)))
+        if writer == self.rank:
+            self.is_writing = True
+            self.network.writes(self, self.pending, 0)
+
+    def hear_of_saves(self) -> None:
+        """BackgroundSaves.take_up."""
+        status = self.member.saves
+        if self.pending < 0 or status.batch != self.pending:
+            return
+        self.network.takes_up(self, status)
+        self.pending = -1
+        self.given_up = any(status.failures)
+        self.unnamed = tuple((status.batch, index) for index in status.unnamed)
+        self.name_files()
+
+    def name_files(self) -> None:
+        """BackgroundSaves.name_files; when it takes up the outcome, and when it becomes the leader."""
+        if self.member.leader == self.rank:
+            for file in self.unnamed:
+                self.network.names(self, *file)
+            self.unnamed = ()
+
+    def complete_saves(self) -> Waits:
+        """BackgroundSaves.complete."""
+        while self.pending >= 0:
+            yield from self.wait(lambda: not self.is_writing, interruptible=False)
+            yield from self.arrive("checkpoint", None)
+            self.hear_of_saves()
 
     def retried(self, attempt: Callable[[], Waits], recover: bool = False) -> Waits:
         """Executor._retried."""
@@ -520,7 +564,7 @@ class SimulatedWorker:
         self.answer: Any = None
 
         def answered() -> bool:
-            self.answer = self.answer or self.member.answer(arrival.number, leads=arrival is not self.posted)
+            self.answer = self.answer or self.member.answer(arrival.number)
             return self.answer is not None
 
         yield from self.wait(answered, interruptible)
@@ -671,9 +715,9 @@ class SimulatedWorker:
                 assert self.strayed is None, "it gives a state that is wrong"
                 assert not self.unsettled, "it gives a state that is a guess"
                 member = self.member
-                following = member.next_collective - (self.posted is not None)
-                numbers = (following, member.hooks)
-                state = (list(self.parameters), self.position, numbers, self.version, self.stop_agreed)
+                numbers = (member.next_collective, member.hooks)
+                saves = (member.saves, self.batches, self.pending, self.given_up, self.unnamed)
+                state = (list(self.parameters), self.position, numbers, self.version, self.stop_agreed, saves)
                 for rank in resume.strangers:
                     assert rank in resume.donors, "whom nobody knows is to get layers"
                 self.tell("state", version, state)
@@ -682,7 +726,8 @@ class SimulatedWorker:
                 yield from self.exchange("state", version, (action.donor,))
                 (state,) = self.received("state", version, (action.donor,))
                 yield self.network.delay() * 0.1
-                parameters, self.position, numbers, self.version, self.stop_agreed = state
+                parameters, self.position, numbers, self.version, self.stop_agreed, saves = state
+                self.member.saves, self.batches, self.pending, self.given_up, self.unnamed = saves
                 self.member.next_collective, self.member.hooks = numbers
                 self.parameters = list(parameters)
                 if self.rank in resume.strangers:

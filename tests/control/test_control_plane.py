@@ -49,17 +49,6 @@ def test_collectives_answer_everybody_with_the_payloads_of_all(plane: ControlPla
         assert all(answer == {rank: (number, rank) for rank in range(4)} for answer in answers)
 
 
-def test_a_collective_that_was_posted_is_answered_later_and_before_the_next_one(plane: ControlPlane) -> None:
-    first, *others = plane.members()
-    answer = first.client.post("posted", 0)
-    following = in_thread(first.client.arrive, "state", 0)
-    answers = [m.client.post("posted", m.client.rank) for m in others]
-    assert all(each() == {rank: rank for rank in range(4)} for each in answers)
-    assert not following.done()
-    states = together(*(partial(m.client.arrive, "state", m.client.rank) for m in others))
-    assert all(state == following.result(PATIENCE) == answer() == {rank: rank for rank in range(4)} for state in states)
-
-
 def test_payloads_of_5_megabytes_reach_everybody(plane: ControlPlane) -> None:
     members = plane.members()
     large = os.urandom(5_000_000)

@@ -77,7 +77,7 @@ def test_the_fields_of_one_message_are_another_only_if_they_fit(message: Any, ot
 def test_every_message_has_a_side_that_may_say_it() -> None:
     said = {*messages.FROM_WORKERS, *messages.FROM_SPARES, *messages.TO_WORKERS, *messages.FIRST}
     parts = {messages.Activity, messages.Checked, messages.Facts, messages.Vote, messages.RunRequest}
-    parts |= {messages.LayerFacts, messages.Profiled}
+    parts |= {messages.LayerFacts, messages.Profiled, messages.SaveFailure, messages.SaveStatus}
     assert set(MESSAGES) - said == parts, "parts of other messages"
 
 

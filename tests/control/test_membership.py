@@ -274,7 +274,7 @@ def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() ->
     state, commands = feed(running(), m.Losses(1, 0, {0: 1.0, 2: 3.0}))
     assert commands == []
     state, commands = feed(state, m.Losses(3, 0, {1: 2.0, 3: 6.0}))
-    assert commands == [s.Send(ALL, m.StepLoss(0, 3.0))]
+    assert commands == [s.Send(ALL, m.StepLoss(0, 3.0, saves=m.SaveStatus((0, 1), 0)))]
     state, commands = feed(state, m.Losses(1, 0, {0: 1.0, 2: 3.0}), m.Losses(3, 0, {1: 2.0, 3: 6.0}))
     assert commands == []
 
@@ -286,13 +286,13 @@ def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> Non
     state, commands = feed(running(), *(m.Arrive(rank, 0, "barrier", rank * 10) for rank in (2, 0, 3)))
     assert commands == []
     state, commands = feed(state, m.Arrive(1, 0, "barrier", 10))
-    assert commands == [s.Send(ALL, m.Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1))]
+    assert commands == [s.Send(ALL, m.Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1, m.SaveStatus((0, 1), 0)))]
     assert state.collectives.open == {}
 
 
 def test_a_collective_before_the_first_generation_is_answered_too() -> None:
     _state, commands = feed(s.initial_state(GRID), *(m.Arrive(rank, 0, "setup", None) for rank in ALL))
-    assert messages(commands, m.Answer) == [m.Answer(0, dict.fromkeys(ALL), 1)]
+    assert messages(commands, m.Answer) == [m.Answer(0, dict.fromkeys(ALL), 1, m.SaveStatus((0, 1)))]
 
 
 def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names() -> None:
@@ -336,7 +336,7 @@ def test_a_result_without_a_stage_is_asked_for_again() -> None:
     )
     state, _ = feed(state, s.Lost(1, "gone"))
     state, commands = feed(state, *reports((0, 2, 3), 1), m.Arrive(3, 0, s.RESULT, None))
-    assert messages(commands, m.Answer) == [m.Answer(0, {0: True, 2: False, 3: False}, 3)]
+    assert messages(commands, m.Answer) == [m.Answer(0, {0: True, 2: False, 3: False}, 3, m.SaveStatus((0, 3), 1))]
     assert state.outcome is None
     state, commands = feed(state, *(m.Arrive(r, 1, s.RESULT, value) for r, value in ((0, "a"), (2, None), (3, "b"))))
     assert commands[-1] == s.Finished({0: "a", 3: "b"})

@@ -26,6 +26,7 @@ from lightning_recycle.control.protocol import (
     membership,
     parking,
     recovery,
+    saves,
     state,
     step_boundary,
     step_commit,
@@ -155,10 +156,11 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histor
 
 @pytest.mark.parametrize("kills", [False, True])
 @over(SAMPLE)
-def test_what_is_posted_in_each_step_is_answered(histories: range, kills: bool) -> None:
-    met = play(histories, posts=True, kills=kills)
+def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kills: bool) -> None:
+    met = play(histories, saves=True, kills=kills)
     assert met["Finished"] > len(histories) / 2
-    assert met["rejoined"]
+    met_all = ("rejoined", "save complete", "save given up", "save asked for again", "save without a name")
+    assert all(met[kind] for kind in met_all)
 
 
 @pytest.mark.parametrize("also", ["stops", "layouts", "checks", "strays"])
@@ -604,6 +606,36 @@ HOOKS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 ]
 """As above, and the coordinator is killed."""
 
+SAVES: list[tuple[str, Any, str, str, str]] = [
+    ("a loss of the writer decides nothing", saves, "settle", "saves.is_over or", "True or"),
+    ("an announced file is given up", saves, "settle", "None if index in saves.announced else lost", "lost"),
+    ("a file that was not announced is complete", saves, "settle", "else lost", "else None"),
+    ("nobody names an announced file", saves, "settle", "unnamed=unnamed", "unnamed={}"),
+    ("the writer is not answered", saves, "announce", "return state, (answer,)", "return state, ()"),
+    ("an announcement is forgotten", saves, "announce",
+     "event.index: event.temporary", "-1: event.temporary"),
+    ("the outcome is told before it is known", saves, "status", "not saves.is_over", "False and saves.is_over"),
+    ("a failure is told as a success", saves, "end_one", "{event.index: event.failure}", "{event.index: None}"),
+    ("a later batch does not begin", saves, "begin",
+     "event.batch <= state.saves.batch", "state.saves.paths"),
+    ("an answer tells nothing of checkpoints", Member, "answer",
+     "self.leader, self.saves = found.leader, found.saves", "self.leader = found.leader"),
+]
+"""As above, and checkpoints are written in the background."""
+
+SAVES_REVIVAL: list[tuple[str, Any, str, str, str]] = [
+    ("announcements are forgotten", restart, "revived", "saves=written.saves,", ""),
+    ("announcements are not written down", restart, "kept",
+     "state.saves if state.saves.announced or state.saves.ended else SaveState()", "SaveState()"),
+    ("a worker forgets the batch that it has begun", MessageRecord, "said",
+     "self.save, self.announced, self.saves_ended = message, (), ()", "pass"),
+    ("a writer forgets its announcement", MessageRecord, "said",
+     "self.announced = (*self.announced, message)", "pass"),
+    ("a writer forgets that it is done", MessageRecord, "said",
+     "self.saves_ended = (*self.saves_ended, message)", "pass"),
+]
+"""As above, and the coordinator is killed."""
+
 LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("the layout is forgotten", restart, "revived", "cuts=written.cuts", ""),
 ]
@@ -643,6 +675,8 @@ HUNTS: list[tuple[dict[str, Any], list[tuple[str, Any, str, str, str]]]] = [
     ({"layouts": True}, LAYOUTS),
     ({"layouts": True, "kills": True}, LAYOUTS_REVIVAL),
     ({"checks": True}, CHECKS),
+    ({"saves": True}, SAVES),
+    ({"saves": True, "kills": True}, SAVES_REVIVAL),
     ({"quorum": True}, QUORUM),
     ({"strays": True}, STRAYS),
     ({"members": 2}, MEMBERS),

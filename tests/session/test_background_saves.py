@@ -1,6 +1,7 @@
 """Copies for checkpoints that are written in the background, and how their outcome is agreed on."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,14 +9,15 @@ import pytest
 import torch
 
 from lightning_recycle.control.client import Interrupted
+from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.background_saves import (
-    Action,
     BackgroundSaves,
-    BatchReport,
+    Batch,
     GivenUp,
     HolderGroup,
+    SaveRequest,
     StateCopies,
 )
 from lightning_recycle.session.configuration import CheckpointOptions, Options
@@ -76,7 +78,7 @@ def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_arch
     client: Any = SimpleNamespace(
         rank=0, generation=0, returns=0, give=lambda *_: None, take=take, has_parcel=lambda *_: False
     )
-    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, (0, 3), 3)
+    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
     with pytest.raises(GivenUp, match="the worker of rank 3 was lost"):
         group.send({n: torch.zeros(300_000 + n) for n in range(10)})
 
@@ -123,77 +125,114 @@ def test_where_copies_do_not_fit_they_are_the_tensors_themselves() -> None:
     assert copies.take({"other": weight})["other"].data_ptr() == weight.data_ptr()
 
 
-class Followed:
-    """A worker's :class:`BackgroundSaves` with a batch that is pending, and what followed from it."""
+class Worker:
+    """A worker's :class:`BackgroundSaves`, and what followed from its batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, holders: tuple[int, ...] = (2, 1)) -> None:
+        self.sent: list[Any] = []
+        self.client: Any = SimpleNamespace(rank=rank, returns=0, member=SimpleNamespace(saves=SaveStatus(holders, 7)))
+        self.client.send, self.client.forget_parcels = self.sent.append, lambda number: None
+        collectives = SimpleNamespace(positions=Positions(Grid(2, 2, 2)), settle=lambda: None, is_leader=rank == 1)
         options = Options(checkpoints=CheckpointOptions(signal_timeout=1.0))
-        context: Any = SimpleNamespace(options=options, collectives=SimpleNamespace())
-        self.saves = BackgroundSaves(context, lambda: 1)
-        self.saves.is_pending = True
-        self.failures: list[Any] = []
-        self.saves.actions["record"] = lambda failure: self.failures.append(failure and failure.text)
+        self.saves = BackgroundSaves(SimpleNamespace(options=options, collectives=collectives, client=self.client))  # type: ignore[arg-type]
+        self.followed: list[Any] = []
+        self.discarded: list[str] = []
+        self.saves.actions["record"] = lambda failure, what: self.followed.append((what, failure and failure.text))
+        self.saves.discard = self.discarded.append
 
-    def hear(self, *reports: BatchReport | None) -> None:
-        self.saves._hear({rank: (1, report) for rank, report in enumerate(reports)})
+    def ask(self, version: int, *paths: str) -> None:
+        with self.saves.deferring():
+            batch = self.saves.begin(version)
+            assert batch is not None
+            for path in paths:
+                self.saves.asked(path)
+                batch.requests.append(SaveRequest(path, lambda: None, is_new=True))
+            self.saves.follow("record", paths)
+        self.saves.seal()
+
+    def hear(self, failures: tuple[SaveFailure | None, ...], unnamed: dict[int, str] | None = None) -> None:
+        assert self.saves.pending is not None
+        status = SaveStatus((2, 1), 7, self.saves.pending.number, failures, unnamed or {})
+        self.client.member.saves = status
+        self.saves.take_up()
 
 
-def report(holders: tuple[int, ...], writes: bool = False, is_written: bool = True) -> BatchReport:
-    return BatchReport(writes, holders, is_written, 4, ("a.ckpt",), (None,), (Action("record", ("a.ckpt",), ()),))
+def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers() -> None:
+    workers = [Worker(rank) for rank in (0, 3)]  # neither holds a copy
+    for worker in workers:
+        worker.ask(4, "a.ckpt", "b.ckpt")
+    (begun,), (other,) = (worker.sent for worker in workers)
+    assert (begun.version, begun.writer, begun.paths) == (4, 1, ("a.ckpt", "b.ckpt"))
+    assert (other.batch, other.writer) == (begun.batch, 1)
+    assert workers[0].followed == []
+    for worker in workers:
+        worker.hear((None, None))
+        assert worker.followed == [(("a.ckpt", "b.ckpt"), None)]
+        assert worker.saves.pending is None
 
 
-def test_what_follows_is_known_to_a_worker_that_joined_meanwhile() -> None:
-    worker = Followed()
-    worker.hear(report((0, 1, 1)), report((0, 1, 1), writes=True, is_written=False), None)
-    assert worker.saves.is_pending
-    worker.hear(report((0, 1, 1)), report((0, 1, 1), writes=True), None)
-    assert not worker.saves.is_pending
-    assert worker.failures == [None]
+def test_an_outcome_of_another_batch_changes_nothing() -> None:
+    worker = Worker()
+    worker.ask(4, "a.ckpt")
+    worker.client.member.saves = SaveStatus((2, 1), 7, 1 << 40, (None,))
+    worker.saves.take_up()
+    assert worker.saves.pending is not None
+    assert worker.followed == []
 
 
-def test_a_worker_that_joined_chooses_the_same_holders() -> None:
-    """Also if no batch is pending, so that nobody is asked how busy it is."""
-    old, new, grid = Followed(), Followed(), Grid(2, 2, 2)
-    old.saves._hear({0: (5, None), 1: (1, None), 2: (1, None), 3: (1, None)})
+def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
+    worker = Worker()
+    with worker.saves.deferring():
+        worker.saves.begin(4)
+        worker.saves.asked("older.ckpt")
+        worker.saves.follow("record", "link")
+    worker.saves.seal()
+    assert worker.followed == [("link", None)]
+    assert worker.saves.pending is None
+    assert worker.sent == []
+
+
+def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated() -> None:
+    old, new = Worker(), Worker()
+    old.saves.given_up = ("once more",)
+    old.ask(4, "a.ckpt")
     new.saves.enter(old.saves.state())
-    client = SimpleNamespace(rank=0, returns=0, generation=1, member=SimpleNamespace(next_collective=9))
-    chosen = []
+    assert new.saves.given_up == ("once more",)
+    new.hear((SaveFailure("given up"),))
+    assert new.followed == [(("a.ckpt",), "given up")]
     for worker in (old, new):
-        collectives: Any = worker.saves._collectives
-        vars(collectives).update(client=client, grid=grid, positions=Positions(grid), leader=1, settle=lambda: None)
-        collectives.live_workers = (0, 1, 2, 3)
-        batch = worker.saves.begin(6)
-        assert batch is not None
-        chosen.append(batch.group.ranks)
-    assert chosen == [(2, 1), (2, 1)]
+        worker.saves.pending = None
+        worker.ask(6, "b.ckpt")
+    assert old.sent[-1].batch == new.sent[-1].batch
 
 
-def test_a_batch_whose_holders_were_chosen_before_and_after_a_loss_is_given_up() -> None:
-    worker = Followed()
-    worker.hear(report((0, 1, 1)), report((0, 3, 3)), report((0, 3, 3), writes=True, is_written=False))
-    assert not worker.saves.is_pending
-    assert ["given up" in text for text in worker.failures] == [True]
+def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path: Path) -> None:
+    whole, path = tmp_path / ".a.writing", tmp_path / "a.ckpt"
+    for rank in (0, 1):  # the second one leads
+        whole.write_text("whole")
+        worker = Worker(rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Batch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            worker.ask(4, str(path))
+        worker.hear((None,), {0: str(whole)})
+        assert path.exists() == (rank == 1)
+    assert path.read_text() == "whole"
+    assert not whole.exists()
 
 
-def test_what_was_written_counts_whoever_else_chose_other_holders() -> None:
-    worker = Followed()
-    worker.hear(report((0, 1, 1)), report((0, 3, 3)), report((0, 3, 3), writes=True))
-    assert worker.failures == [None]
+def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
+    for rank, discarded in ((0, []), (1, ["a.ckpt"])):
+        worker = Worker(rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Batch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            worker.ask(4, "a.ckpt")
+        worker.hear((SaveFailure("its writer was lost"),))
+        assert worker.discarded == discarded
 
 
-def test_a_batch_whose_writer_was_lost_is_given_up() -> None:
-    worker = Followed()
-    worker.hear(report((0, 1, 1)), None)
-    assert ["the worker that wrote it was lost" in text for text in worker.failures] == [True]
-
-
-def test_a_holder_does_not_wait_at_the_end_for_a_part_of_one_that_chose_others() -> None:
-    worker = Followed()
-    parts = SimpleNamespace(is_written=False, raise_error=lambda: None, writing_seconds=0.0)
-    parts.group = SimpleNamespace(end=lambda: None)
-    parts.report = lambda: report((0, 3, 3), writes=True, is_written=False)
-    worker.saves.batch = parts  # type: ignore[assignment]
-    worker.saves._collectives.gather_all = lambda name, known: {0: (1, report((0, 1, 1))), 3: known}  # type: ignore
-    worker.saves.complete()
-    assert len(worker.failures) == 1
-    assert not worker.saves.is_pending
+def test_a_part_of_another_step_is_refused() -> None:
+    parts = {0: (5, "of step 5"), 3: None}
+    client: Any = SimpleNamespace(rank=3, returns=0, give=lambda *_: None, take=lambda rank, *_: parts[rank])
+    group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
+    with pytest.raises(GivenUp, match="after 5 steps, and it is to hold 4"):
+        group.gather_all("names", None)

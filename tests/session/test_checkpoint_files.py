@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -21,7 +21,7 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import Pace
 from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
-from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, Writers, damage, load_sharded, save_sharded
 
 SIZE = 100_000  # numbers in a checkpoint
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
@@ -43,7 +43,8 @@ class Alone:
 def save(path: Path, step: int, sharded: bool) -> None:
     weights = torch.full((SIZE,), float(step))
     if sharded:
-        assert save_sharded(path, {"state_dict": {"w": weights}}, {"global_step": step}, Alone(), lambda: None) is True  # type: ignore[arg-type]
+        rest, alone = {"global_step": step}, cast(Writers, Alone())
+        assert save_sharded(path, {"state_dict": {"w": weights}}, rest, alone, lambda temporary: None) is True
     else:
         WholeCheckpointIO().save_checkpoint({"state_dict": {"w": weights}, "global_step": step}, path)
 

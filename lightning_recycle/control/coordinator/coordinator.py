@@ -41,7 +41,7 @@ from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.control_collectives import PublishedKeys
 from lightning_recycle.control.protocol.corruption import Checks
 from lightning_recycle.control.protocol.encoding import BadMessageError, encode
-from lightning_recycle.control.protocol.messages import StopReason
+from lightning_recycle.control.protocol.messages import SavePhase, StopReason
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
@@ -58,7 +58,8 @@ _FROM_OTHER_THREADS = (
     messages.Paused,
     messages.Publish,
     messages.LookUp,
-    messages.Saved,
+    messages.SaveAnnounced,
+    messages.SaveEnded,
     messages.Parcel,
 )
 _STOP_SECONDS = 1.0  # for the loop to end; it may be telling the workers its last words
@@ -597,12 +598,12 @@ class Coordinator:
                 self._history.fault_injected(message)
                 return
             case messages.Saved():
-                details: dict[str, Any] = {"path": message.path, **({"cause": message.why} if message.why else {})}
-                details |= {"weights_only": True} if message.weights_only else {}
-                stalled = self._history.counters["checkpoint_stall_seconds"]
-                self._history.counters["checkpoint_stall_seconds"] = max(stalled, message.stalled)
-                self._history.add(message.phase.value, self._state, rank, details, step=message.step)
+                self._history.stalled(message.stalled)
+                details = {"path": message.path, **({"weights_only": True} if message.weights_only else {})}
+                self._history.add(SavePhase.COMPLETE.value, self._state, rank, details, step=message.step)
                 return
+            case messages.SaveBegun() | messages.SaveEnded():
+                self._history.stalled(message.stalled)
             case messages.Parcel():
                 if message.to in self._state.roster.live:
                     self._send(protocol.Send((message.to,), message))

@@ -186,6 +186,10 @@ class History:
             self.peaks[rank] = peak_bytes
             self._most[stage] = max(self._most.get(stage, 0), peak_bytes)
 
+    def stalled(self, seconds: float) -> None:
+        """Checkpoints have held up a worker for so many seconds in all."""
+        self.counters["checkpoint_stall_seconds"] = max(self.counters["checkpoint_stall_seconds"], seconds)
+
     def ended(self, state: MembershipState) -> None:
         """The run is over."""
         if self._most:

@@ -33,7 +33,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from lightning_recycle.control.protocol import messages, parking
+from lightning_recycle.control.protocol import messages, parking, saves
 from lightning_recycle.control.protocol.messages import AfterStep, Found, LookUp, Publish
 from lightning_recycle.control.protocol.state import (
     ENDED,
@@ -147,15 +147,16 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
     if name == ENDED:
         return end(state, Ended())
     if name != RESULT:
-        return state, (*released, Send(state.heard, messages.Answer(number, payloads, state.roster.leader)))
+        answer = messages.Answer(number, payloads, state.roster.leader, saves.status(state))
+        return state, (*released, Send(state.heard, answer))
     # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}
-    answer = Send(state.heard, messages.Answer(number, delivered, state.roster.leader))
+    delivery = Send(state.heard, messages.Answer(number, delivered, state.roster.leader, saves.status(state)))
     columns = {state.column_of(rank) for rank, yes in delivered.items() if yes}
     if len(columns) < state.columns:
-        return state, (answer,)  # a stage's speaker died meanwhile: the workers ask again with the new one
+        return state, (delivery,)  # a stage's speaker died meanwhile: the workers ask again with the new one
     state, stop = end(state, Finished({rank: p for rank, p in payloads.items() if p is not None}))
-    return state, (answer, *stop)
+    return state, (delivery, *stop)
 
 
 def enter_hook(state: MembershipState, event: messages.Reached) -> Next:

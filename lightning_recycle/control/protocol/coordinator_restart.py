@@ -18,7 +18,7 @@ older answers. What counts in one generation only is not kept: a revival begins 
 If the journal is lost, the workers know enough of it (:func:`adopted`) where all members of the newest generation
 return. A worker that was given up before that generation is not in its roster, and generations that none of them has
 heard of have had no effect. Missed are the exceptions that were raised before, votes against newcomers, reasons of
-losses, and how earlier runs ended.
+losses, how earlier runs ended, and that a checkpoint is whole whose writer is lost, too.
 
 Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
 boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
@@ -50,6 +50,7 @@ from lightning_recycle.control.protocol.state import (
     Record,
     Resend,
     Roster,
+    SaveState,
     Steps,
     StopRound,
     initial_state,
@@ -74,6 +75,9 @@ _ORDER: tuple[type[Any], ...] = (
     messages.Applied,
     messages.Losses,
     messages.StopWish,
+    messages.SaveBegun,
+    messages.SaveAnnounced,
+    messages.SaveEnded,
     messages.Arrive,
     messages.Ready,
     messages.Leave,
@@ -119,6 +123,7 @@ class JournaledState:
     after_step: AfterStep = AfterStep.GO_ON
     over: Over | None = None
     cuts: messages.Cuts = ()
+    saves: SaveState = field(default_factory=SaveState)
 
 
 def durable(state: MembershipState) -> tuple[Any, ...]:
@@ -133,6 +138,8 @@ def durable(state: MembershipState) -> tuple[Any, ...]:
         state.collectives.stop_round,
         state.steps.after_step,
         state.layout.cuts,
+        state.saves.announced,
+        state.saves.ended,
         state.outcome,
     )
 
@@ -149,6 +156,7 @@ def kept(state: MembershipState) -> JournaledState:
         state.steps.after_step,
         None if state.outcome is None else _over(state, state.outcome),
         state.layout.cuts,
+        state.saves if state.saves.announced or state.saves.ended else SaveState(),
     )
 
 
@@ -173,6 +181,7 @@ def revived(grid: Grid, written: JournaledState, retries: int = 1, members: int 
         generation=Generation(number, regrouping=True),
         collectives=CollectivesState(stop_round=written.stop_round),
         layout=LayoutState(cuts=written.cuts),
+        saves=written.saves,
         faults=written.faults.updated(retries=retries),
         has_resumed=written.has_resumed,
         returned={},
@@ -318,6 +327,10 @@ def events(member: messages.Returned) -> Iterator[Any]:
     yield from member.losses
     if member.request is not None:
         yield member.request
+    if member.save is not None:
+        yield member.save
+        yield from member.announced
+        yield from member.saves_ended
     if member.arrival is not None:
         yield member.arrival
     if member.is_ready:
@@ -350,6 +363,9 @@ class MessageRecord:
         self.request: messages.StopWish | None = None
         self.raised: messages.Raised | None = None
         self.confirm: messages.Confirm | None = None
+        self.save: messages.SaveBegun | None = None
+        self.announced: tuple[messages.SaveAnnounced, ...] = ()
+        self.saves_ended: tuple[messages.SaveEnded, ...] = ()
         self.applied = self.joins_after = -1
         self.restored = 0
         self.is_ready = self.entered = self.ends_run = False
@@ -379,6 +395,12 @@ class MessageRecord:
                 self.raised = message
             case messages.Confirm():
                 self.confirm = message
+            case messages.SaveBegun():
+                self.save, self.announced, self.saves_ended = message, (), ()
+            case messages.SaveAnnounced():
+                self.announced = (*self.announced, message)
+            case messages.SaveEnded():
+                self.saves_ended = (*self.saves_ended, message)
             case messages.Restored():
                 self.restored = message.version
             case messages.Reached(milestone=messages.Milestone.ENTERED):
@@ -402,11 +424,13 @@ class MessageRecord:
                     self.arrival = None
                 if self.answer is None or message.number >= self.answer.number:
                     self.answer, self._answered_at = message, begun
+                self._heard_of(message.saves)
             case messages.StepLoss():
                 self._told[message.step] = message
                 for step in sorted(self._told)[:-_STEPS]:
                     del self._told[step]
                 self._losses = {step: one for step, one in self._losses.items() if step > message.step}
+                self._heard_of(message.saves)
             case messages.Committed():
                 self.known = message
             case messages.Resume():
@@ -424,6 +448,10 @@ class MessageRecord:
             case messages.Confirmed():
                 if self.confirm is not None and self.confirm.number <= message.number:
                     self.confirm = None
+
+    def _heard_of(self, saves: messages.SaveStatus) -> None:
+        if self.save is not None and saves.batch >= self.save.batch:
+            self.save, self.announced, self.saves_ended = None, (), ()
 
     def drop(self, announced: messages.Regroup) -> None:
         """The worker enters a generation."""

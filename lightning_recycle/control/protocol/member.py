@@ -77,6 +77,8 @@ class Member:
         leader: the rank that speaks for the run; -1 before the first generation.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.
+        saves: background checkpoints as of the newest loss or answer that was asked for: at each point of the program
+            the same on all workers.
         begun: the newest step that it has begun.
         next_collective: the number of its next control collective.
         hooks: how often it has run collectives of its position in hooks.
@@ -96,6 +98,7 @@ class Member:
         self.leader = -1
         self.leader_applied = -1
         self.counters: Mapping[str, float] = {}
+        self.saves = messages.SaveStatus()
         self.begun = -1
         self.next_collective = 0
         self.hooks = 0
@@ -159,7 +162,7 @@ class Member:
                     self._paused_generation = -1  # nobody has to stop
                     self.plans.append(message)
             case messages.Confirmed():
-                self.confirmed = message.number
+                self.confirmed = max(self.confirmed, message.number)
             case messages.HookEntered():
                 if (message.generation, message.number) == (self.generation, self.hooks):
                     self._hook, self.in_hook = message, True
@@ -313,7 +316,7 @@ class Member:
         found = self._losses.get(step)
         if found is not None:
             self._losses = {known: value for known, value in self._losses.items() if known >= step}
-            self.counters = found.counters
+            self.counters, self.saves = found.counters, found.saves
         return found
 
     # ------------------------------------------------------------------ collectives of its position in hooks
@@ -372,12 +375,10 @@ class Member:
         """As :meth:`arrive`, for this generation only: the collective stays the next one until it is answered."""
         return messages.Arrive(self.rank, self.next_collective, name, payload, self.generation, self.begun)
 
-    def answer(self, number: int, leads: bool = True) -> messages.Answer | None:
-        """The answer to collective ``number``; returned only once. ``leads``: whether its leader is the newest; a
-        generation that began since the answer came may have another one.
-        """
+    def answer(self, number: int) -> messages.Answer | None:
+        """The answer to collective ``number``; returned only once."""
         found = self._answers.pop(number, None)
         if found is not None:
-            self.leader = found.leader if leads else self.leader
+            self.leader, self.saves = found.leader, found.saves
             self.next_collective = max(self.next_collective, number + 1)
         return found

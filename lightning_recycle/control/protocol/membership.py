@@ -9,6 +9,7 @@ that it changes:
 - :mod:`~lightning_recycle.control.protocol.layout_change`: layers that go to other stages;
 - :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, applied steps;
 - :mod:`~lightning_recycle.control.protocol.control_collectives`: control collectives, early stops;
+- :mod:`~lightning_recycle.control.protocol.saves`: checkpoints that are written in the background;
 - :mod:`~lightning_recycle.control.protocol.corruption_response`: wrong bits, values that are not finite.
 
 Here: workers that join before the training, losses, reports, and the return of all to a coordinator that was killed and
@@ -30,6 +31,7 @@ from lightning_recycle.control.protocol import (
     layout_change,
     messages,
     parking,
+    saves,
     step_boundary,
     step_commit,
 )
@@ -67,6 +69,9 @@ _OF_OTHERS = (
     messages.Leave,
     messages.EndRun,
     messages.Confirm,
+    messages.SaveBegun,
+    messages.SaveAnnounced,
+    messages.SaveEnded,
     messages.Crash,
     messages.FaultInjected,
 )
@@ -96,9 +101,10 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
         if state.roster.ending >= state.roster.live:  # no worker is left that would go on
             state = state.with_steps(after_step=AfterStep.END)
             state = state.with_roster(leaving=frozenset(), ending=frozenset())
+        state, given_up = saves.settle(state)
         state, released = parking.release_outdated(state)
         state, pause = step_boundary.pause_if_wanted(state)
-        commands += released + pause
+        commands += given_up + released + pause
     return state, commands
 
 
@@ -380,6 +386,9 @@ _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     messages.Arrive: control_collectives.add_arrival,
     messages.Heartbeat: control_collectives.check_attendance,
     messages.StopWish: control_collectives.add_wish,
+    messages.SaveBegun: saves.begin,
+    messages.SaveAnnounced: saves.announce,
+    messages.SaveEnded: saves.end_one,
     messages.Disputed: corruption_response.on_disputed,
     messages.Voted: corruption_response.on_voted,
     messages.NotFinite: corruption_response.on_not_finite,

@@ -200,7 +200,7 @@ class Restored:
 
 
 class SavePhase(Enum):
-    """Phases of a checkpoint; of one that is not written in the background only ``COMPLETE`` is told."""
+    """Kinds of history events about a checkpoint; one for which all wait is only recorded as ``COMPLETE``."""
 
     BEGUN = "checkpoint_begun"
     COMPLETE = "saved"
@@ -209,18 +209,99 @@ class SavePhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint of ``step`` steps at ``path`` has come to ``phase``; ``why``: the reason if it is given up;
-    ``stalled``: how many seconds checkpoints have held up the sender so far. ``weights_only``: whether no run can go on
-    from it.
+    """A checkpoint of ``step`` steps for which all workers wait is complete at ``path``.
+
+    ``stalled``: seconds for which checkpoints have held up the sender so far. ``weights_only``: whether no run can go
+    on from it.
     """
 
     rank: int
     path: str
     step: int
-    phase: SavePhase = SavePhase.COMPLETE
-    why: str = ""
     stalled: float = 0.0
     weights_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBegun:
+    """The sender has come to the step boundary at which a batch of background checkpoints begins; all workers do.
+
+    Args:
+        rank: the sender.
+        batch: the number of the batch.
+        version: how many steps the checkpoints hold.
+        writer: the rank that gives the files their names.
+        paths: where they are to be.
+        weights_only: for each, whether no run can go on from it.
+        stalled: seconds for which checkpoints have held up the sender so far.
+    """
+
+    rank: int
+    batch: int
+    version: int
+    writer: int
+    paths: tuple[str, ...]
+    weights_only: tuple[bool, ...]
+    stalled: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAnnounced:
+    """The writer has checkpoint ``index`` of its batch whole at the path ``temporary``, and asks to give it its name.
+
+    ``number``: as in :class:`Confirm`, which it includes.
+    """
+
+    rank: int
+    number: int
+    batch: int
+    index: int
+    temporary: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailure:
+    """Why a checkpoint was not written; ``is_refusal``: whether the file system refused it."""
+
+    text: str
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnded:
+    """The writer has given checkpoint ``index`` of its batch its name, or could not write it.
+
+    ``stalled``: as in :class:`Saved`. ``facts``: measurements of the writer, opaque.
+    """
+
+    rank: int
+    batch: int
+    index: int
+    failure: SaveFailure | None = None
+    stalled: float = 0.0
+    facts: Payload | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStatus:
+    """Background checkpoints as of a message that is the same for all workers.
+
+    Args:
+        holders: by stage, the worker that copies its state at the next boundary; the last one is the writer. Empty if
+            none can be named.
+        generation: that in which they were alive.
+        batch: the newest batch that is over; -1 for none.
+        failures: for each of its checkpoints, why there is none.
+        unnamed: by index, the temporary paths of whole files whose writer was lost before they surely had their names.
+        facts: measurements of the writer, opaque.
+    """
+
+    holders: tuple[int, ...] = ()
+    generation: int = -1
+    batch: int = -1
+    failures: tuple[SaveFailure | None, ...] = ()
+    unnamed: Mapping[int, str] = field(default_factory=dict)
+    facts: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,6 +702,8 @@ class Returned:
         verdict: what it was told of wishes to stop, at the latest point.
         raised: its exception, likewise.
         confirm: its question whether it is a member, likewise.
+        save: the newest batch of background checkpoints that it has begun, unless it was told how that ended.
+        announced, saves_ended: what it said of that batch as its writer.
         hook: that it has entered a hook together with its siblings, of which some may not know.
         is_ready: whether it has said that it is set up and waits to be let in.
         entered: whether it has said that it has got its state, if the training had begun without it.
@@ -659,6 +742,9 @@ class Returned:
     verdict: StopVerdict | None = None
     raised: Raised | None = None
     confirm: Confirm | None = None
+    save: SaveBegun | None = None
+    announced: tuple[SaveAnnounced, ...] = ()
+    saves_ended: tuple[SaveEnded, ...] = ()
     hook: HookEntered | None = None
     is_ready: bool = False
     entered: bool = False
@@ -891,6 +977,7 @@ class StepLoss:
     ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
     those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
     ``after_step``: the same for all workers. ``check_next``: whether the next step ends with a check of what they hold.
+    ``saves``: as of this moment, the same for all workers.
     """
 
     step: int
@@ -900,6 +987,7 @@ class StepLoss:
     outputs: Mapping[int, bytes] = field(default_factory=dict)
     after_step: AfterStep = AfterStep.GO_ON
     check_next: bool = False
+    saves: SaveStatus = SaveStatus()
 
 
 @dataclass(frozen=True, slots=True)
@@ -907,12 +995,13 @@ class Answer:
     """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all; of the
     results, which stay with the coordinator, only whether each worker delivered some.
 
-    ``leader``: the rank that speaks for the run at that moment.
+    ``leader``: the rank that speaks for the run at that moment. ``saves``: as of that moment.
     """
 
     number: int
     payloads: Mapping[int, Payload | bool | None]
     leader: int = -1
+    saves: SaveStatus = SaveStatus()
 
 
 @dataclass(frozen=True, slots=True)
@@ -959,6 +1048,9 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Reached,
     Restored,
     Saved,
+    SaveBegun,
+    SaveAnnounced,
+    SaveEnded,
     Parcel,
     Confirm,
     Report,

@@ -146,6 +146,9 @@ MembershipEvent: TypeAlias = (
     | messages.Reached
     | messages.Restored
     | messages.Returned
+    | messages.SaveBegun
+    | messages.SaveAnnounced
+    | messages.SaveEnded
 )
 
 
@@ -474,6 +477,38 @@ class Faults(_Updatable):
     disturbances: int = 0
 
 
+_NONE: Mapping[int, Any] = {}  # one object, and of a type that the journal can hold
+
+
+@dataclass(frozen=True)
+class SaveState(_Updatable):
+    """The newest batch of background checkpoints (:mod:`~lightning_recycle.control.protocol.saves`).
+
+    Args:
+        batch: its number; -1 before the first.
+        version, writer, paths, weights_only: as in :class:`~lightning_recycle.control.protocol.messages.SaveBegun`.
+        announced: by index, the temporary paths of files that are whole.
+        ended: by index, the checkpoints that are over, with the reason if there is none.
+        unnamed: by index, those of the complete ones that the writer, which is lost, may not have named.
+        facts: measurements of the writer.
+    """
+
+    batch: int = -1
+    version: int = 0
+    writer: int = -1
+    paths: tuple[str, ...] = ()
+    weights_only: tuple[bool, ...] = ()
+    announced: Mapping[int, str] = field(default_factory=lambda: _NONE)
+    ended: Mapping[int, messages.SaveFailure | None] = field(default_factory=lambda: _NONE)
+    unnamed: Mapping[int, str] = field(default_factory=lambda: _NONE)
+    facts: messages.Payload | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known of each checkpoint whether there is one."""
+        return len(self.ended) == len(self.paths)
+
+
 @dataclass(frozen=True)
 class MembershipState(_Updatable):
     """State of the coordinator, in parts.
@@ -487,6 +522,7 @@ class MembershipState(_Updatable):
         layout: where the layers are.
         faults: exceptions and disturbances.
         checks: the checks of what workers hold.
+        saves: the newest checkpoints that are written in the background.
         has_resumed: whether a generation has been resumed. Before, code runs that only one worker runs, such as
             ``prepare_data``.
         returned: after a restart of the coordinator, until all live workers have returned or are lost: what each of
@@ -503,6 +539,7 @@ class MembershipState(_Updatable):
     layout: LayoutState = LayoutState()
     faults: Faults = Faults()
     checks: Checks = field(default_factory=Checks)
+    saves: SaveState = SaveState()
     has_resumed: bool = False
     returned: Mapping[int, messages.Returned] | None = None
     outcome: Outcome | None = None
@@ -522,6 +559,9 @@ class MembershipState(_Updatable):
 
     def with_checks(self, **changes: Any) -> MembershipState:
         return self.updated(checks=replace(self.checks, **changes))
+
+    def with_saves(self, **changes: Any) -> MembershipState:
+        return self.updated(saves=self.saves.updated(**changes))
 
     def with_layout(self, **changes: Any) -> MembershipState:
         return self.updated(layout=self.layout.updated(**changes))

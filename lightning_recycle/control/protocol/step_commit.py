@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from lightning_recycle.control.protocol import control_collectives, corruption_response, messages
+from lightning_recycle.control.protocol import control_collectives, corruption_response, messages, saves
 from lightning_recycle.control.protocol.state import (
     Command,
     Evict,
@@ -127,7 +127,9 @@ def _sum_up(state: MembershipState, step: int) -> Next:
     )
     # All take from this one message whether the run stops or ends after the step, so all do it after the same one.
     check_next = state.checks.is_announced_by(step)
-    message = messages.StepLoss(step, loss, outputs=outputs, after_step=steps.after_step, check_next=check_next)
+    message = messages.StepLoss(
+        step, loss, outputs=outputs, after_step=steps.after_step, check_next=check_next, saves=saves.status(state)
+    )
     return state, (Send(state.heard, message),)
 
 

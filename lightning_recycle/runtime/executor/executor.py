@@ -101,11 +101,6 @@ class Executor:
         self._runner.stage.seed = seed
 
     @property
-    def num_operations(self) -> int:
-        """The number of this worker's operations in a step of the current plan."""
-        return len(self._runner.program)
-
-    @property
     def is_settled(self) -> bool:
         """Whether the parameters are what they will be."""
         return self._runner.is_settled
