@@ -80,22 +80,44 @@ _SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
 
 
 def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
-    """The newest checkpoint of this run that still exists undamaged. If nothing says which of the workers held wrong
-    bits in the end, it is older than the steps in which they may have come to hold them.
+    """The newest checkpoint of this run that still exists undamaged, of the end of a step if there is one. If nothing
+    says which of the workers held wrong bits in the end, it is older than the steps in which they may have come to hold
+    them.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
-    for event in reversed(history):
-        if event.details.get("weights_only"):
-            continue
-        if event.kind in _SAVED and (differed is None or event.step <= differed.details["since"] + 1):
+    saved = [
+        event
+        for event in reversed(history)
+        if event.kind in _SAVED and (differed is None or event.step <= differed.details["since"] + 1)
+        if not event.details.get("weights_only")
+    ]
+    newest = {str(event.details["path"]): event for event in reversed(saved)}  # a path may have been written again
+    for mid_step in (False, True):
+        for event in saved:
             path = str(event.details["path"])
-            local = local_path(path)
-            if local is None:
-                if get_filesystem(path).exists(path):
-                    return path
-            elif (found := _first_whole([local], checkpoint_io)) is not None:
-                return str(found)
+            if bool(newest[path].details.get("mid_step")) is not mid_step:
+                continue
+            if (found := _whole(path, checkpoint_io)) is not None:
+                if mid_step:
+                    log.warning(_MID_STEP, found)
+                return found
     return None
+
+
+_MID_STEP = (
+    "The run starts again from %s, which trainer.save_checkpoint() wrote before its step was over: hooks and learning"
+    " rate schedulers that came later in that step are missing. ModelCheckpoint(every_n_train_steps=...) saves whole"
+    " steps."
+)
+
+
+def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
+    """The checkpoint ``path`` if it exists undamaged."""
+    local = local_path(path)
+    if local is None:
+        return path if get_filesystem(path).exists(path) else None
+    found = _first_whole([local], checkpoint_io)
+    return None if found is None else str(found)
 
 
 def _newest_last(trainer: pl.Trainer) -> Path | None:

@@ -37,6 +37,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol.positions import Positions
@@ -47,7 +48,16 @@ from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory
 from lightning_recycle.torch_internals import version_of
 
-__all__ = ["Action", "BackgroundSaves", "Batch", "CommonState", "HolderGroup", "SaveRequest", "StateCopies"]
+__all__ = [
+    "Action",
+    "BackgroundSaves",
+    "Batch",
+    "CommonState",
+    "Consequences",
+    "HolderGroup",
+    "SaveRequest",
+    "StateCopies",
+]
 
 log = logging.getLogger(__name__)
 
@@ -485,7 +495,63 @@ CommonState: TypeAlias = tuple[bool, Mapping[int, int], dict[str, set[str]]]
 """Whether a batch is pending, how busy each worker is, and the names in folders: the same on all workers."""
 
 
-class BackgroundSaves:
+class Consequences:
+    """What follows from checkpoints that are asked for, when it is known whether they are complete.
+
+    Attributes:
+        actions: what may follow, by name. Called on all workers with why a checkpoint is not complete, or None, and
+            :attr:`Action.arguments`.
+    """
+
+    def __init__(self) -> None:
+        self.actions: dict[str, Callable[..., None]] = {}
+        self._noted: list[Action] = []
+        self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
+
+    @property
+    def noted(self) -> list[Action]:
+        """What follows from the checkpoints that were asked for."""
+        return self._noted
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether what follows from checkpoints is noted now."""
+        return bool(self._deferred)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """What :meth:`follow` is called with within the block depends on all checkpoints that the block asks for."""
+        paths: list[str] = []
+        actions: list[tuple[str, tuple[Any, ...]]] = []
+        self._deferred.append((paths, actions))
+        try:
+            yield
+        finally:
+            self._deferred.pop()
+            self.noted.extend(Action(name, tuple(paths), arguments) for name, arguments in actions)
+
+    def asked(self, path: str) -> None:
+        """A checkpoint at ``path`` is asked for."""
+        for paths, _ in self._deferred:
+            paths.append(path)
+
+    def follow(self, name: str, *arguments: Any) -> None:
+        """Has action ``name`` called with ``arguments`` when it is known whether the checkpoints are complete."""
+        self._deferred[-1][1].append((name, arguments))
+
+    def follow_first(self, name: str, *arguments: Any) -> None:
+        """As :meth:`follow`, before all that was noted in the block."""
+        self._deferred[-1][1].insert(0, (name, arguments))
+
+    def settle(self, failures: Mapping[str, WriteFailure]) -> None:
+        """Takes up what follows; ``failures``: of the checkpoints that were not written, by path."""
+        noted, self._noted = self._noted, []
+        for action in noted:
+            failure = next((failures[path] for path in action.paths if path in failures), None)
+            self.actions[action.name](failure, *action.arguments)
+
+
+class BackgroundSaves(Consequences):
     """This worker's part in checkpoints that are written in the background.
 
     Args:
@@ -496,20 +562,18 @@ class BackgroundSaves:
         on_failures: called on all workers with the steps of a batch and why its checkpoints were not written, by path.
         measure: returns what this worker has measured, if its thread has written for so many seconds.
         on_facts: called on all workers with what those measured that took part in a batch.
-        actions: what may follow when a checkpoint is complete, by name. Called on all workers with why it is not, or
-            None, and :attr:`Action.arguments`.
         by_writer: what the writer does of them where a run ends before all know the outcome, by name.
         is_pending: whether a batch was begun whose outcome is not known yet; the same on all workers.
         names: of folders with checkpoints, the names in them; the same on all workers.
     """
 
     def __init__(self, context: WorkerContext, load: Callable[[], int]) -> None:
+        super().__init__()
         self._collectives, self._options, self._load = context.collectives, context.options.checkpoints, load
         self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
         self.on_failures: Callable[[int, Mapping[str, WriteFailure]], None] = lambda version, failures: None
         self.measure: Callable[[float], Any] = lambda seconds: None
         self.on_facts: Callable[[list[Any]], None] = lambda facts: None
-        self.actions: dict[str, Callable[..., None]] = {}
         self.by_writer: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
         self.is_pending = False
@@ -517,7 +581,6 @@ class BackgroundSaves:
         self._loads: Mapping[int, int] = {}
         self._posted: Callable[[], Mapping[int, Any]] | None = None
         self._old_copies: StateCopies | None = None
-        self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
 
     # ------------------------------------------------------------------ the next batch
 
@@ -548,35 +611,9 @@ class BackgroundSaves:
         return self.batch
 
     @property
-    def is_deferring(self) -> bool:
-        """Whether what follows from checkpoints is noted now."""
-        return bool(self._deferred)
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """What :meth:`follow` is called with within the block depends on all checkpoints that the block asks for."""
-        paths: list[str] = []
-        actions: list[tuple[str, tuple[Any, ...]]] = []
-        self._deferred.append((paths, actions))
-        try:
-            yield
-        finally:
-            self._deferred.pop()
-            if self.batch is not None:
-                self.batch.actions += [Action(name, tuple(paths), arguments) for name, arguments in actions]
-
-    def asked(self, path: str) -> None:
-        """A checkpoint at ``path`` is asked for."""
-        for paths, _ in self._deferred:
-            paths.append(path)
-
-    def follow(self, name: str, *arguments: Any) -> None:
-        """Has action ``name`` called with ``arguments`` when it is known whether the checkpoints are complete."""
-        self._deferred[-1][1].append((name, arguments))
-
-    def follow_first(self, name: str, *arguments: Any) -> None:
-        """As :meth:`follow`, before all that was noted in the block."""
-        self._deferred[-1][1].insert(0, (name, arguments))
+    @override
+    def noted(self) -> list[Action]:
+        return [] if self.batch is None else self.batch.actions
 
     # ------------------------------------------------------------------ the batch before
 

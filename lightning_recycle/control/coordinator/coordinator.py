@@ -598,7 +598,7 @@ class Coordinator:
                 return
             case messages.Saved():
                 details: dict[str, Any] = {"path": message.path, **({"cause": message.why} if message.why else {})}
-                details |= {"weights_only": True} if message.weights_only else {}
+                details |= {name: True for name in ("weights_only", "mid_step") if getattr(message, name)}
                 stalled = self._history.counters["checkpoint_stall_seconds"]
                 self._history.counters["checkpoint_stall_seconds"] = max(stalled, message.stalled)
                 self._history.add(message.phase.value, self._state, rank, details, step=message.step)

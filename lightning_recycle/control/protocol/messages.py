@@ -211,7 +211,7 @@ class SavePhase(Enum):
 class Saved:
     """A checkpoint of ``step`` steps at ``path`` has come to ``phase``; ``why``: the reason if it is given up;
     ``stalled``: how many seconds checkpoints have held up the sender so far. ``weights_only``: whether no run can go on
-    from it.
+    from it. ``mid_step``: whether it was written before its step was over.
     """
 
     rank: int
@@ -221,6 +221,7 @@ class Saved:
     why: str = ""
     stalled: float = 0.0
     weights_only: bool = False
+    mid_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
