@@ -133,8 +133,13 @@ def _freeze(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Returns what returns ``checkpoint``, as it would be read from a file that was written now."""
     file = io.BytesIO()
     torch.save(dict(checkpoint), file)
-    file.seek(0)
-    return partial(torch.load, file, map_location="cpu", weights_only=False)
+
+    def load() -> dict[str, Any]:
+        file.seek(0)
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+        return content
+
+    return load
 
 
 def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict[str, Any]]:
@@ -335,8 +340,10 @@ class Checkpoints:
         found = {self.copies.get((self._stage, n), n): p for n, p in parameters_by_name(self.module).items()}
         sums = completion["gradients"]
         self.executor.accumulated.load_sums({p: sums[name] for name, p in found.items() if name in sums})
-        if self.context.run.restarts and self.collectives.is_leader:
-            self._settle_files(Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
+        if self.context.run.restarts:
+            set_checkpoint_path(self.module.trainer, completion["resumed_from"])  # ModelCheckpoint deletes no such file
+            if self.collectives.is_leader:
+                self._settle_files(Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
 
     def _settle_files(self, actions: Iterable[Action]) -> None:
         """What was to follow for files when all workers were lost."""
@@ -459,22 +466,26 @@ class Checkpoints:
         if not (asked or self._together.noted):
             return
         with self._stalling():
-            goes_on = any(one.marks is not None for one in asked)
-            common: Callable[[], dict[str, Any]] = self._common_state(boundary) if goes_on else dict
+            common: Callable[[], dict[str, Any]] = dict
+            if any(one.marks is not None for one in asked):
+                state = self._common_state(boundary)  # on all workers, as it may wait for them
+                if any(one.batch is None or one.batch.group.is_leader for one in asked):
+                    common = _freeze(state)
             for one in asked:
                 (self._mid_step.discard if boundary else self._mid_step.add)(os.fspath(one.path))
             self._write_together([one for one in asked if one.batch is None], common)
             self._write_in_background([one for one in asked if one.batch is not None], common)
 
-    def _common_state(self, boundary: Boundary | None) -> Callable[[], dict[str, Any]]:
+    def _common_state(self, boundary: Boundary | None) -> dict[str, Any]:
+        """The part of what completes a checkpoint that all workers have in common."""
         follows = [[a.name, list(a.paths), list(a.arguments)] for a in self.noted if a.name in self._on_files]
-        state = {
+        return {
             "boundary": boundary and boundary.value,
+            "resumed_from": self.module.trainer.ckpt_path and os.fspath(self.module.trainer.ckpt_path),
             "saves": self.records(),
             "follows": follows,
             **self.transfer.common_state(),
         }
-        return _freeze(state) if self.collectives.is_column_leader else dict
 
     def _completion(self, marks: StateMarks | None) -> dict[str, Any] | None:
         """This stage's part of what completes a checkpoint; no copy."""
