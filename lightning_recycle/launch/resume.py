@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -36,12 +37,14 @@ from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
 from lightning_recycle.session.lightning_internals import (
+    METADATA_FILENAME,
     checkpoint_folder,
     last_checkpoints,
     select_checkpoint_path,
     set_checkpoint_path,
     sets_checkpoint_path,
 )
+from lightning_recycle.session.step_completion import COMPLETION
 
 __all__ = ["RestartPolicy", "Start", "newest_saved", "settle_checkpoint"]
 
@@ -97,7 +100,9 @@ def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str |
             path = str(event.details["path"])
             if bool(newest[path].details.get("mid_step")) is not mid_step:
                 continue
-            if (found := _whole(path, checkpoint_io)) is not None:
+            is_complete = event.kind == SavePhase.COMPLETE.value
+            found = _whole(path, checkpoint_io)
+            if found is not None and (is_complete or _is_of_step(found, event.step, checkpoint_io)):
                 if mid_step:
                     log.warning(_MID_STEP, found)
                 return found
@@ -109,6 +114,18 @@ _MID_STEP = (
     " rate schedulers that came later in that step are missing. ModelCheckpoint(every_n_train_steps=...) saves whole"
     " steps."
 )
+
+
+def _is_of_step(path: str, step: int, checkpoint_io: CheckpointIO) -> bool:
+    """Whether the checkpoint at ``path`` is the one that was begun after ``step`` steps: an older one may have its name
+    still.
+    """
+    local = local_path(path)
+    if local is None or not (isinstance(checkpoint_io, TorchCheckpointIO) or is_sharded(path)):
+        return True
+    content = local / METADATA_FILENAME if local.is_dir() else local
+    found = torch.load(content, map_location="cpu", mmap=True, weights_only=False)  # this run wrote it itself
+    return bool(found.get(COMPLETION, {"step": step})["step"] == step)
 
 
 def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:

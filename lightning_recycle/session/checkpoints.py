@@ -65,7 +65,7 @@ from lightning_recycle.session.optimizer_states import (
 )
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
 from lightning_recycle.session.step_completion import COMPLETION, Boundary, StateMarks, complete, joined_parts
-from lightning_recycle.tensor_memory import to_cpu
+from lightning_recycle.tensor_memory import part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
 if TYPE_CHECKING:
@@ -140,6 +140,10 @@ def _freeze(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
         return content
 
     return load
+
+
+def _boundary_of(completion: Mapping[str, Any]) -> Boundary | None:
+    return completion["boundary"] and Boundary(completion["boundary"])
 
 
 def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict[str, Any]]:
@@ -327,23 +331,40 @@ class Checkpoints:
     @property
     def resumes_mid_epoch(self) -> bool:
         """Whether the run goes on from a checkpoint in an epoch that is not over."""
-        boundary = None if self.completion is None or self.collectives.client.joining else self.completion["boundary"]
-        return boundary in (Boundary.BATCH.value, Boundary.VALIDATION.value)
+        if self.completion is None or self.collectives.client.joining:
+            return False
+        return _boundary_of(self.completion) in (Boundary.BATCH, Boundary.VALIDATION)
 
-    def resume(self) -> None:
-        """The training begins: what Lightning has not restored is as it was when the checkpoint was completed."""
+    def resume(self) -> Mapping[str, Any] | None:
+        """The training begins: what Lightning has not restored is as it was when the checkpoint was completed. Returns
+        what has completed it, if anything.
+        """
         completion, self.completion = self.completion, None
         if completion is None or self.collectives.client.joining:
-            return
-        boundary = completion["boundary"]
-        self.transfer.resume(completion, boundary and Boundary(boundary), self.context.run.restarts)
+            return None
+        self.transfer.resume(completion, _boundary_of(completion), self.context.run.restarts)
         found = {self.copies.get((self._stage, n), n): p for n, p in parameters_by_name(self.module).items()}
         sums = completion["gradients"]
-        self.executor.accumulated.load_sums({p: sums[name] for name, p in found.items() if name in sums})
-        if self.context.run.restarts:
-            set_checkpoint_path(self.module.trainer, completion["resumed_from"])  # ModelCheckpoint deletes no such file
-            if self.collectives.is_leader:
-                self._settle_files(Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
+        self.executor.accumulated.load_sums({p: part_like(sums[name], p) for name, p in found.items() if name in sums})
+        return completion
+
+    def finish_boundary(self, completion: Mapping[str, Any]) -> None:
+        """If the run begins again: writes what was asked for behind its checkpoint, at the same boundary, and does what
+        was to follow. All workers were lost before.
+        """
+        if not self.context.run.restarts:
+            return
+        trainer = self.module.trainer
+        asked, path = completion["asked"], str(trainer.ckpt_path)
+        set_checkpoint_path(trainer, completion["resumed_from"])  # ModelCheckpoint would not delete that of the restart
+        behind = next((n for n, (other, _) in enumerate(asked) if other == path), len(asked))
+        boundary = _boundary_of(completion)
+        if boundary is not None:
+            with self.at_boundary(boundary):
+                for other, weights_only in asked[behind + 1 :]:
+                    trainer.save_checkpoint(other, weights_only)
+        if self.collectives.is_leader:
+            self._settle_files(Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
 
     def _settle_files(self, actions: Iterable[Action]) -> None:
         """What was to follow for files when all workers were lost."""
@@ -468,7 +489,7 @@ class Checkpoints:
         with self._stalling():
             common: Callable[[], dict[str, Any]] = dict
             if any(one.marks is not None for one in asked):
-                state = self._common_state(boundary)  # on all workers, as it may wait for them
+                state = self._common_state(asked, boundary)  # on all workers, as it may wait for them
                 if any(one.batch is None or one.batch.group.is_leader for one in asked):
                     common = _freeze(state)
             for one in asked:
@@ -476,11 +497,13 @@ class Checkpoints:
             self._write_together([one for one in asked if one.batch is None], common)
             self._write_in_background([one for one in asked if one.batch is not None], common)
 
-    def _common_state(self, boundary: Boundary | None) -> dict[str, Any]:
+    def _common_state(self, asked: Sequence[_Asked], boundary: Boundary | None) -> dict[str, Any]:
         """The part of what completes a checkpoint that all workers have in common."""
         follows = [[a.name, list(a.paths), list(a.arguments)] for a in self.noted if a.name in self._on_files]
         return {
             "boundary": boundary and boundary.value,
+            "step": self.executor.version,
+            "asked": [[os.fspath(one.path), one.marks is None] for one in asked],
             "resumed_from": self.module.trainer.ckpt_path and os.fspath(self.module.trainer.ckpt_path),
             "saves": self.records(),
             "follows": follows,

@@ -149,8 +149,10 @@ class StateTransfer:
             [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ]
+        states = states_for_checkpoint(trainer)
+        self._weights.join_states(states["callbacks"])
         return {
-            **states_for_checkpoint(trainer),
+            **states,
             "trainer": TrainerState.of(trainer, lambda _: False).as_data(),
             "param_groups": options,
             "metrics": {path: metric_states(metric) for path, metric in self._recorder.metrics_by_path().items()},

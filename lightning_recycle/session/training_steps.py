@@ -140,15 +140,14 @@ class TrainingSteps:
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
         self.transfer.begin_training(self.checkpoints.restored_objects)
-        completion = self.checkpoints.completion
-        self.checkpoints.resume()
-        if completion is not None:
-            remember_saves(self._trainer, completion["saves"])
         if self._client.joining:
             self.executor.join()
         elif restored:
             self.executor.version = restored
             self._client.send(Restored(self._context.place.rank, restored))
+        if (completion := self.checkpoints.resume()) is not None:
+            remember_saves(self._trainer, completion["saves"])
+            self.checkpoints.finish_boundary(completion)
         self.checkpoints.begin_training()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
