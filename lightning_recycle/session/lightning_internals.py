@@ -386,12 +386,12 @@ def _as_data(logged: _ResultMetric) -> dict[str, Any]:
     meta = {field.name: getattr(logged.meta, field.name) for field in fields(_Metadata)}
     sync = meta.pop("_sync")
     meta["reduce_fx"] = next(name for name, function in _REDUCTIONS.items() if function is meta["reduce_fx"])
-    skipped = () if logged.is_tensor else ("value",)
+    values = {name: vars(logged)[name] for name in _VALUES if name in vars(logged)}
     return {
         "is_tensor": logged.is_tensor,
         "meta": meta,
         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
-        "values": {n: vars(logged)[n] for n in _VALUES if n in vars(logged) and n not in skipped},
+        "values": values if logged.is_tensor else {**values, "value": None},
     }
 
 

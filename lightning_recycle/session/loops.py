@@ -432,7 +432,7 @@ class PipelineFitLoop(_FitLoop):
     def go_on(self, boundary: Boundary, on_entered: Callable[[], None]) -> None:
         """Goes on behind ``boundary``, to which its counters belong; ``on_entered``: called when it has its data."""
         go_on(self.trainer, mid_epoch=boundary is not Boundary.EPOCH)
-        self._combined_loader_states_to_load = []  # they were found in setup_data()
+        self._combined_loader_states_to_load, self._batch_size_to_load = [], None  # both were seen to in setup_data()
         epoch = self.epoch_loop
         assert isinstance(epoch, PipelineEpochLoop)
         if boundary is Boundary.EPOCH:

@@ -21,6 +21,7 @@ from support.training import QUIET, TOLERANCE, difference
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 BATCH, BATCHES, EPOCHS = 8, 6, 3
 """Samples of a global batch; batches of an epoch, with a validation after each third; epochs."""
@@ -38,18 +39,19 @@ class Scheduled(L.LightningModule):
         torch.manual_seed(0)
         self.schedule = schedule
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1)).double()
+        self.error = MeanSquaredError()
         self.register_buffer("ended", torch.zeros((), dtype=torch.float64))
 
-    def _loss(self, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
     def training_step(self, batch: Any, _: int) -> Tensor:
-        loss = self._loss(batch)
+        output = self.net(batch[0])
+        loss = nn.functional.mse_loss(output, batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
+        self.error(output, batch[1])
+        self.log("error", self.error, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:
-        self.log("val", self._loss(batch))
+        self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.ended += 1
@@ -84,7 +86,7 @@ class Scheduled(L.LightningModule):
 
 
 class Diary(L.Callback):
-    """Notes each hook with the counters, the rates and the values that are logged there."""
+    """Notes each hook with the counters, a random number, the rate and the values that are logged there."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[Any, ...]] = []
@@ -99,7 +101,8 @@ class Diary(L.Callback):
         if not trainer.sanity_checking:
             values = {name: float(value) for name, value in trainer.callback_metrics.items()}
             rate = trainer.optimizers[0].param_groups[0]["lr"]
-            self.rows.append((hook, trainer.global_step, trainer.current_epoch, rate, values))
+            drawn = float(torch.rand(()))
+            self.rows.append((hook, trainer.global_step, trainer.current_epoch, drawn, rate, values))
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._note("epoch start", trainer)
@@ -139,6 +142,7 @@ def savers(folder: Path) -> list[ModelCheckpoint]:
                         every_n_train_steps=2),
         ModelCheckpoint(folder / "best", "{epoch}-{step}", monitor="val", save_last="link"),
         ModelCheckpoint(folder / "all", "{epoch}-{step}", every_n_train_steps=1, save_top_k=-1),
+        ModelCheckpoint(folder / "epochs", "{epoch}-{step}", save_on_train_epoch_end=True, save_top_k=-1),
     ]  # fmt: skip
 
 
@@ -152,6 +156,7 @@ def run(
     background: bool = True,
     ckpt_path: Path | None = None,
 ) -> tuple[L.Trainer, Diary, dict[str, Tensor]]:
+    L.seed_everything(1, verbose=False)
     pipelines, diary, module = 3 - stages, Diary(), Scheduled(schedule)
     options = {"save_distributed_checkpoint": sharded, "background": background, "num_microbatches": 4 // pipelines}
     trainer = L.Trainer(
@@ -172,14 +177,14 @@ def run(
 def assert_same_run(found: tuple[L.Trainer, Diary, dict[str, Tensor]], known: Any) -> None:
     assert len(found[1].rows) == len(known[1].rows)
     for one, other in zip(found[1].rows, known[1].rows, strict=True):
-        assert one[:3] == other[:3]
-        assert one[3:] == (pytest.approx(other[3], rel=1e-9), pytest.approx(other[4], rel=1e-9)), other
+        assert one[:4] == other[:4]
+        assert one[4:] == (pytest.approx(other[4], rel=1e-6), pytest.approx(other[5], rel=1e-6)), other
     assert difference(found[2], known[2]) < TOLERANCE
 
 
 def left_by(run: tuple[L.Trainer, Diary, Any], folder: Path) -> Any:
     """The files, and what the callbacks remember of them."""
-    files = {name: listed(folder / name) for name in ("steps", "best", "all")}
+    files = {path.name: listed(path) for path in sorted(folder.iterdir()) if path.is_dir()}
     links = {path.name: path.exists() and os.path.basename(os.path.realpath(path)) for path in folder.rglob("last*")}
     remembered = [
         sorted(map(os.path.basename, (callback.best_model_path, callback.last_model_path, *callback.best_k_models)))
@@ -189,7 +194,7 @@ def left_by(run: tuple[L.Trainer, Diary, Any], folder: Path) -> Any:
     return files, links, remembered
 
 
-@pytest.mark.parametrize(("schedule", "stages", "sharded", "batches"), sampled(MATRIX, 5, seed=1))
+@pytest.mark.parametrize(("schedule", "stages", "sharded", "batches"), sampled(MATRIX, 5, seed=9))
 def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
     schedule: str, stages: int, sharded: bool, batches: int, tmp_path: Path
 ) -> None:
@@ -204,14 +209,16 @@ def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize(("schedule", "stages", "sharded", "batches"), sampled(MATRIX, 4, seed=2))
+@pytest.mark.parametrize(("schedule", "stages", "sharded", "batches"), sampled(MATRIX, 3, seed=11))
 def test_a_run_that_resumes_from_any_checkpoint_is_the_one_that_wrote_it(
     schedule: str, stages: int, sharded: bool, batches: int, background: bool, tmp_path: Path
 ) -> None:
     case = (schedule, stages, sharded, batches)
     known = run(*case, tmp_path / "known", background=background)
     draws = random.Random(f"{case} {background}")
-    everything = [path for name in ("all", "best") for path in sorted((tmp_path / "known" / name).glob("epoch*.ckpt"))]
-    for number, path in enumerate(draws.sample(everything, 2)):
+    chosen = [draws.choice(list((tmp_path / "known" / name).glob("epoch*.ckpt"))) for name in ("all", "best", "epochs")]
+    for path in draws.sample(chosen, 2):
         print("resumes from", path)  # shown of a test that fails
-        assert_same_run(run(*case, tmp_path / str(number), ckpt_path=path, background=background), known)
+        reader = draws.choice([1, 2])
+        resumed = run(schedule, reader, sharded, batches, tmp_path / path.parent.name, ckpt_path=path)
+        assert_same_run(resumed, known)
