@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from saving import listed, wait_until_written
-from support.growth import happened
+from support.growth import Meanwhile, happened
 from support.models import dataset
 from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, TOLERANCE, difference
+from support.training import QUIET, TOLERANCE, difference, grid_trainer
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -32,7 +33,7 @@ MATRIX = list(itertools.product(SCHEDULES, (1, 2), (False, True), (1, 2)))
 
 
 class Scheduled(L.LightningModule):
-    """Logs its loss; ``schedule``: what decides its learning rate. Counts the batches that are over in a buffer."""
+    """Logs its loss; ``schedule``: what decides its learning rate. At the end of a batch it changes what it trains."""
 
     def __init__(self, schedule: str) -> None:
         super().__init__()
@@ -53,8 +54,14 @@ class Scheduled(L.LightningModule):
     def validation_step(self, batch: Any, _: int) -> None:
         self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
+    @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
+        """Lightning calls it when callbacks have saved."""
         self.ended += 1
+        for parameter in self.parameters():
+            parameter.mul_(0.999)
+        for state in self.trainer.optimizers[0].state.values():
+            state["exp_avg"].mul_(0.9)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -153,12 +160,12 @@ def run(
     batches: int,
     folder: Path,
     *others: L.Callback,
-    background: bool = True,
     ckpt_path: Path | None = None,
+    **saving: Any,
 ) -> tuple[L.Trainer, Diary, dict[str, Tensor]]:
     L.seed_everything(1, verbose=False)
     pipelines, diary, module = 3 - stages, Diary(), Scheduled(schedule)
-    options = {"save_distributed_checkpoint": sharded, "background": background, "num_microbatches": 4 // pipelines}
+    options = {"save_distributed_checkpoint": sharded, "num_microbatches": 4 // pipelines, **saving}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -222,3 +229,49 @@ def test_a_run_that_resumes_from_any_checkpoint_is_the_one_that_wrote_it(
         reader = draws.choice([1, 2])
         resumed = run(schedule, reader, sharded, batches, tmp_path / path.parent.name, ckpt_path=path)
         assert_same_run(resumed, known)
+
+
+class Saves(L.Callback):
+    """Saves by itself after each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self._folder / "own" / f"{trainer.fit_loop.total_batch_idx}.ckpt")
+
+
+@pytest.mark.parametrize("every_n_epochs", [1, 5], ids=["boundaries", "none"])
+def test_a_restart_prefers_a_whole_step_to_what_a_hook_saved_in_the_middle_of_one(
+    every_n_epochs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks = [ModelCheckpoint(tmp_path, every_n_epochs=every_n_epochs), Saves(tmp_path), Die(2 * BATCHES - 1, False)]
+    trainer = grid_trainer(2, 1, callbacks=callbacks, max_epochs=EPOCHS, enable_checkpointing=True)
+    trainer.fit(Scheduled("epoch"), DataLoader(dataset(BATCH * BATCHES), batch_size=BATCH // 2))
+    (lost,) = happened(trainer, "stage_lost")
+    after = trainer.strategy.history[trainer.strategy.history.index(lost) + 1 :]
+    first = next(event.step for event in after if event.kind == "step")
+    assert first == (BATCHES if every_n_epochs == 1 else 2 * BATCHES - 1)
+    assert any("before its step was over" in line for line in caplog.messages) is (every_n_epochs == 5)
+
+
+class Reaches(L.Callback):
+    """Makes a file at the beginning of a batch, and takes its time from then on."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self._path, self._batch = path, batch
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx >= self._batch:
+            self._path.touch()
+            time.sleep(0.2)
+
+
+def test_a_run_that_a_signal_ends_is_the_undisturbed_one_when_it_is_resumed(tmp_path: Path) -> None:
+    case = ("plateau of steps", 1, False, 1)
+    known = run(*case, tmp_path / "known")
+    path, reached = tmp_path / "ended.ckpt", tmp_path / "reached"
+    signals = Meanwhile(reached.exists, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with signals, pytest.raises(SystemExit):
+        run(*case, tmp_path / "ended", Reaches(reached, BATCHES - 2), save_on_signal=path)
+    assert_same_run(run(*case, tmp_path / "resumed", ckpt_path=path), known)
