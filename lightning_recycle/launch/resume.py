@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -82,10 +83,11 @@ _SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
 """Of the last one that was begun nobody may have heard that it was completed."""
 
 
-def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
+def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO, run: str = "") -> str | None:
     """The newest checkpoint of this run that still exists undamaged, of the end of a step if there is one. If nothing
     says which of the workers held wrong bits in the end, it is older than the steps in which they may have come to hold
-    them.
+    them. One that no event names, as it was completed when the coordinator had stopped, is known by the name of the
+    ``run`` in it.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
     saved = [
@@ -105,7 +107,9 @@ def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str |
             if found is not None and (is_complete or _is_of_step(found, event.step, checkpoint_io)):
                 if mid_step:
                     log.warning(_MID_STEP, found)
-                return found
+                folders = {local.parent for path in newest if (local := local_path(path)) is not None}
+                later = [] if differed or mid_step else _later(found, folders, run)
+                return str(later[0]) if later else found
     return None
 
 
@@ -123,9 +127,31 @@ def _is_of_step(path: str, step: int, checkpoint_io: CheckpointIO) -> bool:
     local = local_path(path)
     if local is None or not (isinstance(checkpoint_io, TorchCheckpointIO) or is_sharded(path)):
         return True
-    content = local / METADATA_FILENAME if local.is_dir() else local
-    found = torch.load(content, map_location="cpu", mmap=True, weights_only=False)  # this run wrote it itself
-    return bool(found.get(COMPLETION, {"step": step})["step"] == step)
+    return bool(_completion_of(local).get("step", step) == step)
+
+
+def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
+    """The whole steps of ``run`` in ``folders`` that were written after the checkpoint at ``path``, newest first."""
+    local = local_path(path)
+    if local is None:
+        return []
+    since = local.stat().st_mtime_ns
+    files = {file for folder in folders if folder.is_dir() for file in folder.glob(f"*{local.suffix}")}
+    later = [file for file in files if not file.is_symlink() and file.stat().st_mtime_ns > since]
+    completions = {file: _completion_of(file) for file in later if damage(file) is None}
+    own = (file for file, found in completions.items() if found.get("run") == run and found["boundary"])
+    return _newest_first(own)
+
+
+def _completion_of(path: Path) -> dict[str, Any]:
+    """What completes the checkpoint at ``path``; empty if nothing does."""
+    content = path / METADATA_FILENAME if path.is_dir() else path
+    try:
+        found = torch.load(content, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):  # a user's objects are in it, or it has torch's old format
+        return {}
+    completion: dict[str, Any] = found.get(COMPLETION, {}) if isinstance(found, dict) else {}
+    return completion
 
 
 def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:

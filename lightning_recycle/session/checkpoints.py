@@ -502,6 +502,7 @@ class Checkpoints:
         follows = [[a.name, list(a.paths), list(a.arguments)] for a in self.noted if a.name in self._on_files]
         return {
             "boundary": boundary and boundary.value,
+            "run": self.context.run.name,
             "step": self.executor.version,
             "asked": [[os.fspath(one.path), one.marks is None] for one in asked],
             "resumed_from": self.module.trainer.ckpt_path and os.fspath(self.module.trainer.ckpt_path),
