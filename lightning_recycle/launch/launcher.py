@@ -180,7 +180,7 @@ class SupervisorLauncher:
             StageLostError: if there is none.
         """
         positions = run.setup.positions
-        checkpoint = newest_saved(self.history, run.call.trainer.strategy.checkpoint_io)
+        checkpoint = newest_saved(self.history, run.call.trainer.strategy.checkpoint_io, run.setup.name)
         saved = max((event.step for event in self.history if event.kind == "saved"), default=0)
         lost_at = next((event.step for event in reversed(self.history) if event.kind in ("step", "resumed")), -1)
         start = policy.next_start(None if checkpoint is None else saved, devices_left(run), lost_at)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -31,17 +33,19 @@ from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.messages import SavePhase
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import CheckpointError
-from lightning_recycle.files import restored, waiting_aside
+from lightning_recycle.files import put_in_place_if_left, restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
 from lightning_recycle.session.lightning_internals import (
+    METADATA_FILENAME,
     checkpoint_folder,
     last_checkpoints,
     select_checkpoint_path,
     set_checkpoint_path,
     sets_checkpoint_path,
 )
+from lightning_recycle.session.step_completion import COMPLETION
 
 __all__ = ["RestartPolicy", "Start", "newest_saved", "settle_checkpoint"]
 
@@ -79,23 +83,90 @@ _SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
 """Of the last one that was begun nobody may have heard that it was completed."""
 
 
-def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO) -> str | None:
-    """The newest checkpoint of this run that still exists undamaged. If nothing says which of the workers held wrong
-    bits in the end, it is older than the steps in which they may have come to hold them.
+def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO, run: str = "") -> str | None:
+    """The newest checkpoint of this run that still exists undamaged, of the end of a step if there is one. If nothing
+    says which of the workers held wrong bits in the end, it is older than the steps in which they may have come to hold
+    them. One that no event names, as it was completed when the coordinator had stopped, is known by the name of the
+    ``run`` in it.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
-    for event in reversed(history):
-        if event.details.get("weights_only"):
-            continue
-        if event.kind in _SAVED and (differed is None or event.step <= differed.details["since"] + 1):
+    saved = [
+        event
+        for event in reversed(history)
+        if event.kind in _SAVED and (differed is None or event.step <= differed.details["since"] + 1)
+        if not event.details.get("weights_only")
+    ]
+    for event in saved:
+        if "temporary" in event.details:  # its writer and whoever led next are lost
+            try:
+                put_in_place_if_left(event.details["temporary"], event.details["path"])
+            except OSError as error:
+                log.warning("The checkpoint %s is whole, but its name is refused: %s.", event.details["path"], error)
+    newest = {str(event.details["path"]): event for event in reversed(saved)}  # a path may have been written again
+    for mid_step in (False, True):
+        for event in saved:
             path = str(event.details["path"])
-            local = local_path(path)
-            if local is None:
-                if get_filesystem(path).exists(path):
-                    return path
-            elif (found := _first_whole([local], checkpoint_io)) is not None:
-                return str(found)
+            if bool(newest[path].details.get("mid_step")) is not mid_step:
+                continue
+            is_complete = event.kind == SavePhase.COMPLETE.value
+            found = _whole(path, checkpoint_io)
+            if found is not None and (is_complete or _is_of_step(found, event.step, checkpoint_io)):
+                if mid_step:
+                    log.warning(_MID_STEP, found)
+                folders = {local.parent for path in newest if (local := local_path(path)) is not None}
+                later = [] if differed or mid_step else _later(found, folders, run)
+                return str(later[0]) if later else found
     return None
+
+
+_MID_STEP = (
+    "The run starts again from %s, which trainer.save_checkpoint() wrote before its step was over: hooks and learning"
+    " rate schedulers that came later in that step are missing. ModelCheckpoint(every_n_train_steps=...) saves whole"
+    " steps."
+)
+
+
+def _is_of_step(path: str, step: int, checkpoint_io: CheckpointIO) -> bool:
+    """Whether the checkpoint at ``path`` is the one that was begun after ``step`` steps: an older one may have its name
+    still.
+    """
+    local = local_path(path)
+    if local is None or not (isinstance(checkpoint_io, TorchCheckpointIO) or is_sharded(path)):
+        return True
+    return bool(_completion_of(local).get("step", step) == step)
+
+
+def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
+    """The whole steps of ``run`` in ``folders`` that were written after the checkpoint at ``path``, newest first."""
+    local = local_path(path)
+    if local is None:
+        return []
+    since = local.stat().st_mtime_ns
+    files = {file for folder in folders if folder.is_dir() for file in folder.glob(f"*{local.suffix}")}
+    later = [file for file in files if not file.is_symlink() and file.stat().st_mtime_ns > since]
+    completions = {file: _completion_of(file) for file in later if damage(file) is None}
+    own = (file for file, found in completions.items() if found.get("run") == run and found["boundary"])
+    return _newest_first(own)
+
+
+def _completion_of(path: Path) -> dict[str, Any]:
+    """What completes the checkpoint at ``path``; empty if nothing does."""
+    content = path / METADATA_FILENAME if path.is_dir() else path
+    try:
+        found = torch.load(content, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):  # a user's objects are in it, or it has torch's old format
+        return {}
+    completion: dict[str, Any] = found.get(COMPLETION, {}) if isinstance(found, dict) else {}
+    return completion
+
+
+def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
+    """The checkpoint ``path`` if it exists undamaged."""
+    local = local_path(path)
+    if local is None:
+        return path if get_filesystem(path).exists(path) else None
+    found = _first_whole([local], checkpoint_io)
+    return None if found is None else str(found)
 
 
 def _newest_last(trainer: pl.Trainer) -> Path | None:

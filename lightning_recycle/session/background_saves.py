@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.payload import pack, unpack
@@ -49,7 +50,16 @@ from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory, to_cpu
 from lightning_recycle.torch_internals import version_of
 
-__all__ = ["Action", "BackgroundSaves", "Batch", "CommonState", "HolderGroup", "SaveRequest", "StateCopies"]
+__all__ = [
+    "Action",
+    "BackgroundSaves",
+    "Batch",
+    "CommonState",
+    "Consequences",
+    "HolderGroup",
+    "SaveRequest",
+    "StateCopies",
+]
 
 log = logging.getLogger(__name__)
 
@@ -505,7 +515,68 @@ class CommonState:
     names: Mapping[str, set[str]]
 
 
-class BackgroundSaves:
+class Consequences:
+    """What follows from checkpoints that are asked for, when it is known whether they are complete.
+
+    Attributes:
+        actions: what may follow, by name. Called on all workers with why a checkpoint is not complete, or None, and
+            :attr:`Action.arguments`.
+        given_up: what is to be asked for again at the next boundary; the same on all workers.
+    """
+
+    def __init__(self) -> None:
+        self.given_up: tuple[Any, ...] = ()
+        self.actions: dict[str, Callable[..., None]] = {}
+        self._noted: list[Action] = []
+        self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
+
+    @property
+    def noted(self) -> list[Action]:
+        """What follows from the checkpoints that were asked for."""
+        return self._noted
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether what follows from checkpoints is noted now."""
+        return bool(self._deferred)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """What :meth:`follow` is called with within the block depends on all checkpoints that the block asks for."""
+        paths: list[str] = []
+        actions: list[tuple[str, tuple[Any, ...]]] = []
+        self._deferred.append((paths, actions))
+        try:
+            yield
+        finally:
+            self._deferred.pop()
+            self.noted.extend(Action(name, tuple(paths), arguments) for name, arguments in actions)
+
+    def asked(self, path: str) -> None:
+        """A checkpoint at ``path`` is asked for."""
+        for paths, _ in self._deferred:
+            paths.append(path)
+
+    def follow(self, name: str, *arguments: Any) -> None:
+        """Has action ``name`` called with ``arguments`` when it is known whether the checkpoints are complete."""
+        self._deferred[-1][1].append((name, arguments))
+
+    def follow_first(self, name: str, *arguments: Any) -> None:
+        """As :meth:`follow`, before all that was noted in the block."""
+        self._deferred[-1][1].insert(0, (name, arguments))
+
+    def settle(self, failures: Mapping[str, WriteFailure]) -> None:
+        """Takes up what follows; ``failures``: of the checkpoints that were not written, by path."""
+        noted, self._noted = self._noted, []
+        self._carry_out(noted, failures)
+
+    def _carry_out(self, actions: Iterable[Action], failures: Mapping[str, WriteFailure]) -> None:
+        for action in actions:
+            failure = next((failures[path] for path in action.paths if path in failures), None)
+            self.actions[action.name](failure, *action.arguments)
+
+
+class BackgroundSaves(Consequences):
     """This worker's part in checkpoints that are written in the background.
 
     Args:
@@ -517,16 +588,14 @@ class BackgroundSaves:
         measure: returns what this worker has measured, if its thread has written for so many seconds.
         on_facts: called on all workers with what the writer of a batch has measured.
         stalled: returns for how many seconds checkpoints have held up this worker so far.
-        actions: what may follow when a checkpoint is complete, by name. Called on all workers with why it is not, or
-            None, and :attr:`Action.arguments`.
         by_writer: what the writer does of them where a run ends before all know the outcome, by name.
         pending: the batch that has begun and whose outcome is not known; the same on all workers.
-        given_up: what is to be asked for again at the next boundary; the same on all workers.
         names: of folders with checkpoints, the names in them; the same on all workers.
         batch: this worker's part in the current batch.
     """
 
     def __init__(self, context: WorkerContext) -> None:
+        super().__init__()
         self._collectives, self._options = context.collectives, context.options.checkpoints
         self._client = context.client
         self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
@@ -535,16 +604,13 @@ class BackgroundSaves:
         self.measure: Callable[[float], Any] = lambda seconds: None
         self.on_facts: Callable[[Any], None] = lambda facts: None
         self.stalled: Callable[[], float] = lambda: 0.0
-        self.actions: dict[str, Callable[..., None]] = {}
         self.by_writer: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
         self.pending: PendingBatch | None = None
-        self.given_up: tuple[Any, ...] = ()
         self.names: dict[str, set[str]] = {}
         self._batches = 0
         self._unnamed: tuple[tuple[str, str], ...] = ()
         self._old_copies: StateCopies | None = None
-        self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
 
     # ------------------------------------------------------------------ the next batch
 
@@ -571,22 +637,24 @@ class BackgroundSaves:
         self._old_copies = None
         return self.batch
 
-    def seal(self) -> None:
-        """At the step boundary: what was asked for since :meth:`begin` is written from now on. All call it."""
+    def seal(self, mid_step: bool) -> None:
+        """What was asked for since :meth:`begin` is written from now on. All call it; ``mid_step``: before the end of
+        the step.
+        """
         batch = self.batch
         if batch is None or batch.is_sealed:
             return
         if not batch.requests:
             self.batch, self._old_copies = None, batch.copies
-            self._follow(batch.actions, {})
+            self._carry_out(batch.actions, {})
             return
         paths = tuple(request.path for request in batch.requests)
         new = frozenset(request.path for request in batch.requests if request.is_new)
         self.pending = PendingBatch(batch.group.number, batch.version, paths, new, tuple(batch.actions))
         self._batches += 1
         weights_only = tuple(request.weights_only for request in batch.requests)
-        where = (batch.version, batch.group.writer, paths, weights_only, self.stalled())
-        self._client.send(SaveBegun(self._client.rank, self.pending.number, *where))
+        facts = (batch.version, batch.group.writer, paths, weights_only, mid_step, self.stalled())
+        self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts))
         batch.start()
 
     def _ended(self, index: int, failure: WriteFailure | None, seconds: float) -> None:
@@ -598,35 +666,9 @@ class BackgroundSaves:
         self._client.send(SaveEnded(self._client.rank, number, index, why, self.stalled(), facts))
 
     @property
-    def is_deferring(self) -> bool:
-        """Whether what follows from checkpoints is noted now."""
-        return bool(self._deferred)
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """What :meth:`follow` is called with within the block depends on all checkpoints that the block asks for."""
-        paths: list[str] = []
-        actions: list[tuple[str, tuple[Any, ...]]] = []
-        self._deferred.append((paths, actions))
-        try:
-            yield
-        finally:
-            self._deferred.pop()
-            if self.batch is not None:
-                self.batch.actions += [Action(name, tuple(paths), arguments) for name, arguments in actions]
-
-    def asked(self, path: str) -> None:
-        """A checkpoint at ``path`` is asked for."""
-        for paths, _ in self._deferred:
-            paths.append(path)
-
-    def follow(self, name: str, *arguments: Any) -> None:
-        """Has action ``name`` called with ``arguments`` when it is known whether the checkpoints are complete."""
-        self._deferred[-1][1].append((name, arguments))
-
-    def follow_first(self, name: str, *arguments: Any) -> None:
-        """As :meth:`follow`, before all that was noted in the block."""
-        self._deferred[-1][1].insert(0, (name, arguments))
+    @override
+    def noted(self) -> list[Action]:
+        return [] if self.batch is None or self.batch.is_sealed else self.batch.actions
 
     # ------------------------------------------------------------------ the batch before
 
@@ -733,13 +775,8 @@ class BackgroundSaves:
         if self._collectives.is_leader:
             for path in pending.new & failed.keys():
                 self.discard(path)
-        self._follow(pending.actions, failed)
+        self._carry_out(pending.actions, failed)
         if failed:
             self.on_failures(failed)
         if status.facts is not None:
             self.on_facts(unpack(status.facts))
-
-    def _follow(self, actions: Iterable[Action], failed: Mapping[str, WriteFailure]) -> None:
-        for action in actions:
-            failure = next((failed[path] for path in action.paths if path in failed), None)
-            self.actions[action.name](failure, *action.arguments)

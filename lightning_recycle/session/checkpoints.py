@@ -1,6 +1,8 @@
 """The state of the whole model from that of its stages, and back: checkpoints, and the results of a run.
 
-A checkpoint holds no trace of the grid.
+A checkpoint holds no trace of the grid. One that is asked for in the middle of the end of a step is written at the next
+boundary (:mod:`~lightning_recycle.session.step_completion`); only a user's own ``trainer.save_checkpoint``, which
+returns with the file, does not wait for it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Saved
@@ -30,7 +33,14 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.weights import own_parts
 from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak, storage_bytes
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest, StateCopies
+from lightning_recycle.session.background_saves import (
+    Action,
+    BackgroundSaves,
+    Batch,
+    Consequences,
+    SaveRequest,
+    StateCopies,
+)
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     WriteFailure,
@@ -47,6 +57,7 @@ from lightning_recycle.session.lightning_internals import plain_optimizer, set_c
 from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
     Copies,
+    GroupNames,
     group_names,
     merge_optimizer_states,
     parameters_by_name,
@@ -55,7 +66,8 @@ from lightning_recycle.session.optimizer_states import (
     stage_optimizer_state,
 )
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
-from lightning_recycle.tensor_memory import to_cpu
+from lightning_recycle.session.step_completion import COMPLETION, Boundary, StateMarks, complete, joined_parts
+from lightning_recycle.tensor_memory import part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
 if TYPE_CHECKING:
@@ -64,8 +76,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints", "users_save_hook"]
 
 log = logging.getLogger(__name__)
-
-_OBJECTS = "lightning_recycle_objects"
 
 _FURTHER_WEIGHTS = ("current_model_state",)
 """Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
@@ -89,23 +99,86 @@ class _StagePart:
         weights: the state dict, and what else has a value by parameter, by their names in the checkpoint.
         states: the state dict of each optimizer.
         names: the names of each optimizer's parameters.
-        objects: what users keep in their objects, if it is wanted.
         copies: as in :class:`Checkpoints`, when it was copied.
+        completion: the stage's part of what completes the checkpoint, if a run can go on from it.
     """
 
     weights: dict[str, dict[str, Any]]
     states: list[dict[str, Any]]
     names: list[list[list[str]]]
-    objects: list[Any] | None
     copies: Copies
+    completion: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A checkpoint that was asked for, and is written at the next boundary.
+
+    Args:
+        path: where it is to be.
+        storage_options: for the CheckpointIO.
+        content: returns Lightning's content as it was then, without what is in ``part``.
+        marks: of what may change until the boundary; None if no run can go on from the checkpoint.
+        batch: the batch in which it is written in the background, if it is.
+        part: of this stage, if it is written in the background and this worker takes part in that.
+        is_new: whether it is known to replace nothing.
+    """
+
+    path: Any
+    storage_options: Any | None
+    content: Callable[[], dict[str, Any]]
+    marks: StateMarks | None
+    batch: Batch | None = None
+    part: _StagePart | None = None
+    is_new: bool = False
 
 
 def _freeze(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Returns what returns ``checkpoint``, as it would be read from a file that was written now."""
     file = io.BytesIO()
     torch.save(dict(checkpoint), file)
-    file.seek(0)
-    return partial(torch.load, file, map_location="cpu", weights_only=False)
+
+    def load() -> dict[str, Any]:
+        file.seek(0)
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+        return content
+
+    return load
+
+
+def _boundary_of(completion: Mapping[str, Any]) -> Boundary | None:
+    return completion["boundary"] and Boundary(completion["boundary"])
+
+
+def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict[str, Any]]:
+    """Returns what returns ``checkpoint``; ``until_later``: as it is now. Weights and optimizer states are those of all
+    stages, which are copies, or are written as they will be.
+    """
+    if not until_later:
+        return partial(dict, checkpoint)
+    kinds = ("state_dict", *_FURTHER_WEIGHTS, "optimizer_states")
+    large = {kind: checkpoint[kind] for kind in kinds if kind in checkpoint}
+    rest = _freeze({name: None if name in large else value for name, value in checkpoint.items()})
+    return lambda: {**rest(), **large}
+
+
+def _completed(content: Callable[[], dict[str, Any]], common: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
+    return content() if common is None else {**content(), COMPLETION: common()}
+
+
+def _add_parts(checkpoint: dict[str, Any], parts: Sequence[dict[str, Any] | None]) -> None:
+    """Adds the parts of all stages to what completes ``checkpoint``."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return
+    checkpoint[COMPLETION].update(joined_parts(found))
+    if "objects" in found[0]:
+        checkpoint[COMPLETION]["objects"] = [part["objects"] for part in found]
+
+
+def _as_tensors(pack: ObjectPack) -> list[Tensor]:
+    """The tensors of ``pack``, behind its pickle: safe to load."""
+    return [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *pack.tensors]
 
 
 @dataclass
@@ -126,9 +199,12 @@ class Checkpoints:
         sharded: whether to write folders, to which each stage writes its own part.
         raises: whether a checkpoint that cannot be written ends the run.
         interval: decides how often to save, if callbacks do not.
+        actions: what may follow from checkpoints, by name; see :class:`Consequences`.
+        completion: what completes the checkpoint that was loaded, until the training begins.
         restored_objects: if the run begins again, the users' objects, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
         ask_again: asks for checkpoints once more that were given up because a worker was lost.
+        records: returns what the callbacks that save remember, with what they have asked for.
         save_every: has callbacks that save by steps do it at another interval; returns whether that changes anything.
         is_training: whether the training has begun and is not over.
         stall_seconds: how long checkpoints have held up this worker so far, apart from collecting the state.
@@ -141,14 +217,19 @@ class Checkpoints:
     reach: Callable[[str, int], None]
     transfer: StateTransfer
     background: BackgroundSaves | None
+    completion: dict[str, Any] | None = None
     restored_objects: ObjectPack | None = None
     restored_steps: int = 0
     ask_again: Callable[[], None] = lambda: None
+    records: Callable[[], dict[str, Any]] = dict
     save_every: Callable[[int], bool] = lambda steps: False
     is_training: bool = False
     stall_seconds: float = 0.0
     _unwinding: bool = False
     _counted_stall: float = 0.0
+    _mid_step: set[str] = field(default_factory=set)
+    _asked: list[_Asked] = field(default_factory=list)
+    _boundary: Boundary | None = None
 
     def __post_init__(self) -> None:
         context, wanted = self.context, self.context.options.checkpoints
@@ -157,6 +238,11 @@ class Checkpoints:
         self.interval: SaveInterval | None = None
         if wanted.every_n_train_steps is not None:
             self.interval = SaveInterval(lambda: context.client.member.counters.get("failures", 0.0))
+        self._together = Consequences()  # of checkpoints for which all wait
+        self._on_files: dict[str, Callable[..., None]] = {"link": link, "remove": self._delete}
+        self.actions = self._together.actions
+        self.actions["link"] = lambda failure, *paths: None if failure else self.link(*paths)
+        self.actions["remove"] = lambda failure, path: None if failure else self.remove(path)
         if self.background is not None:
             self.background.on_failures = self._not_completed
             self.background.discard = self._discard
@@ -164,9 +250,8 @@ class Checkpoints:
             if self.interval is not None:
                 self.background.measure = self._measured
                 self.background.on_facts = lambda facts: self._follow([facts])
-            self.background.actions["link"] = lambda failure, *paths: None if failure else self.link(*paths)
-            self.background.actions["remove"] = lambda failure, path: None if failure else self.remove(path)
-            self.background.by_writer.update(link=link, remove=self._delete)
+            self.background.actions = self.actions
+            self.background.by_writer.update(self._on_files)
 
     @property
     def module(self) -> pl.LightningModule:
@@ -239,11 +324,62 @@ class Checkpoints:
             torch.cuda.empty_cache()
             checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
-        by_stage = checkpoint.pop(_OBJECTS, None)
-        if by_stage is not None and self.context.run.restarts:  # another run may have other stages
-            data, *tensors = by_stage[self._stage]
-            self.restored_objects = ObjectPack(data.numpy().tobytes(), tensors)
+        self.completion = None
+        completion = checkpoint.pop(COMPLETION, None)
+        if completion is not None and self.context.fitting:
+            complete(checkpoint, completion, _FURTHER_WEIGHTS)
+            self.completion = completion
+            if "objects" in completion and self.context.run.restarts:  # another run may have other stages
+                data, *tensors = completion["objects"][self._stage]
+                self.restored_objects = ObjectPack(data.numpy().tobytes(), tensors)
         return checkpoint
+
+    @property
+    def resumes_mid_epoch(self) -> bool:
+        """Whether the run goes on from a checkpoint in an epoch that is not over."""
+        if self.completion is None or self.collectives.client.joining:
+            return False
+        return _boundary_of(self.completion) in (Boundary.BATCH, Boundary.VALIDATION)
+
+    def resume(self) -> Mapping[str, Any] | None:
+        """The training begins: what Lightning has not restored is as it was when the checkpoint was completed. Returns
+        what has completed it, if anything.
+        """
+        completion, self.completion = self.completion, None
+        if completion is None or self.collectives.client.joining:
+            return None
+        self.transfer.resume(completion, _boundary_of(completion), self.context.run.restarts)
+        found = {self.copies.get((self._stage, n), n): p for n, p in parameters_by_name(self.module).items()}
+        sums = completion["gradients"]
+        self.executor.accumulated.load_sums({p: part_like(sums[name], p) for name, p in found.items() if name in sums})
+        return completion
+
+    def finish_boundary(self, completion: Mapping[str, Any]) -> None:
+        """If the run begins again: writes what was asked for behind its checkpoint, at the same boundary, and does what
+        was to follow. All workers were lost before.
+        """
+        if not self.context.run.restarts:
+            return
+        trainer = self.module.trainer
+        asked, path = completion["asked"], str(trainer.ckpt_path)
+        set_checkpoint_path(trainer, completion["resumed_from"])  # ModelCheckpoint would not delete that of the restart
+        behind = next((n for n, (other, _) in enumerate(asked) if other == path), len(asked))
+        boundary = _boundary_of(completion)
+        if boundary is not None:
+            with self.at_boundary(boundary):
+                for other, weights_only in asked[behind + 1 :]:
+                    trainer.save_checkpoint(other, weights_only)
+        if self.collectives.is_leader:
+            self._settle_files(Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
+
+    def _settle_files(self, actions: Iterable[Action]) -> None:
+        """What was to follow for files when all workers were lost."""
+        for action in actions:
+            if action.name in self._on_files and all(map(os.path.exists, action.paths)):
+                try:
+                    self._on_files[action.name](*action.arguments)
+                except OSError as error:
+                    log.warning("After the checkpoint of the restart a file is not as it should be: %s.", error)
 
     def _agreed(self, path: Any) -> Any:
         """The leader's path: workers that are started by hand each look for the last checkpoint, and may see others."""
@@ -268,10 +404,20 @@ class Checkpoints:
         """
         if self.collectives.client.joining:
             return
-        for optimizer, whole in zip(self.module.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+        pairs = zip(self.module.trainer.optimizers, checkpoint["optimizer_states"], strict=True)
+        for index, (optimizer, whole) in enumerate(pairs):
             names = self._all_parameter_names(optimizer)
             state = split_optimizer_state(whole, names, self.copies, self._stage)
+            self._load_changes(index, state, names[self._stage])
             optimizer.load_state_dict(sharded_optimizer_state(state, optimizer))
+
+    def _load_changes(self, index: int, state: dict[str, Any], names: GroupNames) -> None:
+        """The states of optimizer ``index`` that had changed when the checkpoint was completed."""
+        changed = self.completion["optimizers"][index] if self.completion is not None else {}
+        for number, name in enumerate(name for group in names for name in group):
+            owned = self.copies.get((self._stage, name), name)
+            if owned in changed:
+                state["state"][number] = changed[owned]
 
     def _load_sharded(self, path: Any) -> dict[str, Any]:
         """This worker's part of a sharded checkpoint; of sharded tensors its shards."""
@@ -295,30 +441,121 @@ class Checkpoints:
         """
         is_new = self._is_new(path)
         self._exists(path)
+        marks = StateMarks(self.module, self._optimizers) if "optimizer_states" in checkpoint else None
         with self._stalling():
             if (background := self.in_background) is not None:
-                self._ask(background, checkpoint, path, storage_options, is_new)
+                asked = self._copied(background, checkpoint, path, storage_options, marks, is_new)
             else:
-                self._save_together(checkpoint, path, storage_options)
-        if background is not None and not background.is_deferring:
-            background.seal()
+                asked = _Asked(path, storage_options, _kept(checkpoint, until_later=self.saves.is_deferring), marks)
+        if asked is not None:
+            self.saves.asked(os.fspath(path))
+            self._asked.append(asked)
+        if not self.saves.is_deferring:
             self.complete()  # the user's code may read it next
-        if background is None and self.interval is not None and not self.collectives.client.joining:
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers]
+
+    @property
+    def saves(self) -> Consequences:
+        """What notes the consequences of checkpoints that are asked for now."""
+        return self.in_background or self._together
+
+    @property
+    def noted(self) -> list[Action]:
+        """What follows from checkpoints that were asked for and are not known to be complete."""
+        return [*self._together.noted, *(() if self.background is None else self.background.noted)]
+
+    @contextmanager
+    def deferring(self) -> Iterator[Consequences]:
+        """Within the block checkpoints are asked for; they are written, and what follows is taken up, at the next
+        boundary, or right after the block where none comes.
+        """
+        with self.saves.deferring():
+            yield self.saves
+        if not self.is_training:
+            self.complete()
+
+    @contextmanager
+    def at_boundary(self, boundary: Boundary) -> Iterator[None]:
+        """Checkpoints that were asked for, or are within the block, are completed as of ``boundary``, and written."""
+        self._boundary = boundary
+        yield
+        self._write(boundary)
+        self._boundary = None
+
+    def _write(self, boundary: Boundary | None) -> None:
+        """Writes what was asked for; ``boundary``: where the training is, if it is at one."""
+        asked, self._asked = self._asked, []
+        with self._stalling():
+            if asked or self._together.noted:
+                common: Callable[[], dict[str, Any]] = dict
+                if any(one.marks is not None for one in asked):
+                    state = self._common_state(asked, boundary)  # on all workers, as it may wait for them
+                    if any(one.batch is None or one.batch.group.is_leader for one in asked):
+                        common = _freeze(state)
+                for one in asked:
+                    (self._mid_step.discard if boundary else self._mid_step.add)(os.fspath(one.path))
+                self._write_together([one for one in asked if one.batch is None], common)
+                self._write_in_background([one for one in asked if one.batch is not None], common)
+            if self.background is not None:
+                self.background.seal(mid_step=boundary is None)
+                self.background.await_originals()
+
+    def _common_state(self, asked: Sequence[_Asked], boundary: Boundary | None) -> dict[str, Any]:
+        """The part of what completes a checkpoint that all workers have in common."""
+        follows = [[a.name, list(a.paths), list(a.arguments)] for a in self.noted if a.name in self._on_files]
+        return {
+            "boundary": boundary and boundary.value,
+            "run": self.context.run.name,
+            "step": self.executor.version,
+            "asked": [[os.fspath(one.path), one.marks is None] for one in asked],
+            "resumed_from": self.module.trainer.ckpt_path and os.fspath(self.module.trainer.ckpt_path),
+            "saves": self.records(),
+            "follows": follows,
+            **self.transfer.common_state(),
+        }
+
+    def _completion(self, marks: StateMarks | None) -> dict[str, Any] | None:
+        """This stage's part of what completes a checkpoint; no copy."""
+        if marks is None:
+            return None
+        changes, sums = marks.changes(), self.executor.accumulated.sums
+        named = parameters_by_name(self.module).items()
+        owned = {self.copies.get((self._stage, name), name): sums[p] for name, p in named if p in sums}
+        return {**changes, "gradients": owned}
+
+    def _write_together(self, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
+        """All workers write ``asked``, and take up what follows."""
+        failures: dict[str, WriteFailure] = {}
+        for one in asked:
+            checkpoint = one.content()
+            if one.marks is not None:
+                part = self._completion(one.marks)
+                parts = self.collectives.gather_stages("completion", partial(to_cpu, part))
+                checkpoint[COMPLETION] = {**common(), **joined_parts(parts)}
+                if self.context.run.may_restart:
+                    packs = self.collectives.gather_stages("objects", self.transfer.pack_objects)
+                    checkpoint[COMPLETION]["objects"] = [_as_tensors(pack) for pack in packs]
+            failure = self._save_together(checkpoint, one.path, one.storage_options)
+            if failure is not None:
+                failures[os.fspath(one.path)] = failure
+        self._together.settle(failures)
+        for failure in failures.values():
+            self._not_written(failure)
+        if asked and self.interval is not None and not self.collectives.client.joining:
             self._follow(list(self.collectives.gather_all("interval", self._measured(0.0)).values()))
 
-    def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        if self.context.run.may_restart and "optimizer_states" in checkpoint:  # plain tensors, which are safe to load
-            objects = self.collectives.gather_stages("objects", self.transfer.pack_objects)
-            checkpoint[_OBJECTS] = [
-                [torch.frombuffer(bytearray(o.data), dtype=torch.uint8), *o.tensors] for o in objects
-            ]
+    def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> WriteFailure | None:
         if self.sharded:
-            failure = self._save_sharded(checkpoint, path)
-        else:
-            write = partial(self._save_file, checkpoint, path, storage_options)
-            failure = self.collectives.by_leader("checkpoint", partial(attempt, write, path, checkpoint))
-        if failure is not None:
-            self._not_written(failure)
+            return self._save_sharded(checkpoint, path)
+        write = partial(self._save_file, checkpoint, path, storage_options)
+        return self.collectives.by_leader("checkpoint", partial(attempt, write, path, checkpoint))  # type: ignore[no-any-return]
+
+    def is_asked(self, path: Any) -> bool:
+        """Whether a checkpoint at ``path`` is asked for and not written yet."""
+        return any(os.fspath(one.path) == os.fspath(path) for one in self._asked)
 
     def has(self, path: Any, list_folder: Callable[[str], Iterable[str]]) -> bool:
         """Whether there is something at ``path``, the same on all workers. Where no worker waits for others, they know
@@ -346,9 +583,9 @@ class Checkpoints:
         if os.path.abspath(target) == os.path.abspath(path):
             return
         self._exists(path)
-        if self.background is not None and self.background.is_deferring:
-            self.background.asked(target)
-            self.background.follow("link", target, path)
+        if self.saves.is_deferring:
+            self.saves.asked(target)
+            self.saves.follow("link", target, path)
             return
         make_link = partial(attempt, partial(link, target, path), path, None)
         if (failure := self.collectives.by_leader("checkpoint", make_link)) is not None:
@@ -357,8 +594,8 @@ class Checkpoints:
     def remove(self, path: Any) -> None:
         """The leader deletes a checkpoint that is not wanted any more."""
         self._exists(path, exists=False)
-        if self.background is not None and self.background.is_deferring:
-            self.background.follow("remove", os.fspath(path))
+        if self.saves.is_deferring:
+            self.saves.follow("remove", os.fspath(path))
             return
         if not self.collectives.is_leader:
             return
@@ -416,8 +653,9 @@ class Checkpoints:
 
     def _saved(self, path: Any, weights_only: bool) -> None:
         """This worker has given a checkpoint its name for which all wait."""
-        facts = (self.executor.version, self.stall_seconds, weights_only)
-        self.collectives.client.send(Saved(self.collectives.rank, os.fspath(path), *facts))
+        name = os.fspath(path)
+        facts = (self.executor.version, self.stall_seconds, weights_only, name in self._mid_step)
+        self.collectives.client.send(Saved(self.collectives.rank, name, *facts))
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any) -> WriteFailure | None:
         weights = {kind: checkpoint.pop(kind) for kind in ("state_dict", *_FURTHER_WEIGHTS) if kind in checkpoint}
@@ -474,18 +712,25 @@ class Checkpoints:
 
     def complete(self) -> None:
         """Waits for checkpoints that were asked for, and takes up what follows from them; all workers call it."""
+        self._write(self._boundary)
         if (background := self.in_background) is not None:
             with self._stalling():
-                background.seal()
                 background.complete()
-            with self._waiting():
-                self.ask_again()
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
         """All wait for the checkpoints that are asked for within the block."""
         self.complete()
         with self._waiting():
+            yield
+            self.complete()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """The last epoch is over: checkpoints that were lost are saved. The block has the hooks that follow."""
+        with self.at_boundary(Boundary.EPOCH):
+            with self.waited_for():
+                self.ask_again()
             yield
 
     @contextmanager
@@ -504,43 +749,49 @@ class Checkpoints:
         finally:
             self.stall_seconds += time.perf_counter() - began
 
-    def at_boundary(self, ends_step: bool) -> None:
-        """A step boundary, as far as hooks are concerned: what was asked for is written from now on, and what was given
-        up is asked for again; not between batches whose gradients one step takes together.
-        """
-        if (background := self.in_background) is not None:
-            if ends_step:
-                self.ask_again()
-            with self._stalling():
-                background.seal()
-                background.await_originals()
-
     def end_training(self) -> None:
         """The training is over: nothing is written in the background any more."""
-        self.complete()
+        with self.at_boundary(Boundary.EPOCH), self.waited_for():
+            self.ask_again()
         self.is_training = False
 
-    def _ask(
+    def _copied(
         self,
         background: BackgroundSaves,
         checkpoint: dict[str, Any],
         path: Any,
-        storage_options: Any,
+        storage_options: Any | None,
+        marks: StateMarks | None,
         is_new: bool,
-    ) -> None:
-        weights_only = "optimizer_states" not in checkpoint
+    ) -> _Asked | None:
+        """A checkpoint with a copy of this stage's part, if this worker holds one; None if it is left out."""
         batch = self._begun(background)
         if batch is None:
-            return
-        group = batch.group
-        write = None
-        if group.is_column_leader:
-            part = self._part(batch.copies, checkpoint)
-            rest = _freeze(checkpoint) if group.is_leader else dict
-            of_stages = self._written_by_stage if self.sharded else self._written_by_leader
-            write = partial(of_stages, batch, part, rest, path, storage_options)
-        background.asked(os.fspath(path))
-        batch.requests.append(SaveRequest(os.fspath(path), write, weights_only, is_new))
+            return None
+        if not batch.group.is_column_leader:
+            return _Asked(path, storage_options, dict, marks, batch, is_new=is_new)
+        part = self._part(batch.copies, checkpoint)
+        content = _freeze(checkpoint) if batch.group.is_leader else dict
+        return _Asked(path, storage_options, content, marks, batch, part, is_new)
+
+    def _write_in_background(self, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
+        """Has this worker's thread write its part of ``asked``."""
+        objects: list[Any] | None = None
+        for one in asked:
+            batch, write = one.batch, None
+            assert batch is not None
+            if one.part is not None:
+                completion = batch.copies.take(self._completion(one.marks), ("completion",))
+                if completion is not None and self.context.run.may_restart:
+                    if objects is None:
+                        data, *tensors = _as_tensors(self.transfer.pack_objects())
+                        objects = [data, *batch.copies.take(tensors)]
+                    completion["objects"] = objects
+                part = replace(one.part, completion=completion)
+                content = partial(_completed, one.content, None if completion is None else common)
+                of_stages = self._written_by_stage if self.sharded else self._written_by_leader
+                write = partial(of_stages, batch, part, content, one.path, one.storage_options)
+            batch.requests.append(SaveRequest(os.fspath(one.path), write, one.marks is None, one.is_new))
 
     def _limit(self, copies: StateCopies, state: Any) -> None:
         """Has ``copies`` of ``state`` made only if there is memory for them."""
@@ -560,20 +811,13 @@ class Checkpoints:
         weights = {kind: checkpoint[kind] for kind in kinds}
         if self.sharded:
             weights = self._own_weights(weights)
-        goes_on = "optimizer_states" in checkpoint
         states, only_step = checkpoint.get("optimizer_states", []), self.module.automatic_optimization
         checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
-        optimizers = [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers][: len(states)]
         self._limit(copies, (weights, states))
-        objects = None
-        if self.context.run.may_restart and goes_on:
-            pack = self.transfer.pack_objects()
-            objects = [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *copies.take(list(pack.tensors))]
         return _StagePart(
             copies.take(weights, ("weights",)),
             [copies.take(state, ("optimizer", index), only_step) for index, state in enumerate(states)],
-            [group_names(self.module, optimizer) for optimizer in optimizers],
-            objects,
+            [group_names(self.module, optimizer) for optimizer in self._optimizers[: len(states)]],
             dict(self.copies),
         )
 
@@ -599,8 +843,7 @@ class Checkpoints:
                     merge_optimizer_states(of_stages, of_names, part.copies)
                     for of_stages, of_names in zip(states, names, strict=True)
                 ]
-            if part.objects is not None:
-                rest[_OBJECTS] = [one.objects for one in parts]
+            _add_parts(rest, [one.completion for one in parts])
             self._save_file(rest, path, storage_options, batch)
 
         failure = attempt(write, path, content)
@@ -612,15 +855,14 @@ class Checkpoints:
         self, batch: Batch, part: _StagePart, frozen: Callable[[], dict[str, Any]], path: Any, storage_options: Any
     ) -> WriteFailure | None:
         group, rest = batch.group, frozen()
-        told = group.gather_all("names and objects", (part.names, part.objects))
-        names, objects = zip(*(told[rank] for rank in group.ranks), strict=True)
+        told = group.gather_all("names and completions", (part.names, part.completion))
+        names, completions = zip(*(told[rank] for rank in group.ranks), strict=True)
         states = [
             stage_optimizer_state(state, [of_stage[n] for of_stage in names], part.copies, self._stage)
             for n, state in enumerate(part.states)
         ]
         kept = {name: value for name, value in rest.items() if name not in (*part.weights, "optimizer_states")}
-        if part.objects is not None:
-            kept[_OBJECTS] = list(objects)
+        _add_parts(kept, completions)
         outcome = self._save_folder(path, self._shard(part.weights, states), kept, group, batch.version)
         return outcome if isinstance(outcome, WriteFailure) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -284,6 +285,7 @@ class RunSetup:
             must know something of each other first.
         gathering: where the weights go in the end.
         mesh_sizes: the sizes of the mesh of a position, FSDP shards and tensor parallelism.
+        name: differs from that of any other run; its restarts keep it.
     """
 
     grid: Grid
@@ -299,6 +301,7 @@ class RunSetup:
     staggered: bool = True
     gathering: Gathering = field(default_factory=Gathering)
     mesh_sizes: tuple[int, int] = (1, 1)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     @property
     def positions(self) -> Positions:

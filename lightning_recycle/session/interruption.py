@@ -16,11 +16,10 @@ the one for requeueing     the run ends with a checkpoint, and then     Lightnin
 SIGTERM alone never requeues: it is also what ``scancel`` and the time limit send; who preempts a job by it requeues it,
 too. Whether SLURM may run the job again, and which signal it sends before, is in Lightning's ``SLURMEnvironment``.
 
-The last step: the answer to its losses (``StepResult.after_step``) announces it to all workers. At its end, where
-``ModelCheckpoint`` saves too, they save together (:meth:`SaveAndEnd.on_train_batch_end`); once Lightning has logged the
-step, the run ends (:meth:`SaveAndEnd.end`). If the job is to run again, one worker requeues it before: the checkpoint
-is complete. Lightning's callbacks that save on exceptions are called there. In the launching process, where Lightning
-calls ``on_exception``, there is nothing to save.
+The last step: the answer to its losses (``StepResult.after_step``) announces it to all workers. Once Lightning has
+logged the step, they save together, and the run ends (:class:`SaveAndEnd`). If the job is to run again, one worker
+requeues it before: the checkpoint is complete. Lightning's callbacks that save on exceptions are called there. In the
+launching process, where Lightning calls ``on_exception``, there is nothing to save.
 
 ``trainer.should_stop``: a callback may set it on all workers at the same place, or on one alone, say by its own clock.
 Where all set it, they stop there, as on one device; else after one of the next steps
@@ -39,7 +38,6 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from typing_extensions import override
 
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
@@ -73,9 +71,8 @@ def saved_already(trainer: pl.Trainer) -> None:
             mark_saved(callback, trainer.global_step)
 
 
-class SaveAndEnd(Callback):
-    """Saves at the end of the last step of a run that a signal ends, and ends the run. Lives in the workers, behind
-    all other callbacks.
+class SaveAndEnd:
+    """Saves at the end of the last step of a run that a signal ends, and ends the run.
 
     Args:
         context: the context of the worker.
@@ -87,29 +84,28 @@ class SaveAndEnd(Callback):
         self._context, self._steps, self._preemption = context, steps, preemption
         self._collectives, self._options = context.collectives, context.options.checkpoints
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not self._steps.ends_after_batch():
-            return
-        # There is no later step after which a checkpoint that is lost could be asked for again.
-        with self._steps.checkpoints.waited_for():
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if saves_on_exception(callback):
-                    callback.on_exception(trainer, pl_module, SIGTERMException())
-            # A number in it is found by looking into the folder.
-            path = self._collectives.broadcast(self._path(trainer))
-            if path is not None:
-                trainer.save_checkpoint(path)
-
     def end(self, trainer: pl.Trainer) -> None:
         """Ends this worker, with all others, if the run is to end after this step."""
         if not self._steps.ends_after_batch():
             return
+        self._save(trainer)
         for logger in trainer.loggers:
             logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
         if self._collectives.decide(self._preemption.requeue_wanted, all_agree=False):
             self._collectives.by_leader("requeue", self._requeue)
         self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        # There is no later step after which a checkpoint that is lost could be asked for again.
+        with self._steps.checkpoints.waited_for():
+            self._steps.checkpoints.ask_again()
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if saves_on_exception(callback):
+                    callback.on_exception(trainer, trainer.lightning_module, SIGTERMException())
+            # A number in it is found by looking into the folder.
+            path = self._collectives.broadcast(self._path(trainer))
+            if path is not None:
+                trainer.save_checkpoint(path)
 
     def _requeue(self) -> None:
         with self._context.client.busy("requeue"):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from operator import attrgetter
 from types import NoneType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -28,7 +29,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -52,6 +53,7 @@ __all__ = [
     "count_manual_steps",
     "default_profiler_schedule",
     "final_settings",
+    "go_on",
     "init_optimizers",
     "last_checkpoints",
     "lightning_optimizers",
@@ -75,6 +77,7 @@ __all__ = [
     "sets_checkpoint_path",
     "settings_of",
     "spare_moves",
+    "states_for_checkpoint",
     "synchronises_batchnorm",
     "transfer_batch",
     "unflatten_state_dict",
@@ -97,6 +100,9 @@ _PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts th
     "fit_loop.epoch_loop.automatic_optimization": ("_skip_backward",),
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
+
+_OF_A_RUN = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+"""Settings of the Trainer that callbacks change."""
 
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
 """The loops of a Trainer that have DataLoaders, by path."""
@@ -140,7 +146,7 @@ class TrainerState:
     def of(cls, trainer: pl.Trainer, is_wanted: Callable[[Any], bool]) -> TrainerState:
         """The state of ``trainer``; ``is_wanted``: whether the state dict of a callback is."""
         keys = {c.state_key for c in trainer.callbacks if is_wanted(c)}  # type: ignore[attr-defined]
-        states = call._call_callbacks_state_dict(trainer)
+        states = call._call_callbacks_state_dict(trainer) if keys else {}
         return cls(
             loops=trainer.fit_loop.state_dict(),
             results=tuple(
@@ -151,6 +157,26 @@ class TrainerState:
             callbacks={key: state for key, state in states.items() if key in keys},
             has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         )
+
+    def as_data(self) -> dict[str, Any]:
+        """This state as plain data, for a checkpoint, which has the states of callbacks by itself."""
+        settings = {
+            path: {name: found[name] for name in (*names, *_OF_A_RUN) if name in found}
+            for path, names in _PRIVATE.items()
+            for found in (self.settings[path],)
+        }
+        results = [{key: _as_data(value) for key, value in logged.items()} for logged in self.results]
+        return {"loops": self.loops, "results": results, "settings": settings}
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any], same_run: bool) -> TrainerState:
+        """The state of which ``data`` is; another run than the ``same_run`` may have other settings."""
+        results = tuple({key: _of_data(value) for key, value in logged.items()} for logged in data["results"])
+        settings = {
+            path: {name: value for name, value in found.items() if same_run or name not in _OF_A_RUN}
+            for path, found in data["settings"].items()
+        }
+        return cls(data["loops"], results, settings, {}, has_validated=False)
 
     def read_loaders(self, trainer: pl.Trainer) -> None:
         """Asks the user for the loaders that the donor has asked for since this worker was set up, in its epoch."""
@@ -209,6 +235,28 @@ def batches_so_far(trainer: pl.Trainer) -> _ProcessedTracker:
     counts = trainer.fit_loop.epoch_loop.batch_progress.total
     assert isinstance(counts, _ProcessedTracker)
     return counts
+
+
+def states_for_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """The states of callbacks, schedulers, data module and precision plugin, as Lightning saves them."""
+    datamodule, plugin = trainer.datamodule, trainer.precision_plugin  # type: ignore[attr-defined]
+    data = None if datamodule is None else call._call_lightning_datamodule_hook(trainer, "state_dict")
+    named = ((plugin, plugin.state_dict()), (datamodule, data))
+    return {
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "states": {type(owner).__qualname__: state for owner, state in named if state},
+    }
+
+
+def go_on(trainer: pl.Trainer, mid_epoch: bool) -> None:
+    """Lets the loops go on where their counters are, instead of where Lightning guesses that a checkpoint was saved."""
+    loop = trainer.fit_loop
+    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+    for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        each._restart_stage = RestartStage.NONE
+    if mid_epoch:
+        loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH
 
 
 def rewind_to_batch(trainer: pl.Trainer) -> None:
@@ -324,6 +372,35 @@ def _copied(
         path = copied.meta.metric_attribute
         copied.value = None if module is None or path is None else attrgetter(path)(module)
     return copied
+
+
+_REDUCTIONS = {
+    **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "max", "min")},
+    **{function.__name__: function for function in (sum, max, min)},
+}
+_VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
+
+
+def _as_data(logged: _ResultMetric) -> dict[str, Any]:
+    """A value that was logged, as plain data; a metric of the module's is named by its attribute."""
+    meta = {field.name: getattr(logged.meta, field.name) for field in fields(_Metadata)}
+    sync = meta.pop("_sync")
+    meta["reduce_fx"] = next(name for name, function in _REDUCTIONS.items() if function is meta["reduce_fx"])
+    values = {name: vars(logged)[name] for name in _VALUES if name in vars(logged)}
+    return {
+        "is_tensor": logged.is_tensor,
+        "meta": meta,
+        "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
+        "values": values if logged.is_tensor else {**values, "value": None},
+    }
+
+
+def _of_data(data: Mapping[str, Any]) -> _ResultMetric:
+    meta = _Metadata(**{**data["meta"], "reduce_fx": _REDUCTIONS[data["meta"]["reduce_fx"]]})
+    meta.sync = _Sync(**data["sync"])
+    logged = _ResultMetric(meta, data["is_tensor"])
+    vars(logged).update(data["values"])
+    return logged
 
 
 _move = _ResultMetric.to

@@ -28,6 +28,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -42,7 +43,8 @@ from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.commit_requirements import called_once, sees_zeroing
-from lightning_recycle.session.lightning_internals import lightning_optimizers, loaders_of, rewind_to_batch
+from lightning_recycle.session.lightning_internals import go_on, lightning_optimizers, loaders_of, rewind_to_batch
+from lightning_recycle.session.step_completion import Boundary
 
 if TYPE_CHECKING:
     from lightning_recycle.session.training_steps import TrainingSteps
@@ -183,7 +185,11 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self.automatic_optimization = PipelineOptimization(trainer)
         self.manual_optimization = PipelineManualOptimization(trainer)
         self._enters_mid_epoch = False
-        """Whether this worker joins at the current batch: its counters are already right."""
+        """Whether this worker begins at the current batch: its counters are already right."""
+        self._on_entered: Callable[[], None] | None = None
+        """Called once it has the data of the epoch in whose middle it begins."""
+        self._ends_batch = False
+        """Whether it begins with what follows the batch that the counters have completed, such as a validation."""
         self._has_advanced = False
 
     @property
@@ -231,6 +237,12 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             else:  # where each of them is depends on how they are combined; addresses cost nothing
                 for _ in range(first):
                     next(data_fetcher)
+        if (on_entered := self._on_entered) is not None:
+            self._on_entered = None
+            on_entered()
+        if self._ends_batch:
+            self._ends_batch, self._has_advanced = False, True
+            self.on_advance_end(data_fetcher)
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
@@ -243,12 +255,12 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self._has_advanced = not self.restarting  # then the parent asks first whether a validation was interrupted
         super().advance(data_fetcher)
         self._has_advanced = True
-        self._runner.end_step()
+        self._runner.at_boundary(Boundary.BATCH)
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         super().on_advance_end(data_fetcher)
-        self._runner.checkpoints.at_boundary(ends_step(self.trainer))
+        self._runner.at_boundary(Boundary.VALIDATION)
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -271,6 +283,8 @@ class PipelineFitLoop(_FitLoop):
 
     runner: TrainingSteps
     _has_started = False
+    _goes_on = False
+    """Whether it begins in an epoch that is not over, however many steps or epochs it is to train."""
     _batch_size_to_load: int | None
 
     @classmethod
@@ -296,14 +310,18 @@ class PipelineFitLoop(_FitLoop):
     @property
     @override
     def skip(self) -> bool:
-        self._has_started = False
+        progress = self.epoch_progress.current
+        assert isinstance(progress, _ProcessedTracker)
+        steps, epochs = self.epoch_loop.global_step, progress.processed
+        is_past = -1 < self.max_steps < steps or -1 < (self.max_epochs or -1) <= epochs
+        self._has_started, self._goes_on = False, self.runner.checkpoints.resumes_mid_epoch and not is_past
         return super().skip
 
     @property
     @override
     def done(self) -> bool:
         self.runner.stop_requests.agree(StopPlace.FIT if self._has_started else StopPlace.START)
-        return super().done
+        return not self._goes_on and super().done
 
     @override
     def reset(self) -> None:
@@ -333,9 +351,10 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_advance_end(self) -> None:
+        self._goes_on = False
         self.runner.settle()  # hooks at the end of an epoch may look at parameters
         super().on_advance_end()
-        self.runner.checkpoints.at_boundary(ends_step=True)
+        self.runner.at_boundary(Boundary.EPOCH)
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -410,6 +429,18 @@ class PipelineFitLoop(_FitLoop):
         rewind_to_batch(self.trainer)
         epoch._enters_mid_epoch = True
 
+    def go_on(self, boundary: Boundary, on_entered: Callable[[], None]) -> None:
+        """Goes on behind ``boundary``, to which its counters belong; ``on_entered``: called when it has its data."""
+        go_on(self.trainer, mid_epoch=boundary is not Boundary.EPOCH)
+        self._combined_loader_states_to_load, self._batch_size_to_load = [], None  # both were seen to in setup_data()
+        epoch = self.epoch_loop
+        assert isinstance(epoch, PipelineEpochLoop)
+        if boundary is Boundary.EPOCH:
+            on_entered()
+            return
+        epoch._enters_mid_epoch, epoch._on_entered = True, on_entered
+        epoch._ends_batch = boundary is Boundary.BATCH
+
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
@@ -418,8 +449,8 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_run_end(self) -> None:
-        self.runner.checkpoints.complete()  # hooks at the end may look for them
-        super().on_run_end()
+        with self.runner.checkpoints.ending():  # hooks at the end may look for checkpoints
+            super().on_run_end()
 
 
 def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:

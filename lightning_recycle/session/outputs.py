@@ -130,6 +130,11 @@ class OutputRecorder:
         self._follow_metrics()
         return list(self._metrics.values())
 
+    def metrics_by_path(self) -> dict[str, Metric]:
+        """The same, by their names in the module, or the paths that lead to them."""
+        self._follow_metrics()
+        return dict(self._metrics)
+
     def find_again(self) -> None:
         """Metrics are looked for before the next recording or replay: objects of this worker were replaced."""
         self._found_for = ()

@@ -5,15 +5,15 @@ share. Where that would make them report something else than on one device, they
 worker becomes the leader, callbacks that only the leader shows go on where the old leader's were.
 
 ModelCheckpoint records a new checkpoint as the best or the last one before it is written, and then deletes the one that
-it replaces. If the new one could not be written, the record is undone and nothing is deleted; all workers do the same,
-because all know of the failure. A link to the last checkpoint is replaced in one step.
+it replaces. Here it asks for the checkpoint, and the record and what it deletes follow when that is complete; if it
+could not be written, nothing follows. All workers do the same, because all know of the outcome. A link to the last
+checkpoint is replaced in one step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any
@@ -36,7 +36,7 @@ from rich.console import Console
 
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.session.background_saves import BackgroundSaves
+from lightning_recycle.session.background_saves import Consequences
 from lightning_recycle.session.checkpoint_files import WriteFailure
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerCollectives
@@ -45,7 +45,7 @@ __all__ = [
     "keep_monitors_going",
     "keep_reports_apart",
     "leave_saves_alone",
-    "remember_save",
+    "remember_saves",
     "show_cursor",
     "show_progress_bar",
     "show_whole_run",
@@ -278,24 +278,23 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
             setattr(callback, name, partial(_save_or_undo, callback, (number, name), checkpoints, save))
         setattr(callback, _LINK, link)
         setattr(callback, _STATE, partial(_state, callback, number, checkpoints))
-        if checkpoints.background is not None and not _writes_itself(callback):
+        if not _writes_itself(callback):
             setattr(callback, _WRITE, partial(_ask, callback, number, checkpoints))
             setattr(callback, _EXISTS, partial(_exists, callback, checkpoints))
     checkpoints.save_every = partial(_save_every, callbacks)
-    if checkpoints.background is not None:
-        checkpoints.ask_again = partial(_ask_again, trainer, callbacks, checkpoints.background)
-        checkpoints.background.actions["record"] = partial(_take_up, callbacks, checkpoints.background)
-        checkpoints.background.actions["notify"] = partial(_notify, trainer, callbacks)
+    checkpoints.records = partial(_records, callbacks, checkpoints)
+    saves = checkpoints.background or Consequences()  # where all wait, no loss of a worker costs a checkpoint
+    checkpoints.ask_again = partial(_ask_again, trainer, callbacks, saves)
+    checkpoints.actions["record"] = partial(_take_up, callbacks, saves)
+    checkpoints.actions["notify"] = partial(_notify, trainer, callbacks)
 
 
-def remember_save(trainer: pl.Trainer) -> None:
-    """The callbacks that wrote the checkpoint from which the run begins again remember that: their state in it is that
-    of the moment before.
-    """
-    path = str(trainer.ckpt_path)
+def remember_saves(trainer: pl.Trainer, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """The callbacks that save remember what they did when a checkpoint was completed, if they still save there."""
     for callback in _model_checkpoints(trainer):
-        if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
-            callback._last_checkpoint_saved, callback._last_global_step_saved = path, trainer.global_step
+        record = records.get(callback.state_key, {})
+        if record.get("dirpath") == callback.dirpath:
+            vars(callback).update(record)
 
 
 def leave_saves_alone(trainer: pl.Trainer) -> None:
@@ -312,24 +311,23 @@ def _save_or_undo(
     save: Callable[..., None],
     *arguments: Any,
 ) -> None:
-    if _writes_itself(callback) and checkpoints.in_background is not None:
+    if _writes_itself(callback):
         with checkpoints.waited_for():
-            _save_or_undo(callback, saves, checkpoints, save, *arguments)
+            record = _record(callback)
+            try:
+                with checkpoints.noticed():
+                    save(*arguments)
+            except CheckpointError:
+                if checkpoints.raises:
+                    raise
+                vars(callback).update(record)
         return
-    background = checkpoints.in_background
     if not checkpoints.begin_batch():  # before the callback compares with what it remembers
         return
     record = _record(callback)
-    try:
-        with checkpoints.noticed(), nullcontext() if background is None else background.deferring():
-            save(*arguments)
-            if background is not None:
-                _put_off(callback, (*saves, arguments[-1]), background, record)
-    except CheckpointError:
-        if checkpoints.raises:
-            raise
-        for name, value in record.items():
-            setattr(callback, name, value)
+    with checkpoints.deferring() as consequences:
+        save(*arguments)
+        _put_off(callback, (*saves, arguments[-1]), consequences, record)
 
 
 def _writes_itself(callback: ModelCheckpoint) -> bool:
@@ -345,14 +343,14 @@ def _record(callback: ModelCheckpoint) -> dict[str, Any]:
 
 
 def _put_off(
-    callback: ModelCheckpoint, call: tuple[Any, ...], background: BackgroundSaves, before: dict[str, Any]
+    callback: ModelCheckpoint, call: tuple[Any, ...], consequences: Consequences, before: dict[str, Any]
 ) -> None:
     """The callback remembers what it did before it saved, until that is complete. ``call``: its number, the method that
     saves, and the metrics.
     """
     after = _record(callback)
     changed = {name: value for name, value in after.items() if not _is_same(value, before[name])}
-    background.follow_first("record", call, {name: before[name] for name in changed}, changed)
+    consequences.follow_first("record", call, {name: before[name] for name in changed}, changed)
     for name, value in before.items():
         if name not in _OF_ITS_STEP:
             setattr(callback, name, value)
@@ -366,31 +364,50 @@ def _is_same(value: Any, before: Any) -> bool:
 
 def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, trainer: pl.Trainer, path: str) -> None:
     """Asks for a checkpoint; loggers, which may want to read it, are told when it is complete."""
-    background = checkpoints.in_background
-    if background is None or not background.is_deferring:
+    consequences = checkpoints.saves
+    if not consequences.is_deferring:
         ModelCheckpoint._save_checkpoint(callback, trainer, path)
         return
     trainer.save_checkpoint(path, callback.save_weights_only)
     callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
-    background.follow_first("notify", number)
+    consequences.follow_first("notify", number)
 
 
 def _state(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints) -> dict[str, Any]:
     """The state for a checkpoint, with those of this step that are asked for before it, as if they were written."""
-    now, background = _record(callback), checkpoints.background
-    batch = None if background is None else background.batch
-    for action in () if batch is None or batch.is_sealed else batch.actions:
-        if action.name == "record" and action.arguments[0][0] == number:
-            vars(callback).update(action.arguments[2])
+    now = _record(callback)
+    vars(callback).update(_asked_for(number, checkpoints))
     try:
         return type(callback).state_dict(callback)
     finally:
         vars(callback).update(now)
 
 
+def _asked_for(number: int, checkpoints: Checkpoints) -> dict[str, Any]:
+    """What a callback has changed while it asked for checkpoints whose outcome is not known."""
+    changed: dict[str, Any] = {}
+    for action in checkpoints.noted:
+        if action.name == "record" and action.arguments[0][0] == number:
+            changed |= action.arguments[2]
+    return changed
+
+
+def _records(callbacks: list[ModelCheckpoint], checkpoints: Checkpoints) -> dict[str, dict[str, Any]]:
+    """What the callbacks remember, with what they have asked for, as if it were written."""
+    kept = ("dirpath", "_defer_save_until_validation")
+    return {
+        callback.state_key: {
+            **{name: getattr(callback, name) for name in kept},
+            **_record(callback),
+            **_asked_for(number, checkpoints),
+        }
+        for number, callback in enumerate(callbacks)
+    }
+
+
 def _exists(callback: ModelCheckpoint, checkpoints: Checkpoints, path: str, trainer: pl.Trainer) -> bool:
     if checkpoints.in_background is None:
-        return ModelCheckpoint.file_exists(callback, path, trainer)
+        return ModelCheckpoint.file_exists(callback, path, trainer) or checkpoints.is_asked(path)
     files = callback._fs
     return checkpoints.has(path, lambda folder: files.ls(folder, detail=False) if files.isdir(folder) else ())
 
@@ -406,7 +423,7 @@ def _save_every(callbacks: list[ModelCheckpoint], steps: int) -> bool:
 
 def _take_up(
     callbacks: list[ModelCheckpoint],
-    background: BackgroundSaves,
+    saves: Consequences,
     failure: WriteFailure | None,
     call: tuple[Any, ...],
     before: dict[str, Any],
@@ -420,12 +437,12 @@ def _take_up(
         if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
             setattr(callback, name, value)
     if is_repeated:
-        background.given_up += ((*call, after.get("_last_global_step_saved", callback._last_global_step_saved)),)
+        saves.given_up += ((*call, after.get("_last_global_step_saved", callback._last_global_step_saved)),)
 
 
-def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], background: BackgroundSaves) -> None:
+def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], saves: Consequences) -> None:
     """Saves what was given up because a worker was lost, except for callbacks that have asked for another one since."""
-    given_up, background.given_up = background.given_up, ()
+    given_up, saves.given_up = saves.given_up, ()
     calls = [call for *call, step in given_up if callbacks[call[0]]._last_global_step_saved == step]
     for number, name, metrics in calls:
         now = callbacks[number]._monitor_candidates(trainer)

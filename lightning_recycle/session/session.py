@@ -172,7 +172,7 @@ class Session:
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:
             PipelineFitLoop.install(trainer, self.steps)
-            self._save_when_ending()
+            self.steps.ending = SaveAndEnd(context, self.steps, self._preemption)
         if self.client.joining:
             trainer.num_sanity_val_steps = 0  # the others are past it
         self.reach("setup", 0)
@@ -262,12 +262,6 @@ class Session:
         self._name_norms(bundle.ties)
         self.checkpoints.copies = bundle.ties.copies
         self.steps.forget_newest()
-
-    def _save_when_ending(self) -> None:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SaveAndEnd)]  # of an earlier run
-        self.steps.ending = SaveAndEnd(self._context, self.steps, self._preemption)
-        callbacks.append(self.steps.ending)
 
     @property
     def saves_in_background(self) -> bool:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -27,12 +28,13 @@ from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.background_saves import BackgroundSaves, CommonState
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
-from lightning_recycle.session.lightning_internals import TrainerState
+from lightning_recycle.session.lightning_internals import TrainerState, states_for_checkpoint
 from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
-from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
+from lightning_recycle.session.step_completion import Boundary, generators_as_data, set_generators
 from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
 from lightning_recycle.session.weight_callbacks import (
     WeightCallbacks,
@@ -139,6 +141,43 @@ class StateTransfer:
             )
 
     # ------------------------------------------------------------------ checkpoints
+
+    def common_state(self) -> dict[str, Any]:
+        """The state that completes a checkpoint on any grid; all workers call it, as hooks of the user's may."""
+        trainer = self._trainer
+        options = [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ]
+        states = states_for_checkpoint(trainer)
+        self._weights.join_states(states["callbacks"])
+        return {
+            **states,
+            "trainer": TrainerState.of(trainer, lambda _: False).as_data(),
+            "param_groups": options,
+            "metrics": {path: metric_states(metric) for path, metric in self._recorder.metrics_by_path().items()},
+            "generators": generators_as_data(),
+        }
+
+    def resume(self, state: Mapping[str, Any], boundary: Boundary | None, same_run: bool) -> None:
+        """Before the first step of a run that goes on from a checkpoint: takes over what Lightning has not restored.
+
+        Args:
+            state: what completes the checkpoint.
+            boundary: where the checkpoint was completed, if that was at one.
+            same_run: whether the run that wrote it begins again.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        assert isinstance(loop, PipelineFitLoop)
+        metrics = self._recorder.metrics_by_path()
+        for path, states in state["metrics"].items():
+            if path in metrics:
+                set_metric_states(metrics[path], states)
+        restored = TrainerState.of_data(state["trainer"], same_run)
+        restored.load(trainer)
+        if boundary is not None:
+            restored.load_progress(trainer)
+            loop.go_on(boundary, partial(set_generators, state["generators"]))
 
     def pack_objects(self) -> ObjectPack:
         """The users' objects, for a checkpoint from which the run can begin again."""

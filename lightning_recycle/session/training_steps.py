@@ -38,10 +38,11 @@ from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
-from lightning_recycle.session.reporting_callbacks import remember_save
+from lightning_recycle.session.reporting_callbacks import remember_saves
 from lightning_recycle.session.slot_values import untrained_marks
 from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
+from lightning_recycle.session.step_completion import Boundary
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.tensor_memory import local_part
 from lightning_recycle.torch_internals import foreach_mul_
@@ -137,13 +138,14 @@ class TrainingSteps:
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
         self.transfer.begin_training(self.checkpoints.restored_objects)
-        if self.checkpoints.restored_objects is not None:
-            remember_save(self._trainer)
         if self._client.joining:
             self.executor.join()
         elif restored:
             self.executor.version = restored
             self._client.send(Restored(self._context.place.rank, restored))
+        if (completion := self.checkpoints.resume()) is not None:
+            remember_saves(self._trainer, completion["saves"])
+            self.checkpoints.finish_boundary(completion)
         self.checkpoints.begin_training()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
@@ -203,14 +205,16 @@ class TrainingSteps:
     def settle(self) -> None:
         self.executor.settle_newest()
 
-    def end_step(self) -> None:
-        self.checkpoints.at_boundary(ends_step(self._trainer))
-        self.ending.end(self._trainer)
+    def at_boundary(self, boundary: Boundary) -> None:
+        """The step is over as far as ``boundary``: what was to be saved in it is written."""
+        with self.checkpoints.at_boundary(boundary):
+            if ends_step(self._trainer):
+                self.checkpoints.ask_again()
+            if boundary is Boundary.BATCH:
+                self.ending.end(self._trainer)
 
     def ends_after_batch(self) -> bool:
-        """Whether the run ends after this batch. Not between batches whose gradients one step takes together, since no
-        checkpoint holds their sum.
-        """
+        """Whether the run ends after this batch; not between batches whose gradients one step takes together."""
         return self.after_step is AfterStep.END and ends_step(self._trainer)
 
     def as_loss(self, value: float) -> Tensor:

@@ -188,12 +188,23 @@ class WeightCallbacks:
         checkpoint: dict[str, Any],
     ) -> None:
         save(trainer, module, checkpoint)
-        if isinstance(callback, StochasticWeightAveraging):  # its state lies in one piece even in a folder
-            state = checkpoint["callbacks"][callback.state_key]
-            state["average_model_state"] = self._checkpoints.joined("averaged weights", state["average_model_state"])
+        if isinstance(callback, StochasticWeightAveraging):
+            self._join_average(callback, checkpoint["callbacks"])
         elif callback._average_model is not None and not self._checkpoints.by_stage:
             mine = checkpoint["state_dict"]  # what the callback replaced is whole already
             checkpoint["state_dict"] = self._checkpoints.joined("averaged weights", mine)
+
+    def _join_average(self, callback: StochasticWeightAveraging, states: dict[str, Any]) -> None:
+        """Among ``states`` of callbacks, that of ``callback`` has the whole model, in one piece even in a folder."""
+        state = states[callback.state_key]
+        state["average_model_state"] = self._checkpoints.joined("averaged weights", state["average_model_state"])
+
+    def join_states(self, states: dict[str, Any]) -> None:
+        """Makes ``states`` of callbacks, by key, those of the whole model, as in a checkpoint; all workers call it."""
+        for average in self._swa:
+            self._join_average(average, states)
+        for finetuning in self._finetuning:
+            self._save_names(finetuning, self._trainer, self._trainer.lightning_module, {"callbacks": states})
 
     def _load_average(self, load: Callable[..., None], trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         kinds = [name for name in ("state_dict", "current_model_state") if name in checkpoint]

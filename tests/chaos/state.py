@@ -135,7 +135,7 @@ def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, ch
     final["callbacks"] = _states(final["callbacks"])
     final.pop("pytorch-lightning_version")
     _of_lightning(final["loops"]["fit_loop"])
-    final.pop("lightning_recycle_objects", None)  # what users keep in their objects, for a run that begins again
+    final.pop("lightning_recycle", None)  # what completes it for a run that goes on
     workers = sorted((directory / WORKERS).iterdir())
     state: State = {
         "weights": {name: tensor.clone() for name, tensor in module.state_dict().items()},

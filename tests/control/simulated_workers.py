@@ -421,7 +421,7 @@ class SimulatedWorker:
             return True
         yield from self.run_step(number)
         self.just_joined = False
-        if self.after_step is AfterStep.END:  # SaveAndEnd.on_train_batch_end
+        if self.after_step is AfterStep.END:  # SaveAndEnd.end
             yield from self.arrive("checkpoint", self.position)
             yield from self.arrive(ENDED, self.position)
         return (yield from self.stops_at(StopPlace.STEP_END))

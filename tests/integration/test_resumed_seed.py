@@ -94,6 +94,7 @@ def train(
     L.seed_everything(seed, verbose=False)
     ckpt_path, seen = options.pop("ckpt_path", None), directory / f"seen-{seed}"
     size = options.pop("size", GLOBAL_BATCH)
+    seen.touch()
     callbacks = [ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1), Notes(seen)]
     run = trainer(*grid, faults, callbacks=callbacks, max_epochs=2, max_steps=-1, enable_checkpointing=True, **options)
     data = Noisy(*dataset(DATA).tensors)

@@ -172,8 +172,8 @@ COMPARED_IN_CHECKPOINTS = ("epoch", "global_step", "state_dict", "optimizer_stat
 @pytest.mark.parametrize("name", ["best/last.ckpt", "steps/epoch=0-step=3.ckpt"])
 def test_a_checkpoint_of_the_grid_is_that_of_one_device(runs: same.Runs, name: str) -> None:
     one, grid = (torch.load(run.root / name, weights_only=False) for run in runs)
-    # From the objects the run would start again, if the optimizers' states are there.
-    assert bool(grid.pop("lightning_recycle_objects", None)) is ("optimizer_states" in grid)
+    # What completes it is there if a run can go on from it.
+    assert bool(grid.pop("lightning_recycle", None)) is ("optimizer_states" in grid)
     assert one.keys() == grid.keys()
     own = grid["loops"]["fit_loop"]["state_dict"]  # beside what Lightning's own loop has
     assert all(isinstance(own.pop(name), int) for name in ("seed", "global_batch_size"))

@@ -360,7 +360,7 @@ def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
             kept = {k: v for k, v in checkpoint["callbacks"].items() if "Averaging" in k or k == "Later"}
             checkpoint["callbacks"] = kept
             del checkpoint["loops"]
-        assert found.pop("lightning_recycle_objects")  # from which the run would start again
+        assert found.pop("lightning_recycle")  # from which a run goes on
         assert_same(expected, found)
 
 

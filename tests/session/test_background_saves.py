@@ -148,7 +148,7 @@ class Worker:
                 self.saves.asked(path)
                 batch.requests.append(SaveRequest(path, lambda: None, is_new=True))
             self.saves.follow("record", paths)
-        self.saves.seal()
+        self.saves.seal(mid_step=False)
 
     def hear(self, failures: tuple[SaveFailure | None, ...], unnamed: dict[int, str] | None = None) -> None:
         assert self.saves.pending is not None
@@ -186,7 +186,7 @@ def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
         worker.saves.begin(4)
         worker.saves.asked("older.ckpt")
         worker.saves.follow("record", "link")
-    worker.saves.seal()
+    worker.saves.seal(mid_step=False)
     assert worker.followed == [("link", None)]
     assert worker.saves.pending is None
     assert worker.sent == []

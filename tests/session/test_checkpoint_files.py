@@ -177,6 +177,32 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         chosen(tmp_path)
 
 
+def test_a_restart_takes_a_whole_step_and_no_older_file_under_the_name_of_one_that_was_begun(tmp_path: Path) -> None:
+    for name, step in {"old": 4, "own": 6, "begun": 2}.items():
+        WholeCheckpointIO().save_checkpoint({"lightning_recycle": {"step": step}}, tmp_path / name)
+    events = [
+        ("saved", "begun", 2, {}),
+        ("saved", "old", 4, {}),
+        ("saved", "own", 6, {"mid_step": True}),
+        ("checkpoint_begun", "begun", 8, {}),
+    ]
+
+    def newest(count: int) -> str | None:
+        history: Any = [
+            SimpleNamespace(kind=kind, step=step, details={"path": str(tmp_path / name), **details})
+            for kind, name, step, details in events[:count]
+        ]
+        found = newest_saved(history, WholeCheckpointIO())
+        return None if found is None else Path(found).name
+
+    assert newest(4) == "old"
+    WholeCheckpointIO().save_checkpoint({"lightning_recycle": {"step": 8}}, tmp_path / "begun")
+    assert newest(4) == "begun"
+    (tmp_path / "old").unlink()
+    (tmp_path / "begun").unlink()
+    assert newest(3) == "own"
+
+
 def test_a_last_link_to_nothing_is_named_and_the_newest_beside_it_is_taken(tmp_path: Path) -> None:
     save(tmp_path / "step=1.ckpt", 1, False)
     (tmp_path / "last.ckpt").symlink_to("step=0.ckpt")

@@ -599,7 +599,8 @@ class Coordinator:
                 return
             case messages.Saved():
                 self._history.stalled(message.stalled)
-                details = {"path": message.path, **({"weights_only": True} if message.weights_only else {})}
+                flags = {name: True for name in ("weights_only", "mid_step") if getattr(message, name)}
+                details = {"path": message.path, **flags}
                 self._history.add(SavePhase.COMPLETE.value, self._state, rank, details, step=message.step)
                 return
             case messages.SaveBegun() | messages.SaveEnded():

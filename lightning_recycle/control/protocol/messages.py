@@ -212,7 +212,7 @@ class Saved:
     """A checkpoint of ``step`` steps for which all workers wait is complete at ``path``.
 
     ``stalled``: seconds for which checkpoints have held up the sender so far. ``weights_only``: whether no run can go
-    on from it.
+    on from it. ``mid_step``: whether it was written before its step was over.
     """
 
     rank: int
@@ -220,6 +220,7 @@ class Saved:
     step: int
     stalled: float = 0.0
     weights_only: bool = False
+    mid_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ class SaveBegun:
         writer: the rank that gives the files their names.
         paths: where they are to be.
         weights_only: for each, whether no run can go on from it.
+        mid_step: whether they are written before their step is over.
         stalled: seconds for which checkpoints have held up the sender so far.
     """
 
@@ -242,6 +244,7 @@ class SaveBegun:
     writer: int
     paths: tuple[str, ...]
     weights_only: tuple[bool, ...]
+    mid_step: bool = False
     stalled: float = 0.0
 
 

@@ -66,7 +66,7 @@ def begin(state: MembershipState, event: messages.SaveBegun) -> Next:
     """A worker has come to the boundary of a batch; the first one begins it."""
     if event.batch <= state.saves.batch:
         return state, ()
-    begun = SaveState(event.batch, event.version, event.writer, event.paths, event.weights_only)
+    begun = SaveState(event.batch, event.version, event.writer, event.paths, event.weights_only, event.mid_step)
     state = state.updated(saves=begun)
     return state, tuple(_record(state, SavePhase.BEGUN, index) for index in range(len(begun.paths)))
 
@@ -113,6 +113,8 @@ def _record(state: MembershipState, phase: SavePhase, index: int) -> Record:
     details: dict[str, object] = {"path": saves.paths[index]}
     if saves.weights_only[index]:
         details["weights_only"] = True
+    if saves.mid_step:
+        details["mid_step"] = True
     if (failure := saves.ended.get(index)) is not None:
         details["cause"] = failure.text
     if index in saves.unnamed:

@@ -486,7 +486,8 @@ class SaveState(_Updatable):
 
     Args:
         batch: its number; -1 before the first.
-        version, writer, paths, weights_only: as in :class:`~lightning_recycle.control.protocol.messages.SaveBegun`.
+        version, writer, paths, weights_only, mid_step: as in
+            :class:`~lightning_recycle.control.protocol.messages.SaveBegun`.
         announced: by index, the temporary paths of files that are whole.
         ended: by index, the checkpoints that are over, with the reason if there is none.
         unnamed: by index, those of the complete ones that the writer, which is lost, may not have named.
@@ -498,6 +499,7 @@ class SaveState(_Updatable):
     writer: int = -1
     paths: tuple[str, ...] = ()
     weights_only: tuple[bool, ...] = ()
+    mid_step: bool = False
     announced: Mapping[int, str] = field(default_factory=lambda: _NONE)
     ended: Mapping[int, messages.SaveFailure | None] = field(default_factory=lambda: _NONE)
     unnamed: Mapping[int, str] = field(default_factory=lambda: _NONE)

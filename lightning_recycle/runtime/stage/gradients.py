@@ -362,5 +362,8 @@ class AccumulatedGradients:
         return {index: self._sums[p] for index, p in enumerate(self._parameters) if p in self._sums}
 
     def load_state(self, state: Mapping[int, Tensor]) -> None:
-        known = ((self._parameters[index], total) for index, total in state.items())
-        self._sums = {parameter: total.to(parameter.device) for parameter, total in known}
+        self.load_sums({self._parameters[index]: total for index, total in state.items()})
+
+    def load_sums(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
+        """Goes on with these sums."""
+        self._sums = {parameter: total.to(parameter.device) for parameter, total in sums.items()}
