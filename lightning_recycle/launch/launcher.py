@@ -32,7 +32,7 @@ from lightning_recycle.engines.discovery import Discovered, check_copies, discov
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.outcome import error_of, summary
 from lightning_recycle.launch.outside_worker import run_outside
-from lightning_recycle.launch.resume import RestartPolicy, newest_saved, settle_checkpoint
+from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
 from lightning_recycle.launch.trainer_results import MissingWeights, take_results
@@ -180,7 +180,9 @@ class SupervisorLauncher:
             StageLostError: if there is none.
         """
         positions = run.setup.positions
-        checkpoint = newest_saved(self.history, run.call.trainer.strategy.checkpoint_io, run.setup.name)
+        trainer = run.call.trainer
+        folders = folders_of_saves(trainer)
+        checkpoint = newest_saved(self.history, trainer.strategy.checkpoint_io, run.setup.name, folders)
         saved = max((event.step for event in self.history if event.kind == "saved"), default=0)
         lost_at = next((event.step for event in reversed(self.history) if event.kind in ("step", "resumed")), -1)
         start = policy.next_start(None if checkpoint is None else saved, devices_left(run), lost_at)

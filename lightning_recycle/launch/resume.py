@@ -47,7 +47,7 @@ from lightning_recycle.session.lightning_internals import (
 )
 from lightning_recycle.session.step_completion import COMPLETION
 
-__all__ = ["RestartPolicy", "Start", "newest_saved", "settle_checkpoint"]
+__all__ = ["RestartPolicy", "Start", "folders_of_saves", "newest_saved", "settle_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +83,13 @@ _SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
 """Of the last one that was begun nobody may have heard that it was completed."""
 
 
-def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO, run: str = "") -> str | None:
+def newest_saved(
+    history: Sequence[Event], checkpoint_io: CheckpointIO, run: str = "", folders: Iterable[Path] = ()
+) -> str | None:
     """The newest checkpoint of this run that still exists undamaged, of the end of a step if there is one. If nothing
     says which of the workers held wrong bits in the end, it is older than the steps in which they may have come to hold
     them. One that no event names, as it was completed when the coordinator had stopped, is known by the name of the
-    ``run`` in it.
+    ``run`` in it; it lies in one of ``folders``, or beside those that events name.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
     saved = [
@@ -113,8 +115,8 @@ def newest_saved(history: Sequence[Event], checkpoint_io: CheckpointIO, run: str
             if found is not None and (is_complete or _is_of_step(found, event.step, checkpoint_io)):
                 if mid_step:
                     log.warning(_MID_STEP, found)
-                folders = {local.parent for path in newest if (local := local_path(path)) is not None}
-                later = [] if differed or mid_step else _later(found, folders, run)
+                beside = {local.parent for path in newest if (local := local_path(path)) is not None}
+                later = [] if differed or mid_step else _later(found, beside.union(folders), run)
                 return str(later[0]) if later else found
     return None
 
@@ -167,6 +169,13 @@ def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
         return path if get_filesystem(path).exists(path) else None
     found = _first_whole([local], checkpoint_io)
     return None if found is None else str(found)
+
+
+def folders_of_saves(trainer: pl.Trainer) -> set[Path]:
+    """The folders on this machine's file systems in which callbacks of ``trainer`` save."""
+    savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    found = [local_path(checkpoint_folder(callback, trainer)) for callback in savers]
+    return {folder for folder in found if folder is not None}
 
 
 def _newest_last(trainer: pl.Trainer) -> Path | None:

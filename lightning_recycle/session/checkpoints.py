@@ -7,7 +7,6 @@ returns with the file, does not wait for it.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import time
@@ -22,7 +21,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Saved
@@ -66,7 +64,16 @@ from lightning_recycle.session.optimizer_states import (
     stage_optimizer_state,
 )
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
-from lightning_recycle.session.step_completion import COMPLETION, Boundary, StateMarks, complete, joined_parts
+from lightning_recycle.session.step_completion import (
+    COMPLETION,
+    Boundary,
+    StateMarks,
+    add_parts,
+    as_tensors,
+    boundary_of,
+    complete,
+    frozen,
+)
 from lightning_recycle.tensor_memory import part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
@@ -133,23 +140,6 @@ class _Asked:
     is_new: bool = False
 
 
-def _freeze(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Returns what returns ``checkpoint``, as it would be read from a file that was written now."""
-    file = io.BytesIO()
-    torch.save(dict(checkpoint), file)
-
-    def load() -> dict[str, Any]:
-        file.seek(0)
-        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-        return content
-
-    return load
-
-
-def _boundary_of(completion: Mapping[str, Any]) -> Boundary | None:
-    return completion["boundary"] and Boundary(completion["boundary"])
-
-
 def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict[str, Any]]:
     """Returns what returns ``checkpoint``; ``until_later``: as it is now. Weights and optimizer states are those of all
     stages, which are copies, or are written as they will be.
@@ -158,27 +148,12 @@ def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict
         return partial(dict, checkpoint)
     kinds = ("state_dict", *_FURTHER_WEIGHTS, "optimizer_states")
     large = {kind: checkpoint[kind] for kind in kinds if kind in checkpoint}
-    rest = _freeze({name: None if name in large else value for name, value in checkpoint.items()})
+    rest = frozen({name: None if name in large else value for name, value in checkpoint.items()})
     return lambda: {**rest(), **large}
 
 
 def _completed(content: Callable[[], dict[str, Any]], common: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
     return content() if common is None else {**content(), COMPLETION: common()}
-
-
-def _add_parts(checkpoint: dict[str, Any], parts: Sequence[dict[str, Any] | None]) -> None:
-    """Adds the parts of all stages to what completes ``checkpoint``."""
-    found = [part for part in parts if part is not None]
-    if not found:
-        return
-    checkpoint[COMPLETION].update(joined_parts(found))
-    if "objects" in found[0]:
-        checkpoint[COMPLETION]["objects"] = [part["objects"] for part in found]
-
-
-def _as_tensors(pack: ObjectPack) -> list[Tensor]:
-    """The tensors of ``pack``, behind its pickle: safe to load."""
-    return [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *pack.tensors]
 
 
 @dataclass
@@ -339,7 +314,7 @@ class Checkpoints:
         """Whether the run goes on from a checkpoint in an epoch that is not over."""
         if self.completion is None or self.collectives.client.joining:
             return False
-        return _boundary_of(self.completion) in (Boundary.BATCH, Boundary.VALIDATION)
+        return boundary_of(self.completion) in (Boundary.BATCH, Boundary.VALIDATION)
 
     def resume(self) -> Mapping[str, Any] | None:
         """The training begins: what Lightning has not restored is as it was when the checkpoint was completed. Returns
@@ -348,7 +323,7 @@ class Checkpoints:
         completion, self.completion = self.completion, None
         if completion is None or self.collectives.client.joining:
             return None
-        self.transfer.resume(completion, _boundary_of(completion), self.context.run.restarts)
+        self.transfer.resume(completion, boundary_of(completion), self.context.run.restarts)
         found = {self.copies.get((self._stage, n), n): p for n, p in parameters_by_name(self.module).items()}
         sums = completion["gradients"]
         self.executor.accumulated.load_sums({p: part_like(sums[name], p) for name, p in found.items() if name in sums})
@@ -364,7 +339,7 @@ class Checkpoints:
         asked, path = completion["asked"], str(trainer.ckpt_path)
         set_checkpoint_path(trainer, completion["resumed_from"])  # ModelCheckpoint would not delete that of the restart
         behind = next((n for n, (other, _) in enumerate(asked) if other == path), len(asked))
-        boundary = _boundary_of(completion)
+        boundary = boundary_of(completion)
         if boundary is not None:
             with self.at_boundary(boundary):
                 for other, weights_only in asked[behind + 1 :]:
@@ -494,7 +469,7 @@ class Checkpoints:
                 if any(one.marks is not None for one in asked):
                     state = self._common_state(asked, boundary)  # on all workers, as it may wait for them
                     if any(one.batch is None or one.batch.group.is_leader for one in asked):
-                        common = _freeze(state)
+                        common = frozen(state)
                 for one in asked:
                     (self._mid_step.discard if boundary else self._mid_step.add)(os.fspath(one.path))
                 self._write_together([one for one in asked if one.batch is None], common)
@@ -505,7 +480,11 @@ class Checkpoints:
 
     def _common_state(self, asked: Sequence[_Asked], boundary: Boundary | None) -> dict[str, Any]:
         """The part of what completes a checkpoint that all workers have in common."""
-        follows = [[a.name, list(a.paths), list(a.arguments)] for a in self.noted if a.name in self._on_files]
+        follows = [
+            [action.name, list(action.paths), list(map(os.fspath, action.arguments))]
+            for action in self.noted
+            if action.name in self._on_files
+        ]
         return {
             "boundary": boundary and boundary.value,
             "run": self.context.run.name,
@@ -533,11 +512,11 @@ class Checkpoints:
             checkpoint = one.content()
             if one.marks is not None:
                 part = self._completion(one.marks)
-                parts = self.collectives.gather_stages("completion", partial(to_cpu, part))
-                checkpoint[COMPLETION] = {**common(), **joined_parts(parts)}
+                checkpoint[COMPLETION] = common()
+                add_parts(checkpoint, self.collectives.gather_stages("completion", partial(to_cpu, part)))
                 if self.context.run.may_restart:
                     packs = self.collectives.gather_stages("objects", self.transfer.pack_objects)
-                    checkpoint[COMPLETION]["objects"] = [_as_tensors(pack) for pack in packs]
+                    checkpoint[COMPLETION]["objects"] = [as_tensors(pack) for pack in packs]
             failure = self._save_together(checkpoint, one.path, one.storage_options)
             if failure is not None:
                 failures[os.fspath(one.path)] = failure
@@ -771,7 +750,7 @@ class Checkpoints:
         if not batch.group.is_column_leader:
             return _Asked(path, storage_options, dict, marks, batch, is_new=is_new)
         part = self._part(batch.copies, checkpoint)
-        content = _freeze(checkpoint) if batch.group.is_leader else dict
+        content = frozen(checkpoint) if batch.group.is_leader else dict
         return _Asked(path, storage_options, content, marks, batch, part, is_new)
 
     def _write_in_background(self, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
@@ -784,7 +763,7 @@ class Checkpoints:
                 completion = batch.copies.take(self._completion(one.marks), ("completion",))
                 if completion is not None and self.context.run.may_restart:
                     if objects is None:
-                        data, *tensors = _as_tensors(self.transfer.pack_objects())
+                        data, *tensors = as_tensors(self.transfer.pack_objects())
                         objects = [data, *batch.copies.take(tensors)]
                     completion["objects"] = objects
                 part = replace(one.part, completion=completion)
@@ -822,18 +801,18 @@ class Checkpoints:
         )
 
     def _written_by_leader(
-        self, batch: Batch, part: _StagePart, frozen: Callable[[], dict[str, Any]], path: Any, storage_options: Any
+        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, storage_options: Any
     ) -> WriteFailure | None:
-        group, rest = batch.group, frozen()
+        group, rest = batch.group, content()
         if not group.is_leader:
             group.send(part)
             return None
-        content: list[Any] = []
+        received: list[Any] = []
 
         def write() -> None:
             own = self.collectives.rank
             parts = [part if rank == own else group.receive(rank, path) for rank in group.ranks]
-            content.extend((one.weights, one.states) for one in parts)
+            received.extend((one.weights, one.states) for one in parts)
             for kind in part.weights:
                 rest[kind] = {name: value for one in parts for name, value in one.weights[kind].items()}
             if "optimizer_states" in rest:
@@ -843,18 +822,18 @@ class Checkpoints:
                     merge_optimizer_states(of_stages, of_names, part.copies)
                     for of_stages, of_names in zip(states, names, strict=True)
                 ]
-            _add_parts(rest, [one.completion for one in parts])
+            add_parts(rest, [one.completion for one in parts])
             self._save_file(rest, path, storage_options, batch)
 
-        failure = attempt(write, path, content)
+        failure = attempt(write, path, received)
         if failure is not None:
             group.fail(failure.text)
         return failure
 
     def _written_by_stage(
-        self, batch: Batch, part: _StagePart, frozen: Callable[[], dict[str, Any]], path: Any, storage_options: Any
+        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, storage_options: Any
     ) -> WriteFailure | None:
-        group, rest = batch.group, frozen()
+        group, rest = batch.group, content()
         told = group.gather_all("names and completions", (part.names, part.completion))
         names, completions = zip(*(told[rank] for rank in group.ranks), strict=True)
         states = [
@@ -862,7 +841,7 @@ class Checkpoints:
             for n, state in enumerate(part.states)
         ]
         kept = {name: value for name, value in rest.items() if name not in (*part.weights, "optimizer_states")}
-        _add_parts(kept, completions)
+        add_parts(kept, completions)
         outcome = self._save_folder(path, self._shard(part.weights, states), kept, group, batch.version)
         return outcome if isinstance(outcome, WriteFailure) else None
 

@@ -257,6 +257,11 @@ def go_on(trainer: pl.Trainer, mid_epoch: bool) -> None:
         each._restart_stage = RestartStage.NONE
     if mid_epoch:
         loop._restart_stage = RestartStage.RESTARTED_MID_EPOCH
+    val = loop.epoch_loop.val_loop
+    if loop._should_reload_train_dl:  # they were asked for when this run began
+        loop._last_train_dl_reload_epoch = trainer.current_epoch
+    if val._should_reload_val_dl:
+        val._last_val_dl_reload_epoch = trainer.current_epoch
 
 
 def rewind_to_batch(trainer: pl.Trainer) -> None:

@@ -13,7 +13,8 @@ for, by name, and the users' objects, for a restart of the same run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_recycle.randomness import generator_states, set_generator_states
+from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.tensor_memory import local_part, memory_address
 from lightning_recycle.torch_internals import version_of
@@ -32,9 +34,12 @@ __all__ = [
     "COMPLETION",
     "Boundary",
     "StateMarks",
+    "add_parts",
+    "as_tensors",
+    "boundary_of",
     "complete",
+    "frozen",
     "generators_as_data",
-    "joined_parts",
     "set_generators",
 ]
 
@@ -100,12 +105,40 @@ def _marks_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _marks_of(value) if isinstance(value, Mapping) else _mark(value) for name, value in values.items()}
 
 
-def joined_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The parts of all stages in one."""
-    merged: dict[str, Any] = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in _BY_NAME}
-    of_stages = zip(*(part["optimizers"] for part in parts), strict=True)
+def frozen(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Returns what returns ``checkpoint``, as it would be read from a file that was written now."""
+    file = io.BytesIO()
+    torch.save(dict(checkpoint), file)
+
+    def load() -> dict[str, Any]:
+        file.seek(0)
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+        return content
+
+    return load
+
+
+def as_tensors(pack: ObjectPack) -> list[Tensor]:
+    """The tensors of ``pack``, behind its pickle: safe to load."""
+    return [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *pack.tensors]
+
+
+def add_parts(checkpoint: Mapping[str, Any], parts: Sequence[Mapping[str, Any] | None]) -> None:
+    """Adds the parts of all stages, if there are any, to what completes ``checkpoint``."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return
+    merged: dict[str, Any] = {kind: {n: v for part in found for n, v in part[kind].items()} for kind in _BY_NAME}
+    of_stages = zip(*(part["optimizers"] for part in found), strict=True)
     merged["optimizers"] = [{n: v for one in each for n, v in one.items()} for each in of_stages]
-    return merged
+    if "objects" in found[0]:
+        merged["objects"] = [part["objects"] for part in found]
+    checkpoint[COMPLETION].update(merged)
+
+
+def boundary_of(completion: Mapping[str, Any]) -> Boundary | None:
+    """Where a checkpoint was completed; None if it was in the middle of a step."""
+    return completion["boundary"] and Boundary(completion["boundary"])
 
 
 def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any], further: Iterable[str]) -> None:
