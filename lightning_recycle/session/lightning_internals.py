@@ -238,14 +238,12 @@ def batches_so_far(trainer: pl.Trainer) -> _ProcessedTracker:
 
 
 def states_for_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """The states of callbacks, schedulers, data module and precision plugin, as Lightning saves them."""
-    datamodule, plugin = trainer.datamodule, trainer.precision_plugin  # type: ignore[attr-defined]
-    data = None if datamodule is None else call._call_lightning_datamodule_hook(trainer, "state_dict")
-    named = ((plugin, plugin.state_dict()), (datamodule, data))
+    """The states of callbacks and schedulers as Lightning saves them; those of data module and precision plugin do not
+    change between its call of ModelCheckpoint and the end of the step.
+    """
     return {
         "callbacks": call._call_callbacks_state_dict(trainer),
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "states": {type(owner).__qualname__: state for owner, state in named if state},
     }
 
 

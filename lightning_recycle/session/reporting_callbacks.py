@@ -40,6 +40,7 @@ from lightning_recycle.session.background_saves import Consequences
 from lightning_recycle.session.checkpoint_files import WriteFailure
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerCollectives
+from lightning_recycle.session.loops import ends_step
 
 __all__ = [
     "keep_monitors_going",
@@ -322,6 +323,9 @@ def _save_or_undo(
                     raise
                 vars(callback).update(record)
         return
+    trainer = arguments[0]
+    if trainer.training and callback._every_n_train_steps and saves[1] != "on_exception" and not ends_step(trainer):
+        return  # its step was saved and given up: it is asked for again where a step of the optimizer ends
     if not checkpoints.begin_batch():  # before the callback compares with what it remembers
         return
     record = _record(callback)

@@ -151,7 +151,6 @@ def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any]
     """
     checkpoint["loops"]["fit_loop"] = completion["trainer"]["loops"]
     checkpoint["lr_schedulers"], checkpoint["callbacks"] = completion["lr_schedulers"], completion["callbacks"]
-    checkpoint.update(completion["states"])
     for state, groups in zip(checkpoint["optimizer_states"], completion["param_groups"], strict=True):
         for group, options in zip(state["param_groups"], groups, strict=True):
             group.update(options)

@@ -275,3 +275,32 @@ def test_a_run_that_a_signal_ends_is_the_undisturbed_one_when_it_is_resumed(tmp_
     with signals, pytest.raises(SystemExit):
         run(*case, tmp_path / "ended", Reaches(reached, BATCHES - 2), save_on_signal=path)
     assert_same_run(run(*case, tmp_path / "resumed", ckpt_path=path), known)
+
+
+class Padded(Scheduled):
+    """Takes a second to write at 4 MB/s."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__(schedule)
+        self.register_buffer("pad", torch.zeros(500_000, dtype=torch.float64))
+
+
+class LeaderDies(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.fit_loop.total_batch_idx == 4 and trainer.is_global_zero and not strategy.incarnation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_checkpoint_that_was_given_up_is_asked_for_again_where_a_step_of_the_optimizer_ends(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = grid_trainer(
+        3, 1, callbacks=[saver, LeaderDies()], max_epochs=1, accumulate_grad_batches=2, enable_checkpointing=True,
+        strategy={"bandwidth": 4.0},
+    )  # fmt: skip
+    trainer.fit(Padded("warm-up"), DataLoader(dataset(12 * 3 * 4), batch_size=4))
+    assert happened(trainer, "checkpoint_given_up")
+    files = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")}
+    batches = {name: file["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"] for name, file in files.items()}
+    assert batches
+    assert all(counts["ready"] % 2 == 0 for counts in batches.values()), batches
