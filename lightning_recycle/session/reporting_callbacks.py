@@ -434,20 +434,17 @@ def _take_up(
     after: dict[str, Any],
 ) -> None:
     callback = callbacks[call[0]]
-    is_repeated = failure is not None and not failure.is_refusal and call[1] != "on_exception"
     for name, value in (before if failure else after).items():
-        if is_repeated and name == "_last_global_step_saved":
-            continue  # this is what asks again, at a boundary
         if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
             setattr(callback, name, value)
-    if is_repeated:
-        saves.given_up += ((*call, after.get("_last_global_step_saved", callback._last_global_step_saved)),)
+    if failure is not None and not failure.is_refusal and call[1] != "on_exception":
+        saves.given_up += (call,)
 
 
 def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], saves: Consequences) -> None:
-    """Saves what was given up because a worker was lost, except for callbacks that have asked for another one since."""
+    """Saves what was given up because a worker was lost, except for callbacks that have saved after this step."""
     given_up, saves.given_up = saves.given_up, ()
-    calls = [call for *call, step in given_up if callbacks[call[0]]._last_global_step_saved == step]
+    calls = [call for call in given_up if callbacks[call[0]]._last_global_step_saved != trainer.global_step]
     for number, name, metrics in calls:
         now = callbacks[number]._monitor_candidates(trainer)
         getattr(callbacks[number], name)(trainer, {**metrics, "epoch": now["epoch"], "step": now["step"]})
