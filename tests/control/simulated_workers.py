@@ -505,10 +505,11 @@ class SimulatedWorker:
 
     def complete_saves(self) -> Waits:
         """BackgroundSaves.complete."""
-        while self.pending >= 0:
+        if self.pending >= 0:
             yield from self.wait(lambda: not self.is_writing, interruptible=False)
             yield from self.arrive("checkpoint", None)
             self.hear_of_saves()
+            assert self.pending < 0, "all are done with their parts, and the outcome is not known"
 
     def retried(self, attempt: Callable[[], Waits], recover: bool = False) -> Waits:
         """Executor._retried."""

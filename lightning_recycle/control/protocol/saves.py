@@ -42,8 +42,8 @@ def batch_number(status: SaveStatus, count: int) -> int:
 
 
 def status(state: MembershipState) -> SaveStatus:
-    """The status for a message to all workers."""
-    saves = state.saves
+    """The status for a message to all workers; of a writer whose loss is being handled, too."""
+    saves = settle(state)[0].saves
     holders, generation = _holders(state), state.generation.number
     if saves.batch < 0 or not saves.is_over:
         return SaveStatus(holders, generation)
