@@ -235,9 +235,9 @@ class Checkpoints:
             torch.cuda.empty_cache()
             checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
-        by_stage = checkpoint.pop(_OBJECTS, None)
-        if by_stage is not None and self.context.run.restarts:  # another run may have other stages
-            data, *tensors = by_stage[self._stage]
+        by_column = checkpoint.pop(_OBJECTS, None)
+        if by_column is not None and self.context.run.restarts:  # another run may have other stages
+            data, *tensors = by_column[self.collectives.positions.column(self.collectives.rank)]
             self.restored_objects = ObjectPack(data.numpy().tobytes(), tensors)
         return checkpoint
 
@@ -305,7 +305,7 @@ class Checkpoints:
 
     def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
         if self.context.run.may_restart and "optimizer_states" in checkpoint:  # plain tensors, which are safe to load
-            objects = self.collectives.gather_stages("objects", self.transfer.pack_objects)
+            objects = self.collectives.gather_columns("objects", self.transfer.pack_objects)
             checkpoint[_OBJECTS] = [
                 [torch.frombuffer(bytearray(o.data), dtype=torch.uint8), *o.tensors] for o in objects
             ]
