@@ -169,6 +169,7 @@ class Coordinator:
         self._left: set[int] = set()  # positions that are empty because their worker was asked to leave
         self._last_call = 0.0  # when no further worker of the first roster is expected
         self._end_wanted = False
+        self._writer = -1  # the rank of the worker that writes a checkpoint in the background
         self._unconfirmed: dict[int, messages.Confirm] = {}
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
@@ -233,6 +234,20 @@ class Coordinator:
         coordinator was killed ends again when those that may not know it have had time to return.
         """
         return self._state.outcome if self._done.wait(timeout) else None
+
+    def member_processes(self) -> list[WorkerProcess]:
+        """The processes of the members that were started here; not those of workers that have yet to enter.
+        Callable from any thread.
+        """
+        found = (self._workers.processes.get(rank) for rank in sorted(self._state.roster.live))
+        return [process for process in found if process is not None]
+
+    def writer_processes(self) -> list[WorkerProcess]:
+        """The process that is completing a checkpoint, if it was started here: none, or one. It is the writer's, which
+        has all parts or cannot complete it any more. Callable from any thread.
+        """
+        writer = self._workers.processes.get(self._writer) if self._writer in self._state.roster.live else None
+        return [] if writer is None else [writer]
 
     @property
     def has_begun(self) -> bool:
@@ -602,6 +617,7 @@ class Coordinator:
                 stalled = self._history.counters["checkpoint_stall_seconds"]
                 self._history.counters["checkpoint_stall_seconds"] = max(stalled, message.stalled)
                 self._history.add(message.phase.value, self._state, rank, details, step=message.step)
+                self._writer = rank if message.phase is messages.SavePhase.BEGUN else -1
                 return
             case messages.Parcel():
                 if message.to in self._state.roster.live:
