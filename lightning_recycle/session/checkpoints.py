@@ -631,12 +631,12 @@ class Checkpoints:
             self.background.names.clear()  # there may be an earlier one of that name
         if self.raises and failure.is_refusal:
             raise CheckpointError(
-                f"{failure.text} Free some space, or keep fewer checkpoints (save_top_k); with"
+                f"{failure.text} {failure.remedy}{' ' if failure.remedy else ''}With"
                 " CheckpointOptions(on_checkpoint_error='warn') the training goes on without this one."
             )
         if self.collectives.is_leader:
-            advice = " Free some space, or keep fewer checkpoints (save_top_k)." if failure.is_refusal else ""
-            log.warning("%s What was there before is unchanged, and the training goes on.%s", failure.text, advice)
+            goes_on = "What was there before is unchanged, and the training goes on."
+            log.warning("%s", " ".join(filter(None, (failure.text, goes_on, failure.remedy))))
         if self._unwinding:
             raise CheckpointError(failure.text)
 
