@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_recycle.tensor_memory import has_plain_memory
+from lightning_recycle.tensor_memory import has_plain_memory, is_sharded, reduced_shard
 
 __all__ = [
     "MainModule",
@@ -63,7 +63,7 @@ __all__ = [
 def reduction_of(value: Any) -> Any:
     """The reduction of ``value`` for a pickler's ``reducer_override``; NotImplemented for the standard one."""
     if isinstance(value, Tensor):
-        return _reduced_tensor(value)
+        return reduced_shard(value) if is_sharded(value) else _reduced_tensor(value)
     if type(value) is torch.UntypedStorage and value.device.type == "cpu":
         return _storage, (pickle.PickleBuffer(_bytes_of(value).numpy()),)  # type: ignore[arg-type]
     if isinstance(value, np.ndarray):

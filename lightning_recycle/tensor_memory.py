@@ -31,6 +31,7 @@ __all__ = [
     "pack_tensors",
     "part_like",
     "put_together",
+    "reduced_shard",
     "shard_of",
     "sharded_like",
     "take_apart",
@@ -88,6 +89,30 @@ def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
     )
 
 
+def reduced_shard(tensor: Tensor) -> tuple[Any, ...]:
+    """The reduction of a DTensor for a pickler: the part of this process, and how the whole is divided.
+
+    The receiver, the same member of another position, gets it as a part in its own mesh. torch's own reduction fails if
+    the part begins within its storage, as a view of a larger tensor does: the DTensor takes over the offset, and its
+    ``data_ptr()``, by which torch looks whether it has memory, is not 0.
+    """
+    layout: Any = tensor
+    form = (layout.device_mesh, layout.placements, tensor.shape, tensor.stride(), tensor.requires_grad)
+    arguments = (type(tensor.detach()), local_part(tensor).detach(), *form)
+    return _sharded, arguments, vars(tensor), None, None, _set_attributes
+
+
+def _sharded(
+    kind: Any, part: Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...], has_grad: bool
+) -> Tensor:
+    made = kind.from_local(part.to(mesh.device_type), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return made.requires_grad_(has_grad)  # type: ignore[no-any-return]
+
+
+def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
+
+
 def has_plain_memory(tensor: Tensor) -> bool:
     """Whether the memory of ``tensor`` on the CPU, with its shape and strides, is all that it is."""
     is_strided = tensor.device.type == "cpu" and tensor.layout is torch.strided
@@ -120,6 +145,10 @@ class _TensorPickler(pickle.Pickler):
             self._numbers[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
         return self._numbers[id(obj)]
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        return reduced_shard(obj) if is_sharded(obj) else NotImplemented
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -198,11 +227,12 @@ def merge_shards(parts: Sequence[Any]) -> Any:
 
 
 def part_like(given: Tensor, tensor: Tensor) -> Tensor:
-    """``given``, a whole tensor, sharded as ``tensor`` is; itself if that is not sharded."""
+    """``given``, a whole tensor, sharded as ``tensor`` is, in memory of its own; itself if that is not sharded."""
     if not is_sharded(tensor) or is_sharded(given):
         return given
     shard = shard_of(tensor)
-    return sharded_like(tensor, given[shard.place].to(shard.part.device).contiguous())
+    part = given[shard.place].to(shard.part.device, copy=True, memory_format=torch.contiguous_format)
+    return sharded_like(tensor, part)
 
 
 def empty_like(shape: Sequence[int], dtype: torch.dtype, tensor: Any) -> Tensor:
@@ -256,6 +286,8 @@ def unpack_tensors(data: bytes) -> Any:
 class _BytesPickler(pickle.Pickler):
     @override
     def reducer_override(self, obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | Any:
+        if is_sharded(obj):
+            return reduced_shard(obj)
         if type(obj) is not Tensor or obj.requires_grad or not has_plain_memory(obj):
             return NotImplemented
         data = memory_of(obj.contiguous()).numpy().tobytes()

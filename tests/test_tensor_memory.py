@@ -1,12 +1,25 @@
 """Tensors as bytes in pickles."""
 
+import io
 import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
-from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
+from lightning_recycle.pickling import MainModule, MainPickler
+from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+from lightning_recycle.tensor_memory import (
+    local_part,
+    pack_tensors,
+    part_like,
+    put_together,
+    sharded_like,
+    take_apart,
+    unpack_tensors,
+)
 
 TENSORS = {
     "scalar": torch.tensor(3.5, dtype=torch.float64),
@@ -47,3 +60,43 @@ def test_it_is_smaller_than_what_torch_makes() -> None:
 def test_what_cannot_be_pickled_says_so() -> None:
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         pack_tensors({"a": lambda: 0})
+
+
+def _dumped(value: Any) -> Any:
+    file = io.BytesIO()
+    MainPickler(file, MainModule(imported=True)).dump(value)
+    return pickle.loads(file.getvalue())
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "beside a pickle": lambda value: put_together(*take_apart(value, lambda tensor: type(tensor) is torch.Tensor)),
+    "in a pickle": lambda value: unpack_tensors(pack_tensors(value)),
+    "with the user's objects": _dumped,
+}
+
+
+@pytest.fixture
+def sharded() -> Iterator[DTensor]:
+    """Of the second of two members."""
+    mesh = PositionMesh((1, 2), 1)
+    part = torch.ones(2, 3)
+    dimension: Any = mesh.mesh["tensor_parallel"]
+    yield DTensor.from_local(part, dimension, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1))
+    mesh.close()
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_part_of_a_sharded_tensor_travels_wherever_it_lies(sharded: DTensor, way: Callable[[Any], Any]) -> None:
+    """A gradient is a view of its bucket: torch pickles no DTensor whose part begins within its storage."""
+    gradient = sharded_like(sharded, torch.arange(12.0)[6:].view(2, 3))
+    first, second = way([gradient, gradient])
+    assert first is second
+    assert type(first) is DTensor
+    assert (first.device_mesh, first.placements, first.shape) == (sharded.device_mesh, (Shard(0),), (4, 3))
+    assert local_part(first).tolist() == [[6, 7, 8], [9, 10, 11]]
+
+
+def test_the_part_of_a_whole_tensor_holds_no_more_memory_than_it_needs(sharded: DTensor) -> None:
+    part = local_part(part_like(torch.arange(12.0).view(4, 3), sharded))
+    assert part.tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert part.untyped_storage().nbytes() == part.nbytes

@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -237,8 +238,9 @@ class SupervisorLauncher:
         return True
 
     def on_exception(self, exception: BaseException) -> None:
-        """Handler of Lightning for an error of this process; for Ctrl-C it logs how the run ended."""
-        if isinstance(exception, KeyboardInterrupt) and not self._said_how_it_ended:
+        """Handler of Lightning for an error of this process; if a signal ended it, logs how the run ended."""
+        terminated = isinstance(exception, SystemExit) and exception.code == 128 + signal.SIGTERM
+        if (terminated or isinstance(exception, KeyboardInterrupt)) and not self._said_how_it_ended:
             how = self._how_it_ended(Ended())
             rank_zero_info(how[0].upper() + how[1:])
 

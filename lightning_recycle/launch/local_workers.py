@@ -18,7 +18,7 @@ import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.connection import wait
@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.joining.run_config import WorkerProcess
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
 from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerPayload, modules_found
@@ -262,9 +263,9 @@ class LocalWorkerGroup(WorkerGroup):
         """Workers of this machine need nothing else."""
 
     @override
-    def end(self, patience: float) -> None:
+    def end(self, awaited: Collection[WorkerProcess] = (), patience: float = 0.0) -> None:
         _end_stopped_fork_server()  # it would report the end of none
-        super().end(patience)
+        super().end(awaited, patience)
 
     @override
     def __exit__(self, *_: object) -> None:

@@ -31,7 +31,6 @@ from lightning_recycle.control.network.addresses import (
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol.messages import SavePhase
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.engines.ray_cluster import needs_of_worker
 from lightning_recycle.launch.local_workers import LocalWorkerGroup
@@ -253,14 +252,13 @@ class RunAttempt:
         return self._coordinator.wait(self._run.options.checkpoints.signal_timeout)
 
     def _end(self, outcome: Outcome | None) -> None:
-        patience = _EXIT_SECONDS
-        if not isinstance(outcome, Finished):
+        if isinstance(outcome, Finished):
+            self._group.end(self._coordinator.member_processes(), _EXIT_SECONDS)
+        else:
             self._coordinator.stop()  # before the workers are killed: these are no failures
-            phases = {phase.value: phase for phase in SavePhase}
-            newest = next((e.kind for e in reversed(self._coordinator.history) if e.kind in phases), "")
-            is_writing = isinstance(outcome, StageLost | Crashed | Failed) and phases.get(newest) is SavePhase.BEGUN
-            patience = self._run.options.checkpoints.signal_timeout if is_writing else 0.0
-        self._group.end(patience)
+            completes = isinstance(outcome, StageLost | Crashed | Failed)  # others are told to stop at once
+            writers = self._coordinator.writer_processes() if completes else []
+            self._group.end(writers, self._run.options.checkpoints.signal_timeout)
         self._coordinator.close()
         self.history, self.schedules = list(self._coordinator.history), list(self._coordinator.schedules)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from typing_extensions import Self
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.joining.run_config import WorkerProcess
 
 __all__ = ["WorkerGroup", "WorkerHandle"]
 
@@ -100,23 +102,29 @@ class WorkerGroup(ABC):
         with self.lock:
             return [worker for worker in self._workers if worker.describe_exit(0.0) is None]
 
-    def end(self, patience: float) -> None:
-        """Waits ``patience`` seconds for all workers to end, then kills the rest."""
+    def end(self, awaited: Collection[WorkerProcess] = (), patience: float = 0.0) -> None:
+        """Ends all workers at once, but ``awaited``, which may take ``patience`` seconds to end by themselves."""
         with self.lock:
             self.closed.set()
             workers = list(self._workers)
-        deadline = time.monotonic() + patience
         for worker in workers:
-            worker.describe_exit(max(0.0, deadline - time.monotonic()))
+            if worker not in awaited:
+                worker.kill()
+        _await_exits(awaited, patience)
         for worker in workers:
             worker.kill()
-        for worker in workers:
-            worker.describe_exit(_EXIT_SECONDS)
+        _await_exits(workers, _EXIT_SECONDS)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end(0.0)
+        self.end()
         for worker in self._workers:
             worker.close()
+
+
+def _await_exits(workers: Iterable[WorkerProcess], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    for worker in workers:
+        worker.describe_exit(max(0.0, deadline - time.monotonic()))

@@ -21,6 +21,7 @@ Must not know: the run's reaction to a failure.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -175,10 +176,17 @@ def save_with_checksums(value: Any, file: Any) -> None:
 
 @dataclass(frozen=True)
 class WriteFailure:
-    """Why a checkpoint was not written. ``is_refusal``: whether it was the file system that refused."""
+    """Why a checkpoint was not written.
+
+    Args:
+        text: the cause, in words.
+        is_refusal: whether it was the file system that refused.
+        remedy: a sentence on what helps; empty if nothing is known.
+    """
 
     text: str
     is_refusal: bool = True
+    remedy: str = ""
 
 
 def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
@@ -195,8 +203,19 @@ def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any
             raise
         size = megabytes(storage_bytes(tree_leaves(content)))
         return WriteFailure(
-            f"The checkpoint {os.fspath(path)} ({size} to write{_free_space(path)}) could not be written: {reason}."
+            f"The checkpoint {os.fspath(path)} ({size} to write{_free_space(path)}) could not be written: {reason}.",
+            remedy=_REMEDIES.get(reason.errno or 0, ""),
         )
+
+
+_SPACE = "Free some space, or keep fewer checkpoints (save_top_k)."
+_PERMISSION = "Make the folder writable for this user, or set another one (ModelCheckpoint(dirpath))."
+_FOLDER = "Its folder is gone: make it again, or mount it."
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _SPACE),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _PERMISSION),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), _FOLDER),
+}
 
 
 def _system_error(error: BaseException) -> OSError | None:

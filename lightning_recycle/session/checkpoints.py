@@ -305,7 +305,7 @@ class Checkpoints:
             complete(checkpoint, completion, _FURTHER_WEIGHTS)
             self.completion = completion
             if "objects" in completion and self.context.run.restarts:  # another run may have other stages
-                data, *tensors = completion["objects"][self._stage]
+                data, *tensors = completion["objects"][self.collectives.positions.column(self.collectives.rank)]
                 self.restored_objects = ObjectPack(data.numpy().tobytes(), tensors)
         return checkpoint
 
@@ -515,7 +515,7 @@ class Checkpoints:
                 checkpoint[COMPLETION] = common()
                 add_parts(checkpoint, self.collectives.gather_stages("completion", partial(to_cpu, part)))
                 if self.context.run.may_restart:
-                    packs = self.collectives.gather_stages("objects", self.transfer.pack_objects)
+                    packs = self.collectives.gather_columns("objects", self.transfer.pack_objects)
                     checkpoint[COMPLETION]["objects"] = [as_tensors(pack) for pack in packs]
             failure = self._save_together(checkpoint, one.path, one.storage_options)
             if failure is not None:
@@ -885,12 +885,12 @@ class Checkpoints:
             self.background.names.clear()  # there may be an earlier one of that name
         if self.raises and failure.is_refusal:
             raise CheckpointError(
-                f"{failure.text} Free some space, or keep fewer checkpoints (save_top_k); with"
+                f"{failure.text} {failure.remedy}{' ' if failure.remedy else ''}With"
                 " CheckpointOptions(on_checkpoint_error='warn') the training goes on without this one."
             )
         if self.collectives.is_leader:
-            advice = " Free some space, or keep fewer checkpoints (save_top_k)." if failure.is_refusal else ""
-            log.warning("%s What was there before is unchanged, and the training goes on.%s", failure.text, advice)
+            goes_on = "What was there before is unchanged, and the training goes on."
+            log.warning("%s", " ".join(filter(None, (failure.text, goes_on, failure.remedy))))
         if self._unwinding:
             raise CheckpointError(failure.text)
 

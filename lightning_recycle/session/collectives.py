@@ -241,7 +241,12 @@ class WorkerCollectives:
                     return found[0]
 
     def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """Returns one part per stage, in order, on all workers; asks again if a speaker dies meanwhile.
+        """One part per stage, in order, on all workers: its members' parts, merged; as :meth:`gather_columns`."""
+        parts, members = self.gather_columns(name, part), self.positions.members
+        return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
+
+    def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
+        """One part per column, in order, on all workers; asks again if a speaker dies meanwhile.
 
         Raises:
             UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other stages.
@@ -255,11 +260,7 @@ class WorkerCollectives:
                 self.positions.column(rank): value[0] for rank, value in sorted(payloads.items()) if value is not None
             }
             if len(parts) == self.positions.columns:
-                members = self.positions.members
-                return [
-                    merge_shards([parts[stage * members + member] for member in range(members)])
-                    for stage in range(self.grid.stages)
-                ]
+                return [parts[column] for column in range(len(parts))]
 
 
 # ---------------------------------------------------------------------- context

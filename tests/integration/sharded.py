@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule
+from lightning_recycle.launch.run_attempt import INCARNATIONS_PER_START
 from lightning_recycle.planning import Op
 
 STEPS, BATCH = 4, 4  # samples of a pipeline in a step
@@ -89,14 +90,17 @@ class Piped(PipelineModule):
 
 
 class Kill(L.Callback):
-    """Kills the first process of ``rank`` before its operation number ``operation`` of ``step``."""
+    """Kills the first process of ``rank`` in an attempt of the run, before its operation number ``operation`` of
+    ``step``.
+    """
 
-    def __init__(self, rank: int, step: int, operation: int) -> None:
+    def __init__(self, rank: int, step: int, operation: int, attempt: int = 0) -> None:
         self.rank, self.step, self.operation, self.seen = rank, step, operation, 0
+        self.incarnation = attempt * INCARNATIONS_PER_START
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
-        if strategy.grid_rank == self.rank and strategy.incarnation == 0:
+        if strategy.grid_rank == self.rank and strategy.incarnation == self.incarnation:
             strategy.executor.before_operation.append(self.count)
 
     def count(self, step: int, _: Op) -> None:

@@ -235,6 +235,21 @@ class Coordinator:
         """
         return self._state.outcome if self._done.wait(timeout) else None
 
+    def member_processes(self) -> list[WorkerProcess]:
+        """The processes of the members that were started here; not those of workers that have yet to enter.
+        Callable from any thread.
+        """
+        found = (self._workers.processes.get(rank) for rank in sorted(self._state.roster.live))
+        return [process for process in found if process is not None]
+
+    def writer_processes(self) -> list[WorkerProcess]:
+        """The process that is completing a checkpoint, if it was started here: none, or one. It is the writer's, which
+        has all parts or cannot complete it any more. Callable from any thread.
+        """
+        saves, live = self._state.saves, self._state.roster.live
+        writer = self._workers.processes.get(saves.writer) if saves.writer in live and not saves.is_over else None
+        return [] if writer is None else [writer]
+
     @property
     def has_begun(self) -> bool:
         """Whether the workers have met; callable from any thread."""

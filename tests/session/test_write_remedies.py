@@ -1,0 +1,22 @@
+"""The remedy for a checkpoint that could not be written fits the cause."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from lightning_recycle.session.checkpoint_files import WriteFailure, attempt
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(errno.ENOSPC, "Free some space"), (errno.EROFS, "writable"), (errno.ENOENT, "folder is gone"), (errno.EIO, "")],
+)
+def test_the_remedy_fits_the_cause(code: int, expected: str, tmp_path: Path) -> None:
+    def write() -> None:
+        raise OSError(code, "refused")
+
+    failure = attempt(write, tmp_path / "last.ckpt", None)
+    assert isinstance(failure, WriteFailure)
+    assert expected in failure.remedy
+    assert bool(failure.remedy) == bool(expected)
