@@ -201,11 +201,14 @@ def left_by(run: tuple[L.Trainer, Diary, Any], folder: Path) -> Any:
     return files, links, remembered
 
 
-@pytest.mark.parametrize(("schedule", "stages", "sharded", "batches"), sampled(MATRIX, 5, seed=9))
+@pytest.mark.parametrize(
+    ("schedule", "stages", "sharded", "batches", "kill"),
+    sampled([(*case, n) for case in MATRIX for n in range(4)], 5, 9),
+)
 def test_a_run_whose_workers_are_all_killed_goes_on_as_if_nothing_had_happened(
-    schedule: str, stages: int, sharded: bool, batches: int, tmp_path: Path
+    schedule: str, stages: int, sharded: bool, batches: int, kill: int, tmp_path: Path
 ) -> None:
-    draws = random.Random(f"{schedule} {stages} {sharded} {batches}")
+    draws = random.Random(f"{schedule} {stages} {sharded} {batches} {kill}")
     dies = Die(draws.randrange(2 * batches, BATCHES * EPOCHS), waits=draws.random() < 0.7)
     case = (schedule, stages, sharded, batches)
     known = run(*case, tmp_path / "known")
