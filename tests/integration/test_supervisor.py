@@ -105,10 +105,11 @@ def test_a_launching_process_told_to_end_cleans_up(signum: signal.Signals, tmp_p
     with supervised(directory) as process:
         workers = worker_processes(process.pid)
         process.send_signal(signum)
-        _, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == (143 if signum == signal.SIGTERM else 1)
         check_end(workers, directory, seconds=1.0)
     assert "Traceback" not in errors
+    assert "Its newest checkpoint, of step" in output + errors
     assert not list(tmp_path.glob("lightning_recycle_*"))  # what the workers were started with
 
 
