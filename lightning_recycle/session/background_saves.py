@@ -2,8 +2,8 @@
 
 Concept: at the step boundary where a checkpoint is asked for, one worker of each stage, its *holder*, copies the
 stage's state; all others go on at once. A thread of each holder then does what all workers do together otherwise, with
-the same functions: messages between holders (:class:`HolderGroup`) replace the control collectives. One holder is the
-*writer*, which gives the checkpoint its name.
+the same functions: messages between holders (:mod:`~lightning_recycle.session.holder_group`) replace the control
+collectives. One holder is the *writer*, which gives the checkpoint its name.
 
 All checkpoints of one boundary are a *batch*, and share the copies. There is one batch at a time: the next one, and the
 end of the training, wait for it. No worker waits for others at the boundary: the holders were named by the last message
@@ -21,34 +21,25 @@ Must not know: Lightning's callbacks, what a checkpoint is for.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.payload import pack, unpack
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.saves import batch_number
-from lightning_recycle.files import Pace, put_in_place_if_left, temporary_path
-from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
+from lightning_recycle.files import Pace, put_in_place_if_left
+from lightning_recycle.session.checkpoint_files import WriteFailure
 from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.optimizer_states import copied, fits
-from lightning_recycle.tensor_memory import has_plain_memory, to_cpu
-from lightning_recycle.torch_internals import version_of
+from lightning_recycle.session.holder_group import GivenUp, HolderGroup
+from lightning_recycle.session.state_copies import StateCopies
+from lightning_recycle.tensor_memory import to_cpu
 
 __all__ = [
     "Action",
@@ -56,308 +47,13 @@ __all__ = [
     "Batch",
     "CommonState",
     "Consequences",
-    "HolderGroup",
     "SaveRequest",
-    "StateCopies",
 ]
 
 log = logging.getLogger(__name__)
 
-_PIECE = 1 << 20  # bytes that are copied at once, or sent in one message: what else the connection carries waits
-_LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
-_WINDOW = 4  # pieces under way
-_FAILED = "failed"
 _LOOK_SECONDS = 0.01
 _LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 19 may not finish before the next save
-
-
-# ---------------------------------------------------------------------- copies
-
-
-class StateCopies:
-    """Copies of the tensors of one step boundary, on the CPU. Memory of copies that are not needed any more is used
-    again. Large tensors that only STEP writes are copied after the boundary, piece by piece, by the thread that writes
-    them, and at the latest by the training before its next STEP.
-
-    Args:
-        old: the copies of an earlier boundary, which nobody reads any more.
-
-    Attributes:
-        are_originals: whether there is no memory for copies: then they are the tensors themselves.
-    """
-
-    def __init__(self, old: StateCopies | None = None) -> None:
-        self.are_originals = False
-        self._memory: dict[Any, Tensor] = {} if old is None else old._by_place
-        self._by_place: dict[Any, Tensor] = {}
-        self._made: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
-        self._owed: deque[tuple[Tensor, Tensor, int]] = deque()  # pieces: original, copy, the original's version
-        self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
-
-    def limit(self, needed: int, free: float) -> bool:
-        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more; otherwise none is made."""
-        there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._made.values())))
-        self.are_originals = needed - there > free
-        if self.are_originals:
-            self._memory.clear()
-        return not self.are_originals
-
-    def take(self, value: Any, place: tuple[Any, ...] = (), until_step: bool = False) -> Any:
-        """A copy of ``value``. A tensor that was copied already, and not written since, has the same copy.
-
-        Args:
-            value: a tensor, or dicts, lists and tuples with tensors; anything else is copied deeply.
-            place: the place of ``value`` in the state, where its copy was at an earlier boundary.
-            until_step: whether nothing writes large tensors before the next STEP, so that :meth:`finish` copies them.
-        """
-        if isinstance(value, Tensor):
-            return self._copy(value, place, until_step)
-        if isinstance(value, Mapping):
-            return {key: self.take(item, (*place, key), until_step) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.take(item, (*place, n), until_step) for n, item in enumerate(value))
-        return deepcopy(value)
-
-    def finish(self) -> bool:
-        """Makes the copies that are left, together with the other thread; returns when all are made, and whether they
-        are of the boundary: whether no original was written before.
-        """
-        while True:
-            with self._changed:
-                if not self._owed:
-                    self._changed.wait_for(lambda: not self._under_way)
-                    return not self._is_torn
-                original, copy, version = self._owed.popleft()
-                self._under_way += 1
-            is_whole = False
-            try:
-                with torch.no_grad():
-                    copy.copy_(original)
-                is_whole = version_of(original) == version
-            finally:
-                with self._changed:
-                    self._is_torn = self._is_torn or not is_whole
-                    self._under_way -= 1
-                    self._changed.notify_all()
-
-    def forget_originals(self) -> None:
-        """The boundary is over: what is copied from now on is of another one."""
-        self._made.clear()
-
-    def _copy(self, tensor: Tensor, place: tuple[Any, ...], until_step: bool) -> Tensor:
-        if self.are_originals:
-            return tensor.detach()
-        if not has_plain_memory(tensor) or tensor.is_inference():  # which has no version
-            return tensor.detach().clone().cpu()
-        key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        known = self._made.get(key)
-        if known is None:
-            known = self._made[key] = (tensor, self._new_copy(tensor, self._memory.pop(place, None), until_step))
-        self._by_place[place] = known[1]
-        return known[1]
-
-    @torch.no_grad()
-    def _new_copy(self, tensor: Tensor, old: Tensor | None, until_step: bool) -> Tensor:
-        if not (until_step and tensor.nbytes >= _LARGE and tensor.is_contiguous()):
-            copy: Tensor = copied(tensor.detach(), old)
-            return copy
-        copy = old if old is not None and fits(old, tensor) and old.is_contiguous() else torch.empty_like(tensor)
-        size = _PIECE // tensor.itemsize
-        pieces = zip(tensor.detach().view(-1).split(size), copy.view(-1).split(size), strict=True)
-        with self._changed:
-            self._owed.extend((*piece, version_of(tensor)) for piece in pieces)
-        return copy
-
-
-# ---------------------------------------------------------------------- holders
-
-
-class GivenUp(Exception):
-    """Why a checkpoint cannot be completed."""
-
-
-@dataclass
-class HolderGroup:
-    """Messages between the holders of one batch, from their threads; in place of the collectives of all workers.
-
-    Args:
-        client: the connection to the coordinator.
-        positions: which worker is which member of which position.
-        number: the batch's number, the same on all workers.
-        version: how many steps its checkpoints hold.
-        ranks: the holder of each stage; the last one is the writer.
-        since: a generation in which they were alive.
-        pace: how fast each of them writes and sends.
-        request: which checkpoint of the batch is being written.
-        is_wanted: whether all others still wait for the batch.
-    """
-
-    client: ControlClient
-    positions: Positions
-    number: int
-    version: int
-    ranks: tuple[int, ...]
-    since: int
-    pace: Pace = field(default_factory=Pace)
-    request: int = 0
-    is_wanted: bool = True
-    _messages: int = 0
-
-    def __post_init__(self) -> None:
-        self.rank, self.writer = self.client.rank, self.ranks[-1]
-        self._returns = self.client.returns
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker is the writer."""
-        return self.rank == self.writer
-
-    @property
-    def is_column_leader(self) -> bool:
-        """Whether this worker has a part of the state."""
-        return self.rank in self.ranks
-
-    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all holders, by rank.
-
-        Raises:
-            GivenUp: if one is lost.
-        """
-        others = [rank for rank in self.ranks if rank != self.rank]
-        self._messages += 1
-        question, answer = f"{name} {self._messages}", f"answer {self._messages}"
-        if self.is_leader:
-            parts = {rank: self._take(rank, question) for rank in others}
-            found = {rank: self._of_this_step(*part) for rank, part in parts.items()}
-            found[self.rank] = value
-            for rank in others:
-                self._give(rank, answer, found)
-            return found
-        self._give(self.writer, question, (self.version, value))
-        return self._take(self.writer, answer)  # type: ignore[no-any-return]
-
-    def _of_this_step(self, version: int, value: Any) -> Any:
-        if version != self.version:
-            raise GivenUp(f"a worker gave its state after {version} steps, and it is to hold {self.version}")
-        return value
-
-    def send(self, value: Any) -> None:
-        """Sends ``value`` to the writer, in pieces, as the writer takes them."""
-        pieces = _Pieces(self)
-        try:
-            stream = io.BufferedWriter(pieces, _PIECE)
-            torch.save((self.version, value), stream)
-            stream.close()
-        except RuntimeError:  # torch ends its archive after an exception of the stream, too, and finds a part missing
-            if pieces.given_up is not None:
-                raise pieces.given_up from None
-            raise
-
-    def receive(self, rank: int, path: Any) -> Any:
-        """The value that ``rank`` sends; its tensors lie in a nameless file beside ``path``, or in TMPDIR if that is
-        not on this machine.
-        """
-        spool = temporary_path(local_path(path) or Path(tempfile.gettempdir()) / "part")
-        spool.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(spool, "xb") as file:
-                number = 0
-                while piece := self._take(rank, f"piece {number}"):
-                    file.write(piece)
-                    number += 1
-                    self._give(rank, f"taken {number}", None)
-            return self._of_this_step(*torch.load(spool, map_location="cpu", mmap=True, weights_only=False))
-        finally:
-            spool.unlink(missing_ok=True)
-
-    def fail(self, why: str) -> None:
-        """Lets all other holders know that this one has given up."""
-        for rank in self.ranks:
-            if rank != self.rank:
-                self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
-
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may go on; with ``temporary``, where the whole file is, announces it: from then on it
-        counts.
-
-        Raises:
-            GivenUp: if it is not wanted any more.
-        """
-        self._check()
-        if temporary is None:
-            self.client.confirm(in_background=True)
-        else:
-            self.client.announce(self.number, self.request, os.path.abspath(temporary))
-
-    def _check(self) -> None:
-        if not self.is_wanted:
-            raise GivenUp("workers were lost meanwhile, or do not wait for it any more")
-
-    def end(self) -> None:
-        """Nothing is taken any more."""
-        self.is_wanted = False
-        self.client.forget_parcels(self.number)
-
-    def _give(self, rank: int, key: str, value: Any) -> None:
-        self._check()  # after ``value`` was made
-        self.client.give(rank, self.number, f"{self.request} {key}", value)
-
-    def _take(self, rank: int, key: str) -> Any:
-        try:
-            return self.client.take(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
-        except Interrupted:
-            raise GivenUp(self._why(rank)) from None
-
-    def _goes_on(self) -> bool:
-        return self.is_wanted and self.client.returns == self._returns and self._failed() is None
-
-    def _failed(self) -> int | None:
-        failed = f"{self.request} {_FAILED}"
-        return next((rank for rank in self.ranks if self.client.has_parcel(rank, self.number, failed)), None)
-
-    def _why(self, rank: int) -> str:
-        failed = self._failed()
-        if failed is not None:
-            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True))
-        if self.client.returns != self._returns:
-            return "the coordinator was started again, and parts of it were under way"
-        return f"the worker of rank {rank} was lost, which had a part of it"
-
-
-class _Pieces(io.RawIOBase):
-    """A file whose content goes to the writer; :attr:`given_up` is why no more of it does."""
-
-    def __init__(self, group: HolderGroup) -> None:
-        self._group, self._number = group, 0
-        self.given_up: GivenUp | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        piece = bytes(memoryview(data)[:_PIECE])  # a copy of a whole tensor would keep Python's lock for too long
-        self._send(piece)
-        return len(piece)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._send(b"")
-            super().close()
-
-    def _send(self, piece: bytes) -> None:
-        group = self._group
-        group.pace.spend(len(piece))
-        try:
-            group._give(group.writer, f"piece {self._number}", piece)
-            self._number += 1
-            if self._number > _WINDOW:
-                group._take(group.writer, f"taken {self._number - _WINDOW}")
-        except GivenUp as error:
-            self.given_up = error
-            raise
-
-
-# ---------------------------------------------------------------------- batches
 
 
 @dataclass

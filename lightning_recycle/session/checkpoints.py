@@ -37,7 +37,6 @@ from lightning_recycle.session.background_saves import (
     Batch,
     Consequences,
     SaveRequest,
-    StateCopies,
 )
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
@@ -64,6 +63,7 @@ from lightning_recycle.session.optimizer_states import (
     stage_optimizer_state,
 )
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
+from lightning_recycle.session.state_copies import StateCopies
 from lightning_recycle.session.step_completion import (
     COMPLETION,
     Boundary,

@@ -12,15 +12,10 @@ from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.session.background_saves import (
-    BackgroundSaves,
-    Batch,
-    GivenUp,
-    HolderGroup,
-    SaveRequest,
-    StateCopies,
-)
+from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest
 from lightning_recycle.session.configuration import CheckpointOptions, Options
+from lightning_recycle.session.holder_group import GivenUp, HolderGroup
+from lightning_recycle.session.state_copies import StateCopies
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
