@@ -46,6 +46,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -62,6 +63,7 @@ __all__ = [
     "Question",
     "Report",
     "UnavailableError",
+    "UnexpectedError",
     "cancelled_by",
     "check_cancelled",
     "run_in_child",
@@ -177,6 +179,22 @@ class ProcessLostError(PlanningError):
     """The process died, is stuck, or cannot be started."""
 
 
+class UnexpectedError(PlanningError):
+    """A question raised another exception than the errors of this package: a defect of the code that answers it.
+
+    Args:
+        reason: the exception in one line.
+        trace: its traceback, which an exception does not take along to another process.
+    """
+
+    def __init__(self, reason: str, trace: str) -> None:
+        super().__init__(reason, trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PlanningProcess:
     """The planning process of a run; another one replaces it when it has ended."""
 
@@ -201,6 +219,7 @@ class PlanningProcess:
         Raises:
             Cancelled: when ``interrupted`` is set.
             PlanningError: when there is no answer, or not in time, or question or answer cannot be sent.
+            UnexpectedError: when the question raised an exception that is not of this package.
             ProcessLostError: when the process was lost.
         """
         task = _packed(question, urgent)
@@ -220,7 +239,7 @@ class PlanningProcess:
                 raise
         if kind == "answer":
             return value
-        raise PlanningError(value)
+        raise value
 
     def close(self) -> None:
         """Ends the process."""
@@ -353,7 +372,7 @@ def _read(frame: bytes) -> tuple[str, Any]:
     try:
         message: tuple[str, Any] = pickle.loads(frame)
     except Exception as error:  # a class that only the process could import
-        return "failed", f"the answer cannot be read here: {error}"
+        return "failed", PlanningError(f"the answer cannot be read here: {error}")
     return message
 
 
@@ -386,13 +405,13 @@ def _answer(task: bytes, send: Callable[[bytes], None]) -> None:
         try:
             frame = pickle.dumps((kind, value))
         except Exception as error:  # whatever a user's class raises when it is pickled
-            frame = pickle.dumps(("failed", f"the answer cannot be sent to another process: {error}"))
+            frame = pickle.dumps(("failed", PlanningError(f"the answer cannot be sent to another process: {error}")))
         send(frame)
 
     try:
         question, urgent, reports = pickle.loads(task)
     except Exception as error:  # a class of the user's script, which this process does not import
-        reply("failed", f"the planner cannot be read in another process: {error}")
+        reply("failed", PlanningError(f"the planner cannot be read in another process: {error}"))
         return
     if not urgent:
         with contextlib.suppress(OSError):  # then it competes with the others
@@ -401,7 +420,8 @@ def _answer(task: bytes, send: Callable[[bytes], None]) -> None:
         value = question(lambda *message: reply("report", message)) if reports else question()
     except BaseException as error:  # of a user's planner or a solver, too: whoever asks has to do without the answer
         text = " ".join(str(error).split())
-        name = "" if isinstance(error, ReCycleError) and text else type(error).__name__
-        reply("failed", ": ".join(filter(None, (name, text))))
+        is_ours = isinstance(error, ReCycleError)
+        reason = ": ".join(filter(None, ("" if is_ours and text else type(error).__name__, text)))
+        reply("failed", PlanningError(reason) if is_ours else UnexpectedError(reason, traceback.format_exc()))
     else:
         reply("answer", value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from support.waiting import wait_for
@@ -12,7 +13,8 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, LayerFacts, Measured
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Worker
-from lightning_recycle.planning.child_process import PlanningProcess
+from lightning_recycle.planning.child_process import PlanningProcess, Question, UnexpectedError
+from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.validation import validate
 
@@ -81,6 +83,30 @@ def test_re_routing_goes_on(
     (line,) = [line for line in lines if line.startswith("layers: ")]
     assert line.startswith(f"layers: {reason}")
     assert any(line.startswith("reroute") for line in lines)
+
+
+def test_a_defect_of_the_search_is_logged_with_its_traceback_and_re_routing_goes_on(
+    open_plans: OpenPlans, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(_: PlanningProcess, question: Question, *__: object, **___: object) -> Any:
+        if getattr(question, "func", None) is plan_layout:
+            raise UnexpectedError("TypeError: bad", "Traceback: line 1")
+        return question()
+
+    plans = open_plans("always", "16 micro-batches")
+    monkeypatch.setattr(PlanningProcess, "ask", ask)
+    sizes = (10**6,) * 8
+    for stage in range(2):
+        facts = LayerFacts((0, 8, 16), 8 * stage, (1.0,) * 8, sizes, sizes, sizes, (True,) * 8)
+        plans.take(Worker(0, stage), Measured(stage, layers=facts))
+    for _ in range(10):
+        for stage in range(2):
+            plans.applied(Worker(0, stage), Applied(stage, 0, {"F": 0.08, "BW": 0.16}, {}), is_stage_leader=True)
+        plans.stepped(1.0)
+    assert plans.begin_generation(DEAD, (), 10).failed == DEAD
+    assert wait_for(lambda: "defect of lightning_recycle" in caplog.text, 60)
+    assert "TypeError: bad" in caplog.text
+    assert "Traceback: line 1" in caplog.text
 
 
 @pytest.mark.parametrize("dead", [Worker(0, 0), Worker(2, 1)])

@@ -1,6 +1,7 @@
 """Plans that are made in a process of their own: the coordinator serves on, and the plans are the same."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from lightning_recycle.control.plans.plan_maker import make_plan
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Worker, child_process, solve
-from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, ProcessLostError
+from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, ProcessLostError, UnexpectedError
 from lightning_recycle.planning.planning_options import PlanningOptions
 
 LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
@@ -217,6 +218,13 @@ def test_a_question_that_cannot_be_sent_is_refused(process: PlanningProcess) -> 
     del sys.modules["__main__"].OfThisProcess  # type: ignore[attr-defined]
     with pytest.raises(PlanningError, match="no licence"):
         process.ask(partial(make_plan, LARGE, Failing()), WANTED)
+
+
+def test_an_exception_of_a_defect_brings_its_traceback(process: PlanningProcess) -> None:
+    with pytest.raises(UnexpectedError, match="TypeError: 'float' object is not iterable") as caught:
+        process.ask(partial(max, 0.0), WANTED)
+    assert "in _answer" in caught.value.trace
+    assert pickle.loads(pickle.dumps(caught.value)).trace == caught.value.trace
 
 
 def test_it_ends_with_the_process_that_asks() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.layouts.cuts import are_whole, check_cuts, even_cuts
+from lightning_recycle.planning.layouts.cuts import are_bounds, are_whole, check_cuts, even_cuts
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts, layer_moves, traffic
 from lightning_recycle.planning.layouts.layout_candidates import (
     LLAMA3_WORKER_SECONDS,
@@ -70,7 +70,9 @@ def situations(draw: st.DrawFn) -> tuple[p.Problem, LayerCosts, tuple[int, ...]]
         if count > 1
         else []
     )
-    cuts = (0, *sorted(inner), count)
+    shifts = [draw(st.sampled_from([0, 0.25, 0.5])) for _ in inner]  # neighbours may share a layer by now
+    shared = (0, *(bound + shift for bound, shift in zip(sorted(inner), shifts, strict=True)), count)
+    cuts = shared if are_bounds(shared) else (0, *sorted(inner), count)
     failed: set[p.Worker] = set()
     for stage in range(grid.stages):
         failed |= {
@@ -220,6 +222,17 @@ def test_moves_take_turns_among_the_owners() -> None:
     assert sent.seconds(0.0, 0.5) == 0.5
     with pytest.raises(PlanningError, match="layer 0 has no live owner"):
         layer_moves(p.Grid(1, 2, 1), {p.Worker(0, 0)}, (0, 1, 2), (0, 1, 2), {p.Worker(0, 1): p.Worker(0, 0)})
+
+
+def test_a_bound_that_moves_within_a_layer_needs_no_bytes() -> None:
+    """Both stages hold the shared layer already, so all that changes is which micro-batches they run."""
+    assert layer_moves(p.Grid(2, 2, 4), (), (0, 2.1, 5), (0, 2.5, 5)) == ()
+    assert (traffic((), (1.0,) * 5).total, traffic((), (1.0,) * 5).busiest) == (0.0, 0.0)
+    layers = equal_layers(5)
+    problem = p.Problem(p.Grid(2, 2, 4), layers.costs((0, 2.1, 5)))
+    plan = plan_layout(problem, layers, (0, 2.1, 5), next_change=HOUR, ways=("layers",), judge=quick)
+    assert 2.1 < plan.chosen.layout.cuts[1] < 3
+    assert (plan.chosen.bytes, plan.chosen.busiest) == (0.0, 0.0)
 
 
 def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own() -> None:

@@ -26,7 +26,7 @@ from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.child_process import Question
+from lightning_recycle.planning.child_process import Question, UnexpectedError
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import parts_of
@@ -127,6 +127,13 @@ class LayoutChoice:
     def _look_for(self, question: Question) -> Job:
         try:
             self._background.publish((yield question))
+        except UnexpectedError as error:  # no code of the user takes part; the run goes on with the layout it has
+            log.error(
+                "The search for a layout failed: %s. The layers stay where they are. This is a defect of "
+                "lightning_recycle: please report it with this traceback:\n%s",
+                error,
+                error.trace.rstrip(),
+            )
         except PlanningError as error:
             log.warning("No layout was looked for: %s", error)
 

@@ -28,13 +28,14 @@ import contextlib
 import logging
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, Question, cancelled_by
+from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, Question, UnexpectedError, cancelled_by
 
 __all__ = ["InThread", "Job", "PlanningQueue", "Urgency"]
 
@@ -199,4 +200,4 @@ class PlanningQueue:
         except PlanningError:
             raise
         except Exception as error:  # the run has to do without this plan
-            raise PlanningError(str(error) or repr(error)) from error
+            raise UnexpectedError(str(error) or repr(error), traceback.format_exc()) from error

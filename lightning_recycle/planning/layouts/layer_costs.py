@@ -377,4 +377,4 @@ def traffic(moves: Collection[LayerMove], state_bytes: Sequence[float]) -> Traff
     for move in moves:
         sent[move.source] += state_bytes[move.layer]
         received[move.receiver] += state_bytes[move.layer]
-    return Traffic(sum(received.values()), max(0.0, *received.values(), *sent.values()), len(moves))
+    return Traffic(sum(received.values()), max([0.0, *received.values(), *sent.values()]), len(moves))
