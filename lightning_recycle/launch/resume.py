@@ -99,7 +99,7 @@ def newest_saved(
         if not event.details.get("weights_only")
     ]
     for event in saved:
-        if "temporary" in event.details:  # its writer and whoever led next are lost
+        if "temporary" in event.details:  # its writer and the leader after it are lost
             try:
                 put_in_place_if_left(event.details["temporary"], event.details["path"])
             except OSError as error:

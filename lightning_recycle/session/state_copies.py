@@ -30,7 +30,7 @@ class StateCopies:
     them, and at the latest by the training before its next STEP.
 
     Args:
-        old: the copies of an earlier boundary, which nobody reads any more.
+        old: the copies of an earlier boundary, which are not read any more.
 
     Attributes:
         are_originals: whether there is no memory for copies: then they are the tensors themselves.

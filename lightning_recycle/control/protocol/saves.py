@@ -12,7 +12,7 @@ complete   the file has its name, or gets it from the leader    SaveEnded; loss 
 given up   there is no file, nor will there be one              SaveEnded with a reason; loss of the writer before
 =========  ===================================================  ====================================================
 
-So a checkpoint is complete once for all, whoever dies. Every StepLoss and every Answer says how the newest batch ended
+So a checkpoint is complete once for all, whichever worker dies. Every StepLoss and every Answer says how the newest batch ended
 (SaveStatus), and who would hold the next one. These messages are the same for all workers, which read them at the same
 points of their program: all take up what follows after the same step, and choose the same holders without asking. A
 checkpoint that was given up for the loss of a worker is asked for again at the next boundary; a newcomer learns of that
@@ -72,7 +72,7 @@ def begin(state: MembershipState, event: messages.SaveBegun) -> Next:
 
 
 def announce(state: MembershipState, event: messages.SaveAnnounced) -> Next:
-    """The writer has a whole file: from now on it counts, whoever gives it its name."""
+    """The writer has a whole file: from now on it counts, and the writer or the leader gives it its name."""
     answer = Send((event.rank,), messages.Confirmed(event.number))
     if event.batch == state.saves.batch and event.index not in state.saves.ended:
         state = state.with_saves(announced={**state.saves.announced, event.index: event.temporary})
