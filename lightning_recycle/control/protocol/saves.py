@@ -12,11 +12,11 @@ complete   the file has its name, or gets it from the leader    SaveEnded; loss 
 given up   there is no file, nor will there be one              SaveEnded with a reason; loss of the writer before
 =========  ===================================================  ====================================================
 
-So a checkpoint is complete once for all, whichever worker dies. Every StepLoss and every Answer says how the newest batch ended
-(SaveStatus), and who would hold the next one. These messages are the same for all workers, which read them at the same
-points of their program: all take up what follows after the same step, and choose the same holders without asking. A
-checkpoint that was given up for the loss of a worker is asked for again at the next boundary; a newcomer learns of that
-with its peer's state.
+So a checkpoint is complete once for all, whichever worker dies. Every StepLoss and every Answer says how the newest
+batch ended (SaveStatus), and who would hold the next one. These messages are the same for all workers, which read them
+at the same points of their program: all take up what follows after the same step, and choose the same holders without
+asking. A checkpoint that was given up for the loss of a worker is asked for again at the next boundary; a newcomer
+learns of that with its peer's state.
 
 Must not know: files, what a checkpoint holds, what follows from it.
 """
