@@ -106,7 +106,7 @@ class Promises:
         self._agreed_at = -1  # the stop point at which all know that they stop
         self._stopped_at = -1
         self.stopped_at_once = False
-        self._batches: dict[int, Any] = {}  # version and holders of each batch
+        self._batches: dict[int, tuple[SimulatedWorker, Any]] = {}  # by number, who has begun it last, and how
         self._batches_over: dict[int, Any] = {}  # the version at which its outcome is taken up, and the failures
         self._named: set[tuple[int, int]] = set()  # batch and index of files under their names
 
@@ -115,7 +115,10 @@ class Promises:
     def on_saves_begun(self, worker: SimulatedWorker, holders: tuple[int, ...], again: bool) -> None:
         """``worker`` comes to the boundary of a batch."""
         mine = (worker.version, holders, again)
-        known = self._batches.setdefault(worker.pending, mine)
+        first, known = self._batches.get(worker.pending, (worker, mine))
+        if not first.alive:  # an earlier coordinator may have told it what no other has heard
+            known = mine
+        self._batches[worker.pending] = (worker, mine)
         if known != mine:
             raise Violation(f"{worker} begins batch {worker.pending} with {mine}, others with {known}")
 

@@ -617,7 +617,7 @@ SAVES: list[tuple[str, Any, str, str, str]] = [
     ("the outcome is told before it is known", saves, "status", "not saves.is_over", "False and saves.is_over"),
     ("a failure is told as a success", saves, "end_one", "{event.index: event.failure}", "{event.index: None}"),
     ("a later batch does not begin", saves, "begin",
-     "event.batch <= state.saves.batch", "state.saves.paths"),
+     "event.batch < before.batch or", "before.paths or"),
     ("an answer tells nothing of checkpoints", Member, "answer",
      "self.leader, self.saves = found.leader, found.saves", "self.leader = found.leader"),
 ]

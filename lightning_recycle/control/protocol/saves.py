@@ -63,8 +63,11 @@ def _holders(state: MembershipState) -> tuple[int, ...]:
 
 
 def begin(state: MembershipState, event: messages.SaveBegun) -> Next:
-    """A worker has come to the boundary of a batch; the first one begins it."""
-    if event.batch <= state.saves.batch:
+    """A worker has come to the boundary of a batch; the first one begins it. If all that had begun it with another
+    writer are lost, as an earlier coordinator was, those that are left begin it anew.
+    """
+    before = state.saves
+    if event.batch < before.batch or (event.batch, event.writer) == (before.batch, before.writer):
         return state, ()
     begun = SaveState(event.batch, event.version, event.writer, event.paths, event.weights_only, event.mid_step)
     state = state.updated(saves=begun)
