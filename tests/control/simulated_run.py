@@ -770,8 +770,8 @@ class Run:
 
     @property
     def _is_up(self) -> bool:
-        """Whether there is a coordinator, and it knows what it has to."""
-        return not self._is_down and self.state.returned is None
+        """Whether there is a coordinator, and it knows what it has to; one that finds the end written down does not."""
+        return not self._is_down and self.state.returned is None and self.state.outcome is None
 
     def _burn(self) -> None:
         """It does something, and may be killed right before."""

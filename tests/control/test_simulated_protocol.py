@@ -42,6 +42,7 @@ SAMPLE_WITH_FEWER = (range(50), range(50, 1000))
 SAMPLE_OF_MEMBERS = (range(50), range(50, 1000))
 HUNT = 6000  # within so many a broken protocol must be noticed
 HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from the first history on
+    "a batch that only lost workers have begun hides the one before": 103_100,
     "a worker forgets what a recovery told of a commit": 1_500,
     "answers to an earlier pause count": 19_300,
     "nobody waits for a worker without micro-batches": 99_900,
@@ -614,19 +615,18 @@ SAVES: list[tuple[str, Any, str, str, str]] = [
     ("the writer is not answered", saves, "announce", "return state, (answer,)", "return state, ()"),
     ("an announcement is forgotten", saves, "announce",
      "event.index: event.temporary", "-1: event.temporary"),
-    ("the outcome is told before it is known", saves, "status", "not saves.is_over", "False and saves.is_over"),
+    ("the outcome is told before it is known", saves, "status", "saves.is_over else", "True else"),
     ("a failure is told as a success", saves, "end_one", "{event.index: event.failure}", "{event.index: None}"),
     ("a later batch does not begin", saves, "begin",
      "event.batch < before.batch or", "before.paths or"),
-    ("an answer tells nothing of checkpoints", Member, "answer",
-     "self.leader, self.saves = found.leader, found.saves", "self.leader = found.leader"),
+    ("an answer tells nothing of checkpoints", Member, "answer", "self._learn(found.saves)", "pass"),
 ]
 """As above, and checkpoints are written in the background."""
 
 SAVES_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("announcements are forgotten", restart, "revived", "saves=written.saves,", ""),
-    ("announcements are not written down", restart, "kept",
-     "state.saves if state.saves.announced or state.saves.ended else SaveState()", "SaveState()"),
+    ("a batch that only lost workers have begun hides the one before", saves, "begun_by", "== begun >= 0", "is ..."),
+    ("announcements are not written down", restart, "kept", "state.saves,", "SaveState(),"),
     ("a worker forgets the batch that it has begun", MessageRecord, "said",
      "self.save, self.announced, self.saves_ended = message, (), ()", "pass"),
     ("a writer forgets its announcement", MessageRecord, "said",

@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol import messages, saves
 from lightning_recycle.control.protocol.messages import AfterStep, StopReason
 from lightning_recycle.control.protocol.parking import release
 from lightning_recycle.control.protocol.state import (
@@ -156,7 +156,7 @@ def kept(state: MembershipState) -> JournaledState:
         state.steps.after_step,
         None if state.outcome is None else _over(state, state.outcome),
         state.layout.cuts,
-        state.saves if state.saves.announced or state.saves.ended else SaveState(),
+        state.saves,
     )
 
 
@@ -282,6 +282,7 @@ def rebuilt(state: MembershipState) -> Next:
         faults=state.faults.updated(
             raised=tuple(one for one in state.faults.raised if (one.rank, one.generation) not in unanswered)
         ),
+        saves=saves.begun_by(members.values(), state.saves),
         returned=None,
     )
     counters = told[max(told)].counters if told else {}

@@ -316,8 +316,15 @@ class Member:
         found = self._losses.get(step)
         if found is not None:
             self._losses = {known: value for known, value in self._losses.items() if known >= step}
-            self.counters, self.saves = found.counters, found.saves
+            self.counters = found.counters
+            self._learn(found.saves)
         return found
+
+    def _learn(self, saves: messages.SaveStatus) -> None:
+        """Takes in a status; a coordinator that was started again may not know how the newest batch ended."""
+        if saves.batch < self.saves.batch:
+            saves = replace(self.saves, holders=saves.holders, generation=saves.generation)
+        self.saves = saves
 
     # ------------------------------------------------------------------ collectives of its position in hooks
 
@@ -379,6 +386,7 @@ class Member:
         """The answer to collective ``number``; returned only once."""
         found = self._answers.pop(number, None)
         if found is not None:
-            self.leader, self.saves = found.leader, found.saves
+            self.leader = found.leader
+            self._learn(found.saves)
             self.next_collective = max(self.next_collective, number + 1)
         return found

@@ -23,13 +23,13 @@ Must not know: files, what a checkpoint holds, what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import SaveFailure, SavePhase, SaveStatus
 from lightning_recycle.control.protocol.state import MembershipState, Next, Record, SaveState, Send
 
-__all__ = ["announce", "batch_number", "begin", "end_one", "settle", "status"]
+__all__ = ["announce", "batch_number", "begin", "begun_by", "end_one", "settle", "status"]
 
 _COUNTS = 1 << 32  # more batches than a run has
 
@@ -45,10 +45,11 @@ def status(state: MembershipState) -> SaveStatus:
     """The status for a message to all workers; of a writer whose loss is being handled, too."""
     saves = settle(state)[0].saves
     holders, generation = _holders(state), state.generation.number
-    if saves.batch < 0 or not saves.is_over:
+    over = saves if saves.is_over else saves.last
+    if over is None or over.batch < 0:
         return SaveStatus(holders, generation)
-    failures = tuple(saves.ended[index] for index in range(len(saves.paths)))
-    return SaveStatus(holders, generation, saves.batch, failures, dict(saves.unnamed), saves.facts)
+    failures = tuple(over.ended[index] for index in range(len(over.paths)))
+    return SaveStatus(holders, generation, over.batch, failures, dict(over.unnamed), over.facts)
 
 
 def _holders(state: MembershipState) -> tuple[int, ...]:
@@ -70,8 +71,16 @@ def begin(state: MembershipState, event: messages.SaveBegun) -> Next:
     if event.batch < before.batch or (event.batch, event.writer) == (before.batch, before.writer):
         return state, ()
     begun = SaveState(event.batch, event.version, event.writer, event.paths, event.weights_only, event.mid_step)
-    state = state.updated(saves=begun)
+    state = state.updated(saves=begun.updated(last=before.updated(last=None) if before.is_over else before.last))
     return state, tuple(_record(state, SavePhase.BEGUN, index) for index in range(len(begun.paths)))
+
+
+def begun_by(members: Collection[messages.Returned], saves: SaveState) -> SaveState:
+    """The batch that counts for ``members``, which have all returned: ``saves``, or the one before it if only lost
+    workers have begun ``saves``, and some members have not heard how that one ended.
+    """
+    begun = max((member.save.batch for member in members if member.save is not None), default=-1)
+    return saves.last if saves.last is not None and saves.last.batch == begun >= 0 else saves
 
 
 def announce(state: MembershipState, event: messages.SaveAnnounced) -> Next:

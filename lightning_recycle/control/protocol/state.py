@@ -492,6 +492,7 @@ class SaveState(_Updatable):
         ended: by index, the checkpoints that are over, with the reason if there is none.
         unnamed: by index, those of the complete ones that the writer, which is lost, may not have named.
         facts: measurements of the writer.
+        last: the batch before, if it is over: some workers may not have heard how it ended.
     """
 
     batch: int = -1
@@ -504,6 +505,7 @@ class SaveState(_Updatable):
     ended: Mapping[int, messages.SaveFailure | None] = field(default_factory=lambda: _NONE)
     unnamed: Mapping[int, str] = field(default_factory=lambda: _NONE)
     facts: messages.Payload | None = None
+    last: SaveState | None = None
 
     @property
     def is_over(self) -> bool:
