@@ -16,6 +16,7 @@ from lightning_recycle.control.options import RecoveryOptions, VerificationOptio
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.extras import require
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.option_table import (
     SECONDS,
@@ -169,6 +170,8 @@ class Options(OptionGroup):
             if issubclass(kind, OptionGroup) and not isinstance(getattr(self, item.name), kind):
                 self._refuse(item.name, f"give {kind.__name__}(...)")
         suspicion_of(self.recovery.machine_errors)
+        if self.ray is not None:
+            require("ray", f"{self._owner}(engine={self.engine!r})")
 
     @property
     def mesh_sizes(self) -> tuple[int, int]:
