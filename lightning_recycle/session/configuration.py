@@ -36,6 +36,7 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 __all__ = [
     "FILE_BYTES",
     "LARGE_BYTES",
+    "OTHER_NAMES",
     "CheckpointOptions",
     "Gathering",
     "MonitoringOptions",
@@ -137,6 +138,24 @@ _LAYERS = Check(_are_layers, "give the path of a submodule, such as 'model.layer
 _ENGINE = Check(
     lambda value: value in ("local", "ray") or isinstance(value, RayEngine), "use 'local', 'ray' or RayEngine(...)"
 )
+
+
+OTHER_NAMES = {
+    **dict.fromkeys(("num_stages", "stages", "pp", "pp_size"), "Write pipeline_parallel_size={}"),
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel"), "Write tensor_parallel_size={}"),
+    **dict.fromkeys(("microbatches", "micro_batches", "chunks", "num_chunks"), "Write num_microbatches={}"),
+    **dict.fromkeys(
+        ("pipelines", "num_pipelines", "dp", "dp_size", "data_parallel_size"),
+        "The number of pipelines follows from the Trainer's: devices * num_nodes = pipelines * pipeline_parallel_size",
+    ),
+    **dict.fromkeys(("num_workers", "workers", "world_size"), "Workers are the Trainer's devices * num_nodes"),
+    **dict.fromkeys(("timeout", "heartbeat_timeout"), "Give the Trainer callbacks=[HeartbeatCallback(timeout={})]"),
+    **dict.fromkeys(
+        ("gradient_accumulation", "gradient_accumulation_steps", "accumulate_grad_batches"),
+        "Give the Trainer accumulate_grad_batches={}",
+    ),
+}
+"""Names that people give to options of the strategy, each with its remedy."""
 
 
 @dataclass(frozen=True)
