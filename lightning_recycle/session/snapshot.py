@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
@@ -63,6 +64,7 @@ class WorkerSnapshot:
         gradients: those of the step before, by parameter, if hooks may look at them; the parts of sharded ones.
         generators: the states of the generators from which hooks draw.
         accumulated: the gradients of the batches since the newest step of the optimizer.
+        values: the values by which a copy is recognised, by name.
     """
 
     objects: ObjectPack
@@ -78,6 +80,7 @@ class WorkerSnapshot:
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
     accumulated: dict[int, Any]
+    values: dict[str, Any]
 
 
 class StateTransfer:
@@ -198,6 +201,7 @@ class StateTransfer:
             gradients={name: local_part(grad) for name, grad in (left or self._steps.old_gradients).items()},
             generators=generator_states(),
             accumulated=self._executor.accumulated.state(),
+            values=self._steps.describe(),
         )
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
@@ -229,14 +233,22 @@ class StateTransfer:
         self._joined_with = snapshot
 
     def complete(self) -> None:
-        """At the point where the donor took the snapshot, if this worker has just joined: takes over its state."""
+        """At the point where the donor took the snapshot, if this worker has just joined: takes over its state.
+
+        Does not return if this worker is no copy of its donor all the same: then the others go on without it.
+        """
         snapshot, self._joined_with = self._joined_with, None
         if snapshot is None:
             return
         self._restore(snapshot)
         self._executor.accumulated.load_state(snapshot.accumulated)
         self._side_effects.load_state(snapshot.side_effects)
-        self._context.client.member.joining = False
+        client, mine = self._context.client, self._steps.describe()
+        if names := [name for name, value in snapshot.values.items() if repr(mine.get(name)) != repr(value)]:
+            cause = f"it does not hold what its peer gave it: {', '.join(names)}"
+            client.send(Differs(client.rank, self._executor.version - 1, cause))
+            client.resign(cause)
+        client.member.joining = False
         if self._background is not None and snapshot.saves is not None:
             self._background.enter(snapshot.saves)
 
