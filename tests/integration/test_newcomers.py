@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -40,14 +41,11 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.5)
 
 
-def train(
-    model: L.LightningModule, pipelines: int, stages: int, lost_at: int, joins_at: tuple[int, ...], **kw: Any
-) -> L.Trainer:
-    """Trains ``model`` on a grid whose worker (0, 0) is lost, and comes again."""
+def train(model: L.LightningModule, stages: int, lost_at: int, waits: AwaitReplacement, **kwargs: Any) -> L.Trainer:
+    """Trains ``model`` in two pipelines; worker (0, 0) is lost, and ``waits`` lets its replacement come."""
     faults = [Fault("kill", 0, 0, step=lost_at)]
-    callbacks = [AwaitReplacement(joins_at), *kw.pop("callbacks", [])]
-    run = grid_trainer(pipelines, stages, faults, {"max_restarts": 10}, callbacks=callbacks, **kw)
-    run.fit(model, kw.pop("data", None))
+    run = grid_trainer(2, stages, faults, {"max_restarts": 10}, callbacks=[waits], **kwargs)
+    run.fit(model)
     return run
 
 
@@ -119,7 +117,7 @@ def test_a_replacement_reads_the_data_that_its_peer_reads(how: str, stages: int)
     alone = on_one_device(**options)
     alone.fit(expected)
     of_epoch = 2 if how in ("dataset", "subset", "renewed") else 8  # steps of the first one
-    run = train(model, 2, stages, of_epoch, (of_epoch + 2,), **options)
+    run = train(model, stages, of_epoch, AwaitReplacement([of_epoch + 2]), **options)
     (joined,) = happened(run, "rejoined")
     assert of_epoch < joined.step < run.global_step
     assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE
@@ -160,7 +158,7 @@ class Nested:
 
     def step(self) -> None:
         self.count += 1
-        if self.count % 2:
+        if self.count % 3 == 1:
             self.inner.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,7 +185,7 @@ class Optimized(Net):
         self.optimizer, self.scheduler = optimizer, scheduler
 
     def train_dataloader(self) -> Any:
-        return DataLoader(points(), batch_size=BATCH // (self.trainer.world_size if self.trainer.world_size < 4 else 2))
+        return DataLoader(points(), batch_size=BATCH // min(2, self.trainer.world_size))
 
     def configure_optimizers(self) -> Any:
         optimizer = OPTIMIZERS[self.optimizer](self.parameters(), lr=0.05)
@@ -217,7 +215,7 @@ KINDS = [(Optimized, *names) for names in [("NAdam", "none"), ("ASGD", "sequence
 def test_a_replacement_steps_as_its_peer_does(kind: Any, optimizer: str, scheduler: str, stages: int) -> None:
     expected, model = kind(optimizer, scheduler), kind(optimizer, scheduler)
     on_one_device(max_epochs=2).fit(expected)
-    run = train(model, 2, stages, 8, (10,), max_epochs=2)
+    run = train(model, stages, 8, AwaitReplacement([10]), max_epochs=2)
     assert rejoined(run) == failures(run) == [(0, 0)]
     # Averages in float32 round sums in float64, which are not those of one device to the last bit.
     assert difference(model.state_dict(), expected.state_dict()) < (1e-6 if optimizer == "own" else TOLERANCE)
@@ -226,17 +224,24 @@ def test_a_replacement_steps_as_its_peer_does(kind: Any, optimizer: str, schedul
 # ---------------------------------------------------------------------- newcomers that differ
 
 
-class Wrong(L.Callback):
-    """Makes the first ``count`` replacements differ, in the way that ``how`` names."""
+class Wrong(AwaitReplacement):
+    """Makes the first ``count`` replacements differ, in the way that ``how`` names; two are waited for."""
 
-    def __init__(self, how: str, count: int) -> None:
-        self.how, self.count = how, count
+    def __init__(self, how: str, count: int, directory: Path) -> None:
+        super().__init__(range(3, 16))
+        self.how, self.count, self.second = how, count, directory / "the second replacement is there"
 
-    def setup(self, trainer: L.Trainer, *_: Any) -> None:
+    def missing(self, strategy: Any) -> bool:
+        return super().missing(strategy) and not self.second.exists()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.how == "state" and self._is_wrong(trainer):
             StateTransfer._restore_objects = miscopied(StateTransfer._restore_objects)  # type: ignore[method-assign]
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
+        super().on_train_batch_start(trainer, *arguments)
+        if getattr(trainer.strategy, "incarnation", 0) == 2:
+            self.second.touch()
         if self.how == "option" and self._is_wrong(trainer):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.1
 
@@ -265,10 +270,12 @@ NAMED = {"option": "lr is ", "step": "parameters differ", "state": "its peer gav
 
 
 @pytest.mark.parametrize(("how", "stages", "count"), sampled(itertools.product(NAMED, STAGES, (1, 9)), 4))
-def test_a_replacement_that_differs_is_dismissed_and_tried_once_more(how: str, stages: int, count: int) -> None:
+def test_a_replacement_that_differs_is_dismissed_and_tried_once_more(
+    how: str, stages: int, count: int, tmp_path: Path
+) -> None:
     expected, model = Optimized("SGD", "none"), Optimized("SGD", "none")
     on_one_device(max_epochs=2).fit(expected)
-    run = train(model, 2, stages, 1, (3, 7), max_epochs=2, callbacks=[Wrong(how, count)])
+    run = train(model, stages, 1, Wrong(how, count, tmp_path), max_epochs=2)
     dismissed = happened(run, "dismissed")
     assert [event.worker for event in dismissed] == [(0, 0)] * min(count, 2)
     assert all(NAMED[how] in event.details["cause"] for event in dismissed)
