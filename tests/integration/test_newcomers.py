@@ -13,7 +13,7 @@ from support.growth import AwaitReplacement, happened, rejoined
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.session.snapshot import StateTransfer
@@ -63,6 +63,28 @@ class Growing(Dataset[Any]):
         return self.all[self.used[index]]
 
 
+class Stream(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return (points()[index] for index in range(self.count))
+
+
+class Large(Dataset[Any]):
+    """Over a megabyte, which a replacement has from its own beginning."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.data = scale, torch.zeros(200_000, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = points()[index]
+        return x * self.scale + self.data[index], y
+
+
 class Loads(Net):
     """Its data are others in each epoch, in the way that ``how`` names."""
 
@@ -79,9 +101,13 @@ class Loads(Net):
             return DataLoader(Subset(points(), range(self.first)), batch_size=size)
         if self.how == "several":
             return {"a": DataLoader(self.pool, batch_size=size), "b": DataLoader(points(), batch_size=size)}
-        return DataLoader(points(), batch_size=size)
+        if self.how == "stream":
+            return DataLoader(Stream(self.first), batch_size=size)
+        return DataLoader(Large(16 / self.first) if self.how == "large" else points(), batch_size=size)
 
     def val_dataloader(self) -> Any:
+        if self.how == "large":
+            return DataLoader(Large(16 / self.first), batch_size=BATCH // self.pipelines)
         count = self.first if self.how == "validation" else 16
         return DataLoader(Subset(points(), range(count)), batch_size=BATCH // self.pipelines)
 
@@ -106,17 +132,18 @@ class Loads(Net):
             self.size = 2 * BATCH
 
 
-HOW = ("dataset", "subset", "several", "batch size", "validation", "renewed")
+HOW = ("dataset", "subset", "several", "batch size", "validation", "renewed", "stream", "large")
 
 
 @pytest.mark.parametrize(("how", "stages"), sampled(itertools.product(HOW, STAGES), 4))
 def test_a_replacement_reads_the_data_that_its_peer_reads(how: str, stages: int) -> None:
-    options: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    options: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 1 if how == "large" else 0}
     options["reload_dataloaders_every_n_epochs"] = 0 if how == "renewed" else 1
+    options["check_val_every_n_epoch"] = 3 if how == "large" else 1
     expected, model = Loads(how, 1), Loads(how, 2)
     alone = on_one_device(**options)
     alone.fit(expected)
-    of_epoch = 2 if how in ("dataset", "subset", "renewed") else 8  # steps of the first one
+    of_epoch = 2 if how in ("dataset", "subset", "renewed", "stream") else 8  # steps of the first one
     run = train(model, stages, of_epoch, AwaitReplacement([of_epoch + 2]), **options)
     (joined,) = happened(run, "rejoined")
     assert of_epoch < joined.step < run.global_step
