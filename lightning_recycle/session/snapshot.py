@@ -216,7 +216,8 @@ class StateTransfer:
         if any(path.startswith("val loader ") and path not in self._large for path in snapshot.objects.same):
             read_loaders(trainer, "val", None)  # the donor has had their data since its sanity check
             self._large = user_graph(trainer).large
-        training = self._restore(snapshot)
+        training = self._restore_objects(snapshot)
+        self._restore_trainer(snapshot)
         training.read_loaders(trainer)
         if training.streams:
             self._restore_objects(snapshot)  # as they were before the user was asked for streams
@@ -240,7 +241,8 @@ class StateTransfer:
         snapshot, self._joined_with = self._joined_with, None
         if snapshot is None:
             return
-        self._restore(snapshot)
+        self._restore_objects(snapshot)
+        self._restore_trainer(snapshot)
         self._executor.accumulated.load_state(snapshot.accumulated)
         self._side_effects.load_state(snapshot.side_effects)
         client, mine = self._context.client, self._steps.describe()
@@ -252,15 +254,8 @@ class StateTransfer:
         if self._background is not None and snapshot.saves is not None:
             self._background.enter(snapshot.saves)
 
-    def _restore(self, snapshot: WorkerSnapshot) -> TrainingParts:
-        """Restores the donor's state when it took the snapshot, except for the place in a stream of data, and returns
-        the donor's parts of the training.
-        """
-        training = self._restore_objects(snapshot)
-        self._restore_trainer(snapshot)
-        return training
-
     def _restore_objects(self, snapshot: WorkerSnapshot) -> TrainingParts:
+        """Restores the donor's objects as they were when it took the snapshot."""
         trainer, module = self._trainer, self._module
         take_pruned_form(module, snapshot.weights)
         training = TrainingParts(trainer)
@@ -270,6 +265,7 @@ class StateTransfer:
         return training
 
     def _restore_trainer(self, snapshot: WorkerSnapshot) -> None:
+        """Restores the rest of the donor's state, except for the place in a stream of data."""
         trainer, module = self._trainer, self._module
         for name, parameter in module.named_parameters():
             grad = snapshot.gradients.get(name)

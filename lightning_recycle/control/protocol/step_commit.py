@@ -192,9 +192,7 @@ def _vote(state: MembershipState, step: int) -> Next:
     is_clear, newcomers = True, state.roster.newcomers
     for scope, told in state.steps.facts.get(step, {}).items():  # first what must be the same on all
         values = {rank: facts for rank, facts in told if rank in state.roster.live and rank not in wrong}
-        if not values:
-            continue
-        first = next(iter(values.values()))
+        first = next(iter(values.values()), {})
         if all(facts == first for facts in values.values()):
             continue
         since = min(newcomers.get(rank, -1) for rank in values)
