@@ -149,6 +149,7 @@ class TrainingSteps:
         self.checkpoints.begin_training()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
+        self._handle = handle
         self.transfer.complete()  # its donor waited here, after the same hooks
         self.old_gradients = self._find_old_gradients()
         scaler, side_effects = scaler_of(self._trainer), self._recorder.side_effects
@@ -166,7 +167,7 @@ class TrainingSteps:
             if result.check_next:
                 self._checks.announce(number + 1)
 
-        number, self._handle = self.executor.version, handle
+        number = self.executor.version
         by_schedule = not self._parts.optimizes_itself
         watches = self._seen_steps < _WATCHED_STEPS and side_effects.written is None and by_schedule
         self._seen_steps += 1
@@ -260,9 +261,9 @@ class TrainingSteps:
             self._checks.announce(self.executor.version)
         self._client.on_leader()
 
-    def on_recovery(self, step: int) -> None:
+    def on_recovery(self, step: int, is_applied: bool) -> None:
         self._recorder.side_effects.run_again()
-        self._checks.announce(step + 1)  # some may have applied ``step`` already
+        self._checks.announce(step + is_applied)
         self._reach("recovery", step)
 
     # ------------------------------------------------------------------ for the executor: applied steps
@@ -271,6 +272,20 @@ class TrainingSteps:
         return self._progress[step].again(self._trainer)
 
     def describe_step(self, step: int) -> Facts:
+        counters, options, inputs = self._numbers()
+        checked = None
+        if self._checks.is_due(step) and self.executor.is_settled:
+            with self._client.busy("a check of the parameters"):
+                checked = self._checks.check(step, self._module, self._optimizers)
+        return Facts(counters, options, checked, inputs)
+
+    def describe(self) -> dict[str, Any]:
+        """The values at the beginning of a step that a copy of this worker must have, by name."""
+        counters, options, inputs = self._numbers()
+        return {**counters, **options, **inputs, **self._checks.sums(self._module, self._optimizers)}
+
+    def _numbers(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Numbers that are equal on all workers, on those of the stage, and on all whose gradients are summed."""
         trainer = self._trainer
         counters: dict[str, float] = {
             "trainer.global_step": trainer.global_step,
@@ -284,11 +299,7 @@ class TrainingSteps:
         options = optimizer_options(self._optimizers)
         if (scaler := scaler_of(trainer)) is not None:
             inputs["loss scale"] = scaler.get_scale()
-        checked = None
-        if self._checks.is_due(step) and self.executor.is_settled:
-            with self._client.busy("a check of the parameters"):
-                checked = self._checks.check(step, self._module, self._optimizers)
-        return Facts(counters, options, checked, inputs)
+        return counters, options, inputs
 
     def must_know(self, step: int) -> bool:
         return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)

@@ -65,8 +65,8 @@ class ExecutorCallbacks(Protocol):
     def on_generation(self) -> None:
         """The workers of a generation are connected."""
 
-    def on_recovery(self, step: int) -> None:
-        """Called in the middle of a regroup: ``step`` is about to run."""
+    def on_recovery(self, step: int, is_applied: bool) -> None:
+        """Called in the middle of a regroup: ``step`` is about to run; ``is_applied``: whether some have applied it."""
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
         """Within the block what the user's code sees of the training's progress is as in ``step``, the one before."""
