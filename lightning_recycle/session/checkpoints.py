@@ -444,7 +444,7 @@ class Checkpoints:
         wanted = {f"{kind}.{name}": value for kind in kinds for name, value in self.module.state_dict().items()}
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index in range(len(optimizers)):
-            wanted[f"optimizer_{index}.param_groups"] = None
+            wanted |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
             for name, parameter in parameters_by_name(self.module).items():
                 wanted[f"optimizer_{index}.state.{self.copies.get((self._stage, name), name)}"] = parameter
         return load_sharded(path, wanted)
@@ -708,8 +708,9 @@ class Checkpoints:
     def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This stage's part of a folder."""
         shard = {**weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizers)}}
-        if self._stage > 0:  # the groups are the same for all stages
-            shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
+        if self._stage > 0:  # these are the same for all stages
+            same = ("param_groups", "others")
+            shard = {name: {k: v for k, v in part.items() if k not in same} for name, part in shard.items()}
         return shard
 
     # ------------------------------------------------------------------ saving while the training goes on
