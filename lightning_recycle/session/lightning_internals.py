@@ -7,6 +7,7 @@ Lightning's loops are in :mod:`~lightning_recycle.session.loops`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -69,6 +70,7 @@ __all__ = [
     "path_of_ended_run",
     "plain_optimizer",
     "read_loaders",
+    "prepare_data_within",
     "restore_loaders",
     "restore_settings",
     "returned_loaders",
@@ -554,6 +556,18 @@ class SignalHandlers:
 def attach_data(trainer: pl.Trainer, data: dict[str, Any]) -> None:
     """Links the module of ``trainer`` with ``data``: loaders or a data module, by name."""
     trainer._data_connector.attach_data(trainer.lightning_module, **data)
+
+
+def prepare_data_within(trainer: pl.Trainer, block: Callable[[], AbstractContextManager[None]]) -> None:
+    """Has ``trainer`` decide within ``block`` whether it prepares data, and do it, the next time."""
+    connector = trainer._data_connector
+
+    def prepare_data() -> None:
+        del connector.prepare_data
+        with block():
+            type(connector).prepare_data(connector)
+
+    connector.prepare_data = prepare_data  # type: ignore[method-assign]
 
 
 def call_setup_hooks(trainer: pl.Trainer) -> None:

@@ -14,6 +14,7 @@ from copy import deepcopy
 from itertools import count
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -93,7 +94,7 @@ def merge_optimizer_states(
         copies: the copies, which are left out, as one device has the parameter once.
 
     Raises:
-        ConfigurationError: if the stages have different numbers of groups.
+        ConfigurationError: if the stages have different numbers of groups, or values under a key of no parameter.
     """
     num_groups = {len(part["param_groups"]) for part in parts}
     if len(num_groups) > 1:
@@ -110,12 +111,43 @@ def merge_optimizer_states(
     numbers = _numbers(names, copies)
     merged = merged_names(names, copies)
     return {
-        "state": {number: owned[name] for name, number in numbers.items() if name in owned},
+        "state": {
+            **{number: owned[name] for name, number in numbers.items() if name in owned},
+            **_common_states(parts),
+        },
         "param_groups": [
             {**group, "params": [numbers[name] for name in members]}
             for group, members in zip(parts[0]["param_groups"], merged, strict=True)
         ],
     }
+
+
+def _without_parameter(state: Mapping[str, Any]) -> dict[Any, Any]:
+    """The entries of an optimizer's state dict that belong to no parameter, such as ``optimizer.state["all"]``."""
+    numbers = {number for group in state["param_groups"] for number in group["params"]}
+    return {key: value for key, value in state["state"].items() if key not in numbers}
+
+
+def _common_states(parts: Sequence[dict[str, Any]]) -> dict[Any, Any]:
+    """The entries of no parameter, which one device has once."""
+    found: dict[Any, Any] = {}
+    for part in parts:
+        for key, value in _without_parameter(part).items():
+            if not _alike(found.setdefault(key, value), value):
+                raise ConfigurationError(
+                    f"optimizer.state[{key!r}] belongs to no parameter and differs between the stages, as each computes"
+                    " it from its own layers, and on one device there is one. Use pipeline_parallel_size=1, or compute"
+                    " it from what all stages know, such as the number of steps."
+                )
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    pairs = [tree_leaves(one), tree_leaves(other)]
+    return len(pairs[0]) == len(pairs[1]) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(*pairs, strict=True)
+    )
 
 
 def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]:
@@ -146,8 +178,9 @@ def sharded_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict
             for name, value in values.items()
         }
         for number, values in state["state"].items()
+        if number in parameters
     }
-    return {**state, "state": own}
+    return {**state, "state": {**state["state"], **own}}
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
@@ -178,7 +211,7 @@ def stage_optimizer_state(
     part: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
     """The state dict of ``stage``'s optimizer, with names in place of numbers; arguments as in
-    :func:`merge_optimizer_states`. The groups are those of the whole model.
+    :func:`merge_optimizer_states`. The groups are those of the whole model; entries of no parameter are ``others``.
     """
     mine = [name for group in names[stage] for name in group]
     old = [index for group in part["param_groups"] for index in group["params"]]
@@ -189,7 +222,8 @@ def stage_optimizer_state(
     }
     merged = merged_names(names, copies)
     groups = [{**group, "params": members} for group, members in zip(part["param_groups"], merged, strict=True)]
-    return {"state": state, "param_groups": groups}
+    others = _without_parameter(part)
+    return {"state": state, "param_groups": groups, **({"others": others} if others else {})}
 
 
 def split_optimizer_state(
@@ -214,7 +248,7 @@ def split_optimizer_state(
             )
         by_name = set(known) == set(group["params"])  # as in folders
         saved.update(zip(group["params"] if by_name else known, group["params"], strict=True))
-    state: dict[int, Any] = {}
+    state: dict[Any, Any] = _without_parameter(whole)
     groups: list[dict[str, Any]] = []
     next_index = 0
     for group, mine in zip(whole["param_groups"], names[stage], strict=True):
