@@ -28,6 +28,7 @@ class StepResult:
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
         after_step: what all do after this step.
         check_next: whether all check what they hold after the next step.
+        add_gradients: adds the gradients of the step to those that parameters hold, as a backward does.
     """
 
     loss: float
@@ -36,6 +37,7 @@ class StepResult:
     after_step: AfterStep = AfterStep.GO_ON
     overflow: bool = False
     check_next: bool = False
+    add_gradients: Callable[[], None] = lambda: None
 
 
 class ExecutorCallbacks(Protocol):
