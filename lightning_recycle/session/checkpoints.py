@@ -55,6 +55,7 @@ from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
     Copies,
     GroupNames,
+    complete_state,
     group_names,
     merge_optimizer_states,
     parameters_by_name,
@@ -312,13 +313,13 @@ class Checkpoints:
         """
         optimizer = plain_optimizer(optimizer)
         if self.in_background is not None:  # its numbers follow when the stages are joined
-            return optimizer.state_dict()
+            return complete_state(optimizer)
         if self.sharded:
             return stage_optimizer_state(
-                optimizer.state_dict(), self._all_parameter_names(optimizer), self.copies, self._stage
+                complete_state(optimizer), self._all_parameter_names(optimizer), self.copies, self._stage
             )
         parts = self.collectives.gather_stages(
-            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), group_names(self.module, optimizer))
+            "optimizer state", lambda: (to_cpu(complete_state(optimizer)), group_names(self.module, optimizer))
         )
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 

@@ -27,6 +27,7 @@ __all__ = [
     "GroupNames",
     "OptimizerState",
     "check_parameters",
+    "complete_state",
     "copied",
     "fits",
     "group_names",
@@ -94,6 +95,16 @@ def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
             places = {f"parameter {j} of group {i} of optimizer {number}": p for j, p in enumerate(group["params"])}
             named.update({name: p for name, p in places.items() if id(p) not in known})
     return named
+
+
+def complete_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of ``optimizer``; torch's fails at states of parameters that a hook has taken out of its groups,
+    which are dropped.
+    """
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in grouped]:
+        del optimizer.state[key]
+    return optimizer.state_dict()
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
