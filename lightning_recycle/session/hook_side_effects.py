@@ -183,6 +183,7 @@ class HookSideEffects:
         if step is not None:
             self._step, self._mine = step, {}
             self._tree.begin_step()
+            self._forget(self._tree.absorb())
 
     @contextmanager
     def microbatch(self, slot: int) -> Iterator[MicrobatchEffects]:
@@ -530,7 +531,7 @@ def _is_deque(tree: ValueTree, one: Found) -> bool:
 
 
 def _own(value: Any) -> Any:
-    return value.detach() if isinstance(value, nn.Parameter) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 # ---------------------------------------------------------------------- values as bytes

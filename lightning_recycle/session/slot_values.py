@@ -349,6 +349,11 @@ def _clone(tensor: Tensor, storages: dict[int, tuple[Any, Tensor]]) -> Tensor:
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
 
 
+def _is_like(value: Tensor, old: Tensor) -> bool:
+    same = value.shape == old.shape and value.dtype == old.dtype and value.device == old.device
+    return same and value.layout is old.layout and not old.is_inference()
+
+
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether they are equal to the bit, or nearly so: NaN is equal to NaN."""
     if one.dtype != other.dtype or one.device != other.device or one.shape != other.shape:
@@ -484,22 +489,16 @@ class ValueTree:
 
     @torch.no_grad()
     def put(self, place: Place, value: Any) -> None:
-        """Makes ``value`` that of a place, wherever the tensor is that is there."""
+        """Makes ``value`` that of a place. A tensor that is there is written, if it can be."""
         cell, key = self._cell(place[0]), place[1]
         old = cell.get(key)
         held = self._held.get(id(old)) if isinstance(old, Tensor) else None
-        if held is not None and isinstance(value, Tensor) and held.tensor is old and not held.is_fixed:
-            if isinstance(old, nn.Parameter):
-                old.data = value.detach()
-                held.version, held.copy = held.mark(), None
-                return
-            del self._held[id(old)]
-            held.tensor = value
-            held.put(value)
-            self._held[id(value)] = held
-            for other, _ in held.places:
-                other.read()
+        if held is not None and isinstance(value, Tensor) and _is_like(value, old):
+            old.data.copy_(value)
             held.version, held.copy = held.mark(), None
+            return
+        if isinstance(old, nn.Parameter) and isinstance(value, Tensor):
+            old.data = value.detach()
             return
         cell.put(key, value)
         cell.read()
