@@ -8,7 +8,8 @@ The changes travel with the record of the micro-batch. When the step is over, on
 - items *appended* to a list or deque reach it in the order of the micro-batches: Lightning's idiom
   ``self.outputs.append(...)``, ``torch.cat(self.outputs)``, ``self.outputs.clear()``;
 - what all micro-batches leave alike, to the bit, counts once: ``self.count += 1``, a momentum encoder;
-- what they leave different has a value for each slot from then on, in place whenever a step runs on that slot: a hidden
+- a running statistic, as of BatchNorm, becomes the mean of what they leave;
+- what else they leave different has a value for each slot from then on, in place whenever a step runs on that slot: a hidden
   state, a running mean of the loss. Other code sees that of the last slot; what it assigns holds for all slots.
 
 Values that are too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error
@@ -75,12 +76,15 @@ class Append:
 
 @dataclass(frozen=True)
 class Change:
-    """The value that a micro-batch has left in a place: a digest, and the value, packed, if it travels."""
+    """The value that a micro-batch has left in a place: a digest, and the value, packed, if it travels. Of a statistic
+    the mean over all micro-batches counts.
+    """
 
     place: Place
     digest: bytes
     size: int
     packed: bytes | None
+    is_statistic: bool = False
 
 
 Effect: TypeAlias = Append | Change
@@ -192,7 +196,7 @@ class HookSideEffects:
         if self._alone:
             yield made
             return
-        with self._watching(self._tree, slot, made.effects):
+        with self._watching(self._tree, slot, made.effects), self._inside():
             yield made
 
     @contextmanager
@@ -204,15 +208,23 @@ class HookSideEffects:
         tree = self._tree
         self._begin(tree, slot)
         try:
+            with self._inside():
+                yield
+        finally:
+            tree.abandon()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Within the block hooks that see outputs are watched already."""
+        self._is_inside = True
+        try:
             yield
         finally:
             self._is_inside = False
-            tree.abandon()
 
     def _begin(self, tree: ValueTree, slot: int) -> None:
         self._forget(tree.absorb())
         tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if self._has(tree, place)})
-        self._is_inside = True
 
     @contextmanager
     def _watching(self, tree: ValueTree, slot: int, effects: list[Effect]) -> Iterator[None]:
@@ -222,8 +234,6 @@ class HookSideEffects:
         except BaseException:
             tree.abandon()
             raise
-        finally:
-            self._is_inside = False
         effects += self._effects(tree, tree.end(), slot)
 
     @staticmethod
@@ -276,14 +286,15 @@ class HookSideEffects:
             values.append((change.size, change, value))
         left, changes = _MOST_BYTES, []
         for size, change, value in sorted(values, key=lambda item: (item[0], repr(item[1].place))):
-            travels = size <= left and (size <= _SMALL_BYTES or change.place not in self._alike)
+            is_mean = isinstance(value, Tensor) and tree.is_statistic(change.place)
+            travels = is_mean or (size <= left and (size <= _SMALL_BYTES or change.place not in self._alike))
             left -= size if travels else 0
             if isinstance(value, Tensor):
                 self._mine.setdefault(slot, {})[change.place] = value
             packed = change.packed
             if travels and packed is None:
                 packed = self._packed(change.place, value, tree)
-            changes.append(Change(change.place, change.digest, size, packed if travels else None))
+            changes.append(Change(change.place, change.digest, size, packed if travels else None, is_mean))
         return [*appends, *changes]
 
     @staticmethod
@@ -312,17 +323,11 @@ class HookSideEffects:
         if self._alone or self._is_inside:
             yield effects
         elif slot is not None:  # micro-batches run in turns, each with attributes of its own
-            with self._apart(), self._watching(ValueTree(self._module, self._internal, whole=False), slot, effects):
+            with self._watching(ValueTree(self._module, self._internal, whole=False), slot, effects):
                 yield effects
         else:
             with self._looking(effects):
                 yield effects
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Steps that run in turns do not see that another one is inside."""
-        yield
-        self._is_inside = False
 
     @contextmanager
     def _looking(self, effects: list[Effect]) -> Iterator[None]:
@@ -414,6 +419,12 @@ class HookSideEffects:
             found[slot] = _SlotValue(change.digest, change.packed, tensor)
         here = [slot for slot, value in found.items() if value.is_here]
         is_place = self._has(tree, place)
+        if any(change.is_statistic for change in by_slot.values()):
+            if is_place:
+                old = undo[place] = _own(tree.get(place))
+                values = [self._unpacked(found[slot], tree) if slot in found else old for slot in slots]
+                tree.put(place, torch.stack(values).double().mean(0).to(old.dtype))
+            return
         if len(found) == len(slots) and len({value.digest for value in found.values()}) == 1:
             if is_place and not here:
                 raise UnsupportedFeatureError(

@@ -72,6 +72,7 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _NOT_LOOKED_INTO = (*OF_ONE_PROCESS, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
 _KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states of their own
+_STATISTICS = ("running_mean", "running_var")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # hooks, tables
 _INTERNAL = (INTERNAL_ATTRIBUTES | frozenset(MODULE_TABLES)) - {"training"}
 
@@ -193,7 +194,9 @@ class _Whole:
             self.holder[key] = value
 
     def get(self, key: Any) -> Any:
-        return self.kind.read(self.holder) if key == WHOLE else self.holder[key]
+        if key == WHOLE:
+            return self.kind.read(self.holder)
+        return self.holder[key] if self.kind is _ORDERED or key < len(self.holder) else ABSENT
 
     def items(self) -> Iterable[tuple[Any, Any]]:
         if self.kind in (_LIST, _DEQUE):
@@ -307,7 +310,7 @@ class _Held:
     places: list[tuple[_Cell, Any]]
     left: int = _WATCHED_STEPS
     is_written: bool = False
-    version: int = -1
+    version: int = 0
     copy: Tensor | None = None  # equal to it when a block begins
     running: Tensor | None = None  # in its places while a block runs
     is_given: bool = False  # a block has another value in its places
@@ -388,6 +391,7 @@ class ValueTree:
         self._has_budget = True
         self._touched: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
         self._turn = 0
+        self._noted: list[Place] = []  # changes that were found, and not told yet
 
     # ------------------------------------------------------------------ finding cells
 
@@ -466,7 +470,8 @@ class ValueTree:
         if id(tensor) in self._held:
             self._held[id(tensor)].places.append((cell, key))
         else:
-            self._held[id(tensor)] = _Held(tensor, [(cell, key)])
+            self._held[id(tensor)] = held = _Held(tensor, [(cell, key)])
+            held.version = held.mark()
 
     def _find_trained(self) -> None:
         parameters = self._module.named_parameters() if self._whole else ()
@@ -508,8 +513,15 @@ class ValueTree:
 
     def _cell(self, path: Path) -> _Cell:
         if path not in self._cells and self._is_stale:
-            self._walk()
+            self._noted = self.absorb()
         return self._cells[path]
+
+    def is_statistic(self, place: Place) -> bool:
+        """Whether the place holds a running statistic of a layer that normalises."""
+        (_, *keys), name = place
+        if keys != [_BUFFERS] or not isinstance(value := self.get(place), Tensor) or not value.is_floating_point():
+            return False
+        return name in _STATISTICS or isinstance(self.referent(place[0][:1]), NormBase)
 
     def reference(self, value: Any) -> Path | None:
         """The path of a module or a cell, which other workers have as well; None of all other objects."""
@@ -528,9 +540,7 @@ class ValueTree:
 
     def absorb(self) -> list[Place]:
         """What other code has changed since holds; returns where. Called before a block."""
-        if self._is_stale:
-            self._walk()
-        changed: list[Place] = []
+        changed, self._noted = self._noted, []
         for cell in list(self._cells.values()):
             if cell.is_same():
                 continue
@@ -545,11 +555,14 @@ class ValueTree:
         if self._is_stale:
             self._walk()
         for held in list(self._held.values()):
-            if held.version == held.mark():
-                continue
-            if held.version != -1:
+            if not all(key is None or cell.get(key) is held.tensor for cell, key in held.places):
+                held.places = [(cell, key) for cell, key in held.places if key is None or cell.get(key) is held.tensor]
+                if not held.places:
+                    del self._held[id(held.tensor)]
+                    continue
+            if held.version != held.mark():
                 changed += [(cell.path, key) for cell, key in held.places if key is not None]
-            held.version, held.copy = held.mark(), None
+                held.version, held.copy = held.mark(), None
         return changed
 
     def begin_step(self) -> None:

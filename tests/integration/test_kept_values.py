@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -339,6 +340,34 @@ def test_norms_of_weights_advance_once_a_step(stages: int, microbatches: int) ->
     kill = Fault("kill", 1, 0, step=3)
     assert difference(train(normed, stages, microbatches, kill), expected) < 1e-10
     assert difference(train(normed, stages, microbatches, kill, replaces=True), expected) < 1e-10
+
+
+def batch_normed() -> Net:
+    torch.manual_seed(0)
+    return Net(nn.BatchNorm1d(6).double(), nn.BatchNorm1d(6, momentum=None).double())
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 2, seed=3))
+def test_running_statistics_are_the_mean_over_all_micro_batches(stages: int, microbatches: int) -> None:
+    calm = train(batch_normed, stages, microbatches)
+    kill = Fault("kill", 0, 0, step=3)
+    assert difference(train(batch_normed, stages, microbatches, kill), calm) < 1e-10
+    assert difference(train(batch_normed, stages, microbatches, kill, replaces=True), calm) < 1e-10
+
+
+def test_statistics_equal_those_of_one_device_that_takes_the_mean() -> None:
+    """Of one step: the mean of what two halves of the batch leave."""
+    model, x = batch_normed(), data().tensors[0][:16]
+    first = model.layers[0](x)
+    halves = [copy.deepcopy(model.layers[1]) for _ in range(2)]
+    for norm, part in zip(halves, (first[0::2], first[1::2]), strict=True):
+        norm(part)
+    grid = batch_normed()
+    trainer = L.Trainer(accelerator="cpu", devices=2, max_steps=1, strategy=recycle_strategy(), **QUIET)
+    trainer.fit(grid, DataLoader(data(), batch_size=8))
+    for name in ("running_mean", "running_var"):
+        expected = sum(getattr(norm, name) for norm in halves) / 2
+        assert torch.allclose(getattr(grid.layers[1], name), expected, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- trained weights
