@@ -1,4 +1,4 @@
-"""Values that steps and output hooks change in the module, one for each slot, and which of them reach all workers.
+"""Values that steps and hooks change in the module, one for each slot, and which of them reach all workers.
 
 Concept: a *slot* is the global index of a micro-batch (pipeline d, micro-batch m). What a training step or a layer's
 forward changes in the tree of the module (:mod:`~lightning_recycle.session.slot_values`) begins for each micro-batch as
@@ -9,8 +9,8 @@ The changes travel with the record of the micro-batch. When the step is over, on
   ``self.outputs.append(...)``, ``torch.cat(self.outputs)``, ``self.outputs.clear()``;
 - what all micro-batches leave alike, to the bit, counts once: ``self.count += 1``, a momentum encoder;
 - a running statistic, as of BatchNorm, becomes the mean of what they leave;
-- what else they leave different has a value for each slot from then on, in place whenever a step runs on that slot: a hidden
-  state, a running mean of the loss. Other code sees that of the last slot; what it assigns holds for all slots.
+- what else they leave different has a value for each slot from then on, in place whenever a step runs on that slot: a
+  hidden state, a running mean of the loss. Other code sees that of the last slot; what it assigns holds for all slots.
 
 Values that are too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error
 that names it. The stages of a pipeline change values on their own; of the same place the last stage's counts.
@@ -24,7 +24,6 @@ Contract: the objects that the module refers to stay the same, only what they ho
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,15 +34,21 @@ from typing import Any, TypeAlias
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from typing_extensions import override
+from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.session.slot_values import ABSENT, WHOLE, Found, Path, Place, ValueTree, name_of
-from lightning_recycle.tensor_memory import has_plain_memory, is_sharded, memory_address, memory_of, on_device
-from lightning_recycle.torch_internals import tree_leaves
+from lightning_recycle.tensor_memory import (
+    is_sharded,
+    memory_address,
+    on_device,
+    pack_tensors,
+    to_cpu,
+    unpack_tensors,
+)
+from lightning_recycle.torch_internals import tree_leaves, tree_map_only
 
 __all__ = [
     "Append",
@@ -76,9 +81,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Change:
-    """The value that a micro-batch has left in a place: a digest, and the value, packed, if it travels. Of a statistic
-    the mean over all micro-batches counts.
-    """
+    """The value that a micro-batch has left in a place: a digest, and the value, packed, if it travels."""
 
     place: Place
     digest: bytes
@@ -92,9 +95,9 @@ Effect: TypeAlias = Append | Change
 
 @dataclass(frozen=True)
 class _SlotValue:
-    """A value of a slot: packed, or a tensor of this worker; None if it is elsewhere."""
+    """A value of a slot: packed, or a tensor of this worker; neither if it is elsewhere."""
 
-    digest: bytes
+    digest: bytes = b""
     packed: bytes | None = None
     tensor: Tensor | None = None
 
@@ -122,7 +125,7 @@ class MicrobatchEffects:
         """The changes for the next stage, with those of the stages before."""
         if not self.effects:
             return earlier
-        mine = {_target(effect): effect for effect in self.effects}
+        mine = {_target(effect) for effect in self.effects}
         before = pickle.loads(earlier) if earlier else []
         return pickle.dumps([*(effect for effect in before if _target(effect) not in mine), *self.effects])
 
@@ -158,26 +161,25 @@ class HookSideEffects:
         names: the attributes whose lists steps have extended.
         keeps_shares: whether hooks of evaluations have changed a number or tensor that stays on the worker.
         changed: the attributes that they have changed.
+        slots: the values of places by slot.
         slot: the micro-batch whose training step is about to run, where that runs as a whole; None for other code.
     """
 
-    def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int | None = None) -> None:
+    def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
         self._module, self._alone, self._microbatches = module, alone, microbatches
         self._internal = frozenset(dir(RecordedModule))
         self._tree, self._shallow = ValueTree(module, self._internal), ValueTree(module, self._internal, whole=False)
         self.slots: BySlot = {}
         self.slot: int | None = None
         self.names: set[str] = set()
-        self.keeps_shares = False
         self.changed: set[str] = set()
+        self.keeps_shares = self._is_inside = self._runs_again = False
         self._alike: set[Place] = set()  # those that all micro-batches left alike so far
-        self._mine: dict[int, dict[Place, Tensor]] = {}  # large values that this worker's micro-batches have left
-        self._is_inside = False
+        self._mine: dict[int, dict[Place, Tensor]] = {}  # what this worker's micro-batches of the step left
         self._told: set[str] = set()
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
-        self._runs_again = False
         self._step = self._ended = -1
-        self._undo: tuple[dict[Place, Any], BySlot, list[tuple[Any, int]]] = ({}, {}, [])
+        self._before: tuple[dict[Place, Any], BySlot] = {}, {}  # what the newest step has replaced
 
     # ------------------------------------------------------------------ a micro-batch in training
 
@@ -205,13 +207,12 @@ class HookSideEffects:
         if self._alone:
             yield
             return
-        tree = self._tree
-        self._begin(tree, slot)
+        self._begin(self._tree, slot)
         try:
             with self._inside():
                 yield
         finally:
-            tree.abandon()
+            self._tree.abandon()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -221,10 +222,6 @@ class HookSideEffects:
             yield
         finally:
             self._is_inside = False
-
-    def _begin(self, tree: ValueTree, slot: int) -> None:
-        self._forget(tree.absorb())
-        tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if self._has(tree, place)})
 
     @contextmanager
     def _watching(self, tree: ValueTree, slot: int, effects: list[Effect]) -> Iterator[None]:
@@ -236,14 +233,9 @@ class HookSideEffects:
             raise
         effects += self._effects(tree, tree.end(), slot)
 
-    @staticmethod
-    def _has(tree: ValueTree, place: Place) -> bool:
-        """Whether this stage, or the tree of this step, has a place."""
-        try:
-            tree.get(place)
-        except (KeyError, IndexError):
-            return False
-        return True
+    def _begin(self, tree: ValueTree, slot: int) -> None:
+        self._forget(tree.absorb())
+        tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if tree.has(place)})
 
     def _forget(self, changed: Iterable[Place]) -> None:
         """Other code has changed these places: what they hold now holds for all slots."""
@@ -251,67 +243,67 @@ class HookSideEffects:
             self.slots.pop(place, None)
 
     def _slot_value(self, tree: ValueTree, place: Place, slot: int) -> Any:
-        value = self.slots[place].get(slot)
-        if value is None or not value.is_here:
+        value = self.slots[place][slot]
+        if not value.is_here:
             raise UnsupportedFeatureError(
                 f"{name_of(place)} is written in a training step, differently for each micro-batch, and its value for"
-                f" micro-batch {slot} was on a worker that does not run that any more: it is too large to be kept on all."
-                + _REMEDY
+                f" micro-batch {slot} was on a worker that does not run that any more: it is too large to be kept on"
+                " all." + _REMEDY
             )
         return self._unpacked(value, tree)
 
     def _unpacked(self, value: _SlotValue, tree: ValueTree) -> Any:
-        if value.tensor is not None:
-            return value.tensor.clone()
-        assert value.packed is not None
-        return _load(value.packed, tree, self._module.device)
+        return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
 
     def _effects(self, tree: ValueTree, found: Sequence[Found], slot: int) -> list[Effect]:
         """What must reach other workers."""
-        appends: list[Effect] = []
-        values: list[tuple[int, Change, Any]] = []
+        effects: list[Effect] = []
+        values: list[tuple[Change, Any]] = []
         for one in found:
-            if one.items is not None and one.place not in self.slots and self._is_append(one):
-                path = one.place[0] if one.place[1] == WHOLE else (*one.place[0], one.place[1])
-                kind = deque if isinstance(one.now, deque) or _is_deque(tree, one) else list
-                appends.append(Append(path, kind, self._packed(one.place, one.items, tree)))
+            # Another list than before is meant for the next step of the slot, unless it begins with the old items.
+            is_append = one.items is not None and (one.place[1] == WHOLE or one.before is ABSENT or len(one.before) > 0)
+            if is_append and one.place not in self.slots:
+                effects.append(self._append(one, tree))
                 continue
             value = one.now.detach() if isinstance(one.now, Tensor) else one.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
-                form = str((value.dtype, tuple(value.shape), value.device.type)).encode()
-                change = Change(one.place, checksum([value]) + form, value.nbytes, None)
+                form = str((value.dtype, tuple(value.shape))).encode()
+                change = Change(one.place, checksum([value]) + form, value.nbytes, None, tree.is_statistic(one.place))
             else:
                 packed = self._packed(one.place, value, tree)
-                change = Change(one.place, hashlib.blake2b(packed, digest_size=16).digest(), len(packed), packed)
-            values.append((change.size, change, value))
-        left, changes = _MOST_BYTES, []
-        for size, change, value in sorted(values, key=lambda item: (item[0], repr(item[1].place))):
-            is_mean = isinstance(value, Tensor) and tree.is_statistic(change.place)
+                digest = hashlib.blake2b(packed, digest_size=16).digest()
+                change = Change(one.place, digest, len(packed), packed, tree.is_statistic(one.place))
+            values.append((change, value))
+        left = _MOST_BYTES
+        for change, value in sorted(values, key=lambda item: (item[0].size, repr(item[0].place))):
+            size, is_mean = change.size, change.is_statistic
             travels = is_mean or (size <= left and (size <= _SMALL_BYTES or change.place not in self._alike))
             left -= size if travels else 0
             if isinstance(value, Tensor):
                 self._mine.setdefault(slot, {})[change.place] = value
-            packed = change.packed
-            if travels and packed is None:
-                packed = self._packed(change.place, value, tree)
-            changes.append(Change(change.place, change.digest, size, packed if travels else None, is_mean))
-        return [*appends, *changes]
+            sent = (change.packed or self._packed(change.place, value, tree)) if travels else None
+            effects.append(Change(change.place, change.digest, size, sent, is_mean))
+        return effects
 
-    @staticmethod
-    def _is_append(one: Found) -> bool:
-        """Another list than before is meant for the next step of the slot, unless it begins with the old items."""
-        return not one.was_made or one.before is ABSENT or len(one.before) > 0
+    def _append(self, one: Found, tree: ValueTree) -> Append:
+        """The new items of a list."""
+        path, key = one.place
+        is_deque = isinstance(tree.referent(path) if key == WHOLE else one.now, deque)
+        packed = self._packed(one.place, one.items, tree)
+        return Append(path if key == WHOLE else (*path, key), deque if is_deque else list, packed)
 
     def _packed(self, place: Place, value: Any, tree: ValueTree) -> bytes:
         try:
-            return _dump(value, tree)
+            return pack_tensors(tree_map_only(Tensor, to_cpu, value), tree.reference)
         except Exception as error:
             raise UnsupportedFeatureError(
-                f"{name_of(place)} got a {type(value).__name__} in a step that cannot be pickled"
-                f" ({type(error).__name__}: {error}): other workers would not have it when they run that micro-batch. Keep"
-                " what can be pickled (tensors, numbers, lists and dicts of them), or assign it in a hook such as"
-                " on_train_batch_end()."
+                f"{name_of(place)} got a value in a step or hook that sees one micro-batch which cannot be pickled"
+                f" ({type(error).__name__}: {error}): other workers would not have it. Keep tensors, numbers, and lists"
+                " and dicts of them, or assign it in a hook such as on_train_batch_end()."
             ) from error
+
+    def _load(self, packed: Any, tree: ValueTree) -> Any:
+        return on_device(unpack_tensors(packed, tree.referent), self._module.device)
 
     # ------------------------------------------------------------------ other code that sees one micro-batch
 
@@ -326,12 +318,11 @@ class HookSideEffects:
             with self._watching(ValueTree(self._module, self._internal, whole=False), slot, effects):
                 yield effects
         else:
-            with self._looking(effects):
+            with self._looking(self._shallow, effects):
                 yield effects
 
     @contextmanager
-    def _looking(self, effects: list[Effect]) -> Iterator[None]:
-        tree = self._shallow
+    def _looking(self, tree: ValueTree, effects: list[Effect]) -> Iterator[None]:
         if self._runs_again and self._at_batch is not None:
             tree.restore(self._at_batch)
         tree.absorb()
@@ -342,30 +333,24 @@ class HookSideEffects:
         try:
             yield
         except BaseException:
-            tree.end_looking(lambda one: one.items is None)
+            tree.end(lambda one: one.items is None)
             raise
-        for one in tree.end_looking(lambda one: not self._travels(one, effects)):
+        for one in tree.end(lambda one: not self._travels(one, tree, effects)):
             if one.items is None:
                 (_, _, *names), key = one.place
                 self.changed.add(str(names[0] if names else key))
                 self.keeps_shares |= any(isinstance(leaf, (int, float, Tensor)) for leaf in tree_leaves(one.now))
 
-    def _travels(self, one: Found, effects: list[Effect]) -> bool:
+    def _travels(self, one: Found, tree: ValueTree, effects: list[Effect]) -> bool:
         """Whether these are new items of a list, which then are among ``effects``."""
         if one.items is None:
             return False
-        path = one.place[0] if one.place[1] == WHOLE else (*one.place[0], one.place[1])
-        kind = deque if isinstance(one.now, deque) or _is_deque(self._shallow, one) else list
         try:
-            effects.append(Append(path, kind, _dump(one.items, self._shallow)))
-        except Exception as error:
-            name = f"self.{name_of(one.place)}"
-            if name not in self._told:
+            effects.append(self._append(one, tree))
+        except UnsupportedFeatureError as error:
+            if (name := name_of(one.place)) not in self._told:
                 self._told.add(name)
-                rank_zero_warn(
-                    f"{name} got a value in a step or hook that sees one micro-batch which cannot be pickled"
-                    f" ({type(error).__name__}: {error}). It stays on the worker that made it."
-                )
+                rank_zero_warn(f"self.{error} It stays on the worker that made it.")
             return False
         return True
 
@@ -377,56 +362,63 @@ class HookSideEffects:
 
     def ends_step(self) -> None:
         """The step is over; what its micro-batches have changed, if anything, is repeated next."""
-        self._ended, self._undo = self._step, ({}, self.slots, [])
+        self._ended, self._before = self._step, ({}, dict(self.slots))
 
     @torch.no_grad()
     def repeat(self, records: Mapping[int, Sequence[Effect]], on_step: bool) -> None:
         """Repeats the effects of the micro-batches of a batch; ``on_step``: of training."""
-        tree = self._tree
         if any(records.values()):
-            self._forget(tree.absorb())
-        before: tuple[dict[Place, Any], BySlot, list[tuple[Any, int]]] = ({}, dict(self.slots), [])
+            self._forget(self._tree.absorb())
         changes: dict[Place, dict[int, Change]] = defaultdict(dict)
         for slot, effects in sorted(records.items()):
             for effect in effects:
                 if isinstance(effect, Append):
-                    self._extend(effect, before[2])
+                    self._extend(effect, on_step)
                 else:
                     changes[effect.place][slot] = effect
         if on_step and not self._alone:
             for place, by_slot in changes.items():
-                self._take(place, by_slot, before[0])
-            self._undo, self._mine = before, {}
+                self._take(place, by_slot)
+            self._mine = {}
 
-    def _extend(self, effect: Append, undo: list[tuple[Any, int]]) -> None:
-        tree, parent = self._tree, (effect.path[:-1], effect.path[-1])
+    def _extend(self, effect: Append, on_step: bool) -> None:
+        tree, place = self._tree, (effect.path[:-1], effect.path[-1])
         self.names.add(str(effect.path[2]))
-        if not self._has(tree, parent):
+        if not tree.has(place):
             return
-        target = tree.get(parent)
+        target = tree.get(place)
         if not isinstance(target, effect.kind):
-            tree.put(parent, effect.kind())
-            target = tree.get(parent)
-        undo.append((target, len(target)))
-        target.extend(_load(effect.items, tree, self._module.device))
+            self._note(place, on_step)
+            target = effect.kind()
+            tree.put(place, target)
+        elif tree.has((effect.path, WHOLE)):
+            self._note((effect.path, WHOLE), on_step)
+        target.extend(self._load(effect.items, tree))
 
-    def _take(self, place: Place, by_slot: Mapping[int, Change], undo: dict[Place, Any]) -> None:
+    def _note(self, place: Place, on_step: bool = True) -> None:
+        """Remembers what a place holds before a step changes it."""
+        if on_step and place not in self._before[0]:
+            value = self._tree.get(place)
+            self._before[0][place] = value.detach().clone() if isinstance(value, Tensor) else value
+
+    def _take(self, place: Place, by_slot: Mapping[int, Change]) -> None:
         """Takes over what the micro-batches have left in ``place``."""
-        tree, slots = self._tree, range(self._microbatches or len(by_slot))
+        tree, slots, has_place = self._tree, range(self._microbatches), self._tree.has(place)
         found = {}
         for slot, change in by_slot.items():
             tensor = self._mine.get(slot, {}).get(place) if change.packed is None else None
             found[slot] = _SlotValue(change.digest, change.packed, tensor)
         here = [slot for slot, value in found.items() if value.is_here]
-        is_place = self._has(tree, place)
+        if has_place:
+            self._note(place)
         if any(change.is_statistic for change in by_slot.values()):
-            if is_place:
-                old = undo[place] = _own(tree.get(place))
+            if has_place:
+                old = tree.get(place)
                 values = [self._unpacked(found[slot], tree) if slot in found else old for slot in slots]
                 tree.put(place, torch.stack(values).double().mean(0).to(old.dtype))
             return
         if len(found) == len(slots) and len({value.digest for value in found.values()}) == 1:
-            if is_place and not here:
+            if has_place and not here:
                 raise UnsupportedFeatureError(
                     f"{name_of(place)} is written in a training step, and this worker ran no micro-batch of it: the new"
                     " value is too large to be sent." + _REMEDY
@@ -436,7 +428,8 @@ class HookSideEffects:
         else:
             self._alike.discard(place)
             if place not in self.slots:
-                self.slots[place] = dict.fromkeys(slots, self._begun(place, is_place))
+                begun = _SlotValue(packed=self._packed(place, tree.get(place), tree)) if has_place else _SlotValue()
+                self.slots[place] = dict.fromkeys(slots, begun)
                 if len(here) < len(found):
                     size = max(change.size for change in by_slot.values())
                     rank_zero_warn(
@@ -445,18 +438,8 @@ class HookSideEffects:
                         " error." + _REMEDY
                     )
             self.slots[place] = {**self.slots[place], **found}
-        if is_place and here:
-            undo[place] = _own(tree.get(place))
+        if has_place and here:
             tree.put(place, self._unpacked(found[max(here)], tree))
-
-    def _begun(self, place: Place, is_place: bool) -> _SlotValue:
-        """The value with which all slots have begun the step."""
-        if not is_place:
-            return _SlotValue(b"")
-        value = self._tree.get(place)
-        if isinstance(value, Tensor):
-            return _SlotValue(b"", tensor=value.detach().clone())
-        return _SlotValue(b"", self._packed(place, value, self._tree))
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
@@ -464,27 +447,22 @@ class HookSideEffects:
         if self._ended != step:
             yield
             return
-        (values, slots, lengths), now = self._undo, self.slots
-        new = {place: _own(self._tree.get(place)) for place in values}
-        items = [(target, list(target)[length:]) for target, length in lengths]
-        for target, length in lengths:
-            while len(target) > length:
-                target.pop()
-        self._set(values)
-        self.slots = dict(slots)
+        (before, slots), now = self._before, self.slots
+        self._before = {}, {}
+        for place in before:
+            self._note(place)
+        after, self._before = self._before[0], (before, slots)
+        self._set(before, slots)
         try:
             yield
         finally:
-            self._set(new)
-            for target, more in items:
-                target.extend(more)
-            self._tree.absorb()
-            self.slots = now
+            self._set(after, now)
 
-    def _set(self, values: Mapping[Place, Any]) -> None:
+    def _set(self, values: Mapping[Place, Any], slots: BySlot) -> None:
         for place, value in values.items():
             self._tree.put(place, value)
         self._tree.absorb()
+        self.slots = slots
 
     # ------------------------------------------------------------------ what stages and pipelines have in common
 
@@ -492,14 +470,16 @@ class HookSideEffects:
         """What hooks of evaluations have changed, packed, by the name of the attribute, if it is not large."""
         found = {}
         for name in self.changed - self.names - self._views():
-            value = self._shallow.get((("", ""), name))
             try:
-                packed = b"" if value is ABSENT else _dump(value, self._shallow)
-            except Exception:  # it stays on the worker that made it, as told
+                packed = self._packed(self._place(name), self._shallow.get(self._place(name)), self._shallow)
+            except UnsupportedFeatureError:  # it stays on the worker that made it
                 continue
-            if 0 < len(packed) <= _SHARED_BYTES:
+            if len(packed) <= _SHARED_BYTES:
                 found[name] = packed
         return found
+
+    def _place(self, name: str) -> Place:
+        return ("", "buffers" if name in dict(self._module.named_buffers(recurse=False)) else ""), name
 
     def _views(self) -> set[str]:
         """The attributes that lie in the memory of parameters of this stage."""
@@ -511,11 +491,9 @@ class HookSideEffects:
         """Takes over what :meth:`shares` returned on the last stage of the pipeline."""
         views = self._views()
         for name, packed in shares.items():
-            if name not in views:
+            if name not in views and self._shallow.has(self._place(name)):
                 self.changed.add(name)
-                value = _load(packed, self._shallow, self._module.device)
-                table = "buffers" if name in self._module._buffers else ""
-                self._shallow.put((("", table), name), value)
+                self._shallow.put(self._place(name), self._load(packed, self._shallow))
 
     # ------------------------------------------------------------------ a worker that joins
 
@@ -535,71 +513,3 @@ class HookSideEffects:
             place: {slot: _SlotValue(v.digest, v.packed, on_device(v.tensor, device)) for slot, v in values.items()}
             for place, values in slots.items()
         }
-
-
-def _is_deque(tree: ValueTree, one: Found) -> bool:
-    return one.place[1] == WHOLE and isinstance(tree.referent(one.place[0]), deque)
-
-
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-# ---------------------------------------------------------------------- values as bytes
-
-
-class _Pickler(pickle.Pickler):
-    """Modules and cells of the tree are references, tensors their bytes."""
-
-    def __init__(self, file: io.BytesIO, tree: ValueTree) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._tree = tree
-
-    @override
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, (str, int, float, bytes, type(None))):
-            return None
-        if isinstance(obj, Tensor):
-            return self._of_tensor(obj)
-        path = self._tree.reference(obj)
-        if path is not None:
-            return "at", path
-        if isinstance(obj, nn.Module):
-            raise TypeError(f"a {type(obj).__name__} is a layer that the module did not have before")
-        return None
-
-    @staticmethod
-    def _of_tensor(tensor: Tensor) -> Any:
-        if is_sharded(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
-            return None
-        is_host = tensor.device.type == "cpu"
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        assert has_plain_memory(flat)
-        form = (flat.dtype, tuple(flat.shape), is_host, isinstance(tensor, nn.Parameter))
-        return "tensor", memory_of(flat).numpy().tobytes() if flat.numel() else b"", *form
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tree: ValueTree, device: torch.device) -> None:
-        super().__init__(file)
-        self._tree, self._device = tree, device
-
-    @override
-    def persistent_load(self, pid: Any) -> Any:
-        kind, *rest = pid
-        if kind == "at":
-            return self._tree.referent(rest[0])
-        data, dtype, shape, is_host, is_parameter = rest
-        made = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
-        made = made if is_host else made.to(self._device)
-        return nn.Parameter(made, requires_grad=False) if is_parameter else made
-
-
-def _dump(value: Any, tree: ValueTree) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, tree).dump(value)
-    return file.getvalue()
-
-
-def _load(data: bytes, tree: ValueTree, device: torch.device) -> Any:
-    return _Unpickler(io.BytesIO(data), tree, device).load()

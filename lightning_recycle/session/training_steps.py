@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -248,11 +248,10 @@ class TrainingSteps:
 
     # ------------------------------------------------------------------ for the executor: applied steps
 
-    def as_in_step(self, step: int) -> AbstractContextManager[None]:
-        stack = ExitStack()
-        stack.enter_context(self._recorder.side_effects.as_in_step(step))
-        stack.enter_context(self._progress[step].again(self._trainer))
-        return stack
+    @contextmanager
+    def as_in_step(self, step: int) -> Iterator[None]:
+        with self._recorder.side_effects.as_in_step(step), self._progress[step].again(self._trainer):
+            yield
 
     def describe_step(self, step: int) -> Facts:
         trainer = self._trainer

@@ -278,7 +278,9 @@ def alone(make: Callable[[], L.LightningModule]) -> dict[str, Tensor]:
 
 def state(model: L.LightningModule) -> dict[str, Tensor]:
     """With what hooks can read of the numbers that it keeps."""
-    numbers = [(n, m.kept) for n, m in model.named_modules() if isinstance(m, Keeps) and isinstance(m.kept, (int, float))]
+    numbers = [
+        (n, m.kept) for n, m in model.named_modules() if isinstance(m, Keeps) and isinstance(m.kept, (int, float))
+    ]
     return {**model.state_dict(), **{f"{n}.kept": torch.tensor(float(value)) for n, value in numbers}}
 
 
@@ -330,7 +332,12 @@ def normed() -> Net:
     torch.manual_seed(0)
     old_spectral = spectral_norm(nn.Linear(6, 6).double())
     spectral = parametrizations.spectral_norm(nn.Linear(6, 6).double())
-    return Net(spectral, old_spectral, parametrizations.weight_norm(nn.Linear(6, 6).double()), weight_norm(nn.Linear(6, 6).double()))
+    return Net(
+        spectral,
+        old_spectral,
+        parametrizations.weight_norm(nn.Linear(6, 6).double()),
+        weight_norm(nn.Linear(6, 6).double()),
+    )
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 2, seed=2))

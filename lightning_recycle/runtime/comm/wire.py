@@ -77,10 +77,8 @@ class ValueLayout:
         Raises:
             ReCycleError: for too many tensors or dimensions, or a dtype that cannot be sent.
         """
-        if len(self.tensors) - self.has_note > MAX_TENSORS:
-            raise ReCycleError(
-                f"A layer passes {len(self.tensors) - self.has_note} tensors to the next stage; at most {MAX_TENSORS} are allowed."
-            )
+        if (count := len(self.tensors) - self.has_note) > MAX_TENSORS:
+            raise ReCycleError(f"A layer passes {count} tensors to the next stage; at most {MAX_TENSORS} are allowed.")
         numbers = [self.is_tuple + 2 * self.has_note, int(packed), len(self.tensors)]
         for item in self.tensors:
             if item is None:
