@@ -208,8 +208,7 @@ class Session:
     def _make_recorder(self) -> OutputRecorder:
         module, microbatches = self.module, self.run.data_grid.global_microbatches
         alone = microbatches == self.grid.num_workers == 1
-        slots = microbatches if self.parts.keeps_between_steps else None
-        side_effects = HookSideEffects(module, alone, slots, whole=self.grid.stages == 1)
+        side_effects = HookSideEffects(module, alone, microbatches)
         recorder = OutputRecorder(module, side_effects, shared=self.grid.num_workers > 1)
         self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
         self.collectives.is_in_step = lambda: module.recorded_logs is not None
