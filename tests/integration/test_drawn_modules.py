@@ -43,7 +43,8 @@ def on_grid(recipe: Recipe) -> DrawnModule:
         faults = [Fault("kill", pipeline, stage, step)]
         if recipe.replaced:
             sizes["max_restarts"] = 10
-            callbacks = [AwaitReplacement(range(step + 2, STEPS))]
+            first = step + 2 if recipe.accumulate == 1 else step // recipe.accumulate + 1  # it counts optimizer steps
+            callbacks = [AwaitReplacement(range(first, STEPS))]
     run = grid_trainer(2, recipe.stages, faults, sizes, callbacks=callbacks, **options(recipe))
     run.fit(module, loader(2))
     assert len(failures(run)) == len(faults)
